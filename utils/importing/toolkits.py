@@ -16,19 +16,32 @@ from utils.config.arguments import (
     RunArguments,
 )
 from utils.config.declarations import Given, checked_value, declared_settings
-from utils.config.unknown_names import OTHER_NAMES, by_name
+from utils.config.unknown_names import OTHER_NAMES, REFUSED, by_name
+
+UNKNOWN = "unknown here, left out"
+EMPTY = "empty there"
+OFF = "off there, and not done here"
+BY_DEFAULT = "as it is here without a line"
+ELSEWHERE = "said by other lines above"
+_OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Keys a toolkit is known by, ours by its names, and what it does unless told, by our names."""
+    """Keys a toolkit is known by, ours by its names, and what it does unless told, by our names.
+
+    winners: keys that the toolkit prefers to others of the same meaning. null_counts: whether null
+    overrules a default there.
+    """
 
     marks: tuple[str, ...]
     names: Mapping[str, str]
     defaults: Mapping[str, Any]
+    winners: tuple[str, ...] = ()
+    null_counts: bool = True
 
 
-# Why a key has no counterpart, for all toolkits.
+# Why a key has no counterpart, for all toolkits; also of keys inside the entry of a dataset.
 LEFT = by_name({
     "checkpoints verify themselves, and the same command resumes": ""
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
@@ -40,9 +53,26 @@ LEFT = by_name({
     "special_tokens eos_token pad_token eot_tokens",
     "the tokenizer's own chat template is taken; another one is a file: chat_template of the data "
     "recipe": "template chat_template chat_template_path",
-    "answers, and what ends them, are trained on; weight: 0 in a message leaves one out": ""
-    "train_on_inputs roles_to_train train_on_eos train_on_prompt mask_history assistant_only_loss "
-    "completion_only_loss",
+    "answers, and what ends them, are trained on; train: false in a message leaves one out": ""
+    "train_on_inputs roles_to_train train_on_eos train_on_eot train_on_prompt mask_history "
+    "assistant_only_loss completion_only_loss message_field_training "
+    "message_field_training_detail",
+    "system messages stay: take them out of the data": "drop_system_message",
+    "roles are known by the usual names (docs/data.md): rename others in the data": ""
+    "roles user_tag assistant_tag observation_tag function_tag system_tag",
+    "messages have role and content, or from and value: rename the keys in the data": ""
+    "role content role_tag content_tag message_field_role message_field_content",
+    "a thought is reasoning_content of its message, or stands in the answer": ""
+    "split_thinking field_thinking template_thinking_key",
+    "whether answers think: chat_template_kwargs of the data recipe": "preserve_thinking",
+    "the chat template prints the prompt; another one is chat_template of the data recipe": ""
+    "format no_input_format system_prompt system_format default_system conversation tool_format",
+    "rows are taken as a share, by weight, or up to max_tokens of a source": ""
+    "shards_idx num_samples skip",
+    "the tokenizer reads the whole source, and the ending of a file tells its type": ""
+    "ds_type preprocess_shards load_from folder preprocessing_batch_size",
+    "only the columns of the format are read": "columns images videos audios",
+    "preferences are not trained on here": "ranking chosen rejected kto_tag",
     "the class comes from the model's config.json": ""
     "model_type tokenizer_type is_llama_derived_model tokenizer_use_fast tokenizer_legacy",
     "only text is trained on": "processor_type freeze_mm_modules freeze_vision_tower "
@@ -51,6 +81,7 @@ LEFT = by_name({
     "fp8 use_badam use_galore use_apollo use_adam_mini use_muon use_dft_loss use_eaft_loss "
     "use_asft_loss use_eaft use_llama_pro pissa_init loraplus_lr_ratio mixture_of_depths "
     "curriculum_sampling",
+    "the adapter of an earlier run: init_from names the run's directory": "lora_model_dir",
     "prepare_data.py tokenizes once, into output_dir of the data recipe": ""
     "push_dataset_to_hub skip_prepare_dataset shuffle_merged_datasets streaming",
     "max_tokens of a source limits it, weight takes a share": "max_samples",
@@ -67,8 +98,8 @@ LEFT = by_name({
     "wandb_entity wandb_run_id wandb_mode",
     "no tensor, context or expert parallelism: docs/parallelism.md": ""
     "tensor_parallel_size context_parallel_size expert_parallel_size dp_replicate_size",
-    # Nothing is lost: it is so here, or of the toolkit's own making.
-    "": "gradient_checkpointing_kwargs do_train strict debug plot_loss ddp_timeout "
+    "nothing is lost: it is so here, or of that toolkit's own making": ""
+    "gradient_checkpointing_kwargs do_train strict debug plot_loss ddp_timeout "
     "low_cpu_mem_usage wandb_watch wandb_log_model dataset_prepared_path hf_use_auth_token "
     "loss_watchdog_threshold loss_watchdog_patience",
 })  # fmt: skip
@@ -85,11 +116,15 @@ TOOLKITS = {
             "adam_eps": "adam_epsilon", "lr_scheduler": "lr_scheduler_type", "float16": "fp16",
             "warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy",
             "torch_compile": "compile", "revision_of_model": "model_revision",
+            "batch_size": "total_batch_size",
         },
         defaults={
             "sequence_length": 512, "overlong": "drop", "lora_r": 8, "lora_alpha": 8,
             "lora_dropout": 0.0, "lr_scheduler_type": "cosine", "num_train_epochs": 1,
+            "save_total_limit": 4, "warmup_steps": 0.03,
         },
+        winners=("bf16", "datasets", "warmup_steps", "dataset_num_proc"),
+        null_counts=False,
     ),
     "llamafactory": Toolkit(
         marks=("stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_rank"),
@@ -104,6 +139,7 @@ TOOLKITS = {
             "lora_dropout": 0.0, "gradient_checkpointing": True, "learning_rate": 5e-5,
             "per_device_train_batch_size": 8,
         },
+        winners=("neat_packing", "warmup_steps"),
     ),
     "trl": Toolkit(
         marks=("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split",
@@ -118,6 +154,8 @@ TOOLKITS = {
             "sequence_length": 1024, "overlong": "truncate", "bf16": True,
             "gradient_checkpointing": True, "per_device_train_batch_size": 8, "learning_rate": 2e-5,
         },
+        winners=("datasets", "dataset_mixture", "dataset_mixer", "max_length", "warmup_steps",
+                 "dtype", "dataset_num_proc"),
     ),
 }  # fmt: skip
 
@@ -131,6 +169,8 @@ class Conversion:
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
         self.kind, self.path, self.gpus = kind, path, gpus
         self.its_default = f"the default of {kind}"
+        self.entries = entries
+        self.made_of: dict[str, str] = {}  # the key behind each line, by our name
         toolkit = TOOLKITS[kind]
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, tuple[Any, str]] = {}
@@ -138,17 +178,27 @@ class Conversion:
         self.template = ""  # a chat template that stands in the config itself
         self.given: dict[str, Given] = {}
         for key, (value, line) in entries.items():
-            if value in (None, ""):
-                continue
             name = toolkit.names.get(key) or OTHER_NAMES.get(key, key)
             name = name if name.isidentifier() and key not in LEFT else key
-            if not self.value(name):
-                self.given[name] = Given(value, key, line)
+            if value in (None, "") and not (toolkit.null_counts and name in toolkit.defaults):
+                self.note(key, EMPTY)
+            else:
+                self._give(name, Given(value, key, line), toolkit.winners)
         for name, value in toolkit.defaults.items():
             self.given.setdefault(name, Given(value, self.its_default))
         self.pretraining = self.value("stage") == "pt" or "pretraining_dataset" in entries
         training = PretrainConfig if self.pretraining else FineTuneConfig
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
+
+    def _give(self, name: str, new: Given, winners: tuple[str, ...]) -> None:
+        """Take a key; of two with one meaning the one that is on, else the toolkit's own choice."""
+        old = self.given.get(name)
+        if old:
+            ranks = [(is_off(each.value), each.source not in winners) for each in (old, new)]
+            old, new = (old, new) if ranks[1] < ranks[0] else (new, old)
+        self.given[name] = new
+        if old:
+            self.note(old.source, f"{new.source} decides, which means the same")
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return what is given under our name."""
@@ -158,26 +208,65 @@ class Conversion:
         """Return what is given under our name, once."""
         return self.given.pop(name).value if name in self.given else default
 
+    def use(self, name: str, default: Any = None) -> Any:
+        """Return what is given under our name, once, for a line of the data recipe."""
+        if name in self.given:
+            self.made_of[name] = self.given[name].source
+        return self.take(name, default)
+
     def note(self, key: str, reason: str) -> None:
-        """Say what becomes of a key; without a reason nothing is lost."""
-        if reason and key not in self.notes.setdefault(reason, []):
+        """Say what becomes of a key."""
+        if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
-    def put(self, name: str, value: Any, comment: str = "") -> None:
-        """Set a line of the training recipe; a value of another type is noted instead."""
+    def drop(self, name: str, reason: str) -> None:
+        """Leave out what is given under our name, and say why."""
+        if name in self.given:
+            self.note(self.given.pop(name).source, reason)
+
+    def leave(self, key: str, value: Any, ours: str = "") -> None:
+        """Say why a key has no counterpart; `key` may be a path, as in datasets.roles."""
+        name = key.rpartition(".")[2]
+        reason = LEFT.get(name) or REFUSED.get(ours or name) or OTHER_NAMES.get(name)
+        if value in (None, ""):
+            reason = EMPTY
+        elif reason is None:
+            reason = OFF if is_off(value) else UNKNOWN
+        elif reason.isidentifier():
+            reason = f"here it is {reason}, with another value"
+        self.note(key, reason)
+
+    def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
+        """Say why nothing inside a mapping has a counterpart, one key at a time."""
+        for key, value in values.items():
+            if isinstance(value, Mapping) and value:
+                self.leave_all(f"{path}.{key}", value)
+            else:
+                self.leave(f"{path}.{key}", value)
+
+    def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
+        """Set a line of the training recipe; a value that cannot be is noted under `key`."""
+        key = key or name
         declaration = self.declared.get(name)
         if declaration is not None:
             try:
                 value = checked_value(declaration, value)
             except ValueError as error:
-                self.note(name, str(error))
+                self.note(key, str(error))
                 return
             if value == declaration.default and (not value or comment == self.its_default):
+                self.note(key, BY_DEFAULT)
                 return
         self.run[name] = (value, comment)
+        self.made_of[name] = key
 
     def move(self, name: str) -> None:
         """Set a setting as it is given."""
         if name in self.given:
             entry = self.given.pop(name)
-            self.put(name, entry.value, "" if entry.source == name else entry.source)
+            self.put(name, entry.value, "" if entry.source == name else entry.source, entry.source)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value turns off what it is about."""
+    return any(value is off or (value == off and type(value) is type(off)) for off in _OFF_VALUES)

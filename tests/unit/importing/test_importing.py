@@ -1,5 +1,12 @@
 """Published configs of other toolkits, as key and value, become recipes that our parsers take."""
 
+import copy
+import functools
+import json
+import operator
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
@@ -16,8 +23,8 @@ from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.config.unknown_names import OTHER_NAMES
 from utils.importing.__main__ import main, recipe_texts
-from utils.importing.conversion import UNKNOWN, convert
-from utils.importing.toolkits import LEFT, TOOLKITS
+from utils.importing.conversion import convert
+from utils.importing.toolkits import ELSEWHERE, LEFT, OFF, TOOLKITS, UNKNOWN
 
 ALPACA = [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train[:20%]"}]
 MESSAGES = [{
@@ -174,7 +181,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     found = convert(made(config))
     reasons = {key: why for why, keys in found.notes.items() for key in keys}
     assert reasons["made_up"] == UNKNOWN
-    assert "off_here" not in reasons
+    assert reasons["off_here"] == OFF
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
     assert reasons["qat"] == "another method: this run trains without it"
     assert {"lora_target_linear", "special_tokens", "tokens", "offload"} <= reasons.keys()
@@ -231,3 +238,192 @@ def test_the_tables_say_nothing_twice():
         assert not {name for name, ours in toolkit.names.items() if OTHER_NAMES.get(name) == ours}
         assert not toolkit.names.keys() & LEFT.keys()
         assert set(toolkit.marks)
+
+
+# Keys that a run of the property found dropped; `then` is what one of them becomes.
+NESTED = {
+    "axolotl": (
+        {"base_model": "m", "micro_batch_size": 2, "batch_size": 16, "bf16": True,
+         "bfloat16": True, "sequence_len": 512, "learning_rate": 1e-4, "adapter": "lora",
+         "lora_r": 8, "load_in_8bit": True, "lora_target_linear": True, "optimizer": "adamw_torch",
+         "dataset_processes": 4, "dataset_num_proc": 8, "warmup_ratio": 0.1, "val_set_size": 0,
+         "chat_template": "chatml", "wandb_project": None, "strict": False, "unheard_of": "x",
+         "fsdp": ["full_shard"], "gradient_checkpointing_kwargs": {"use_reentrant": False},
+         "fsdp_config": {"offload_params": False, "activation_checkpointing": True},
+         "datasets": [{
+             "path": "a", "type": "chat_template", "name": "sub", "split": "train[:10%]",
+             "field_messages": "talk", "shards": 4, "shards_idx": 1, "chat_template": "llama3",
+             "message_property_mappings": {"role": "speaker", "content": "text", "name": "who"},
+             "roles": {"user": ["u"], "assistant": ["a"]}, "roles_to_train": ["a"],
+             "train_on_eos": "turn", "train_on_eot": "last", "drop_system_message": True,
+             "split_thinking": True, "field_thinking": "why", "template_thinking_key": "think",
+             "message_field_training": "train", "message_field_training_detail": "detail",
+             "field_tools": "functions", "ds_type": "json", "preprocess_shards": 2,
+             "input_transform": "f", "temperature": 1.0, "trust_remote_code": False,
+             "revision": "main", "unheard_of": None,
+         }, {"path": "b", "type": {
+             "field_instruction": "question", "format": "{instruction}", "system_prompt": "Be.",
+             "no_input_format": "{instruction}"}, "conversation": "chatml"}]},
+        {"global_batch_size": 16, "per_device_train_batch_size": 2, "strategy": "fsdp2",
+         "activation_checkpointing": "full", "bf16": True},
+    ),
+    "llamafactory": (
+        {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "full", "template": "qwen3",
+         "dataset": "chats", "cutoff_len": None, "enable_thinking": False, "packing": False,
+         "neat_packing": True, "lora_rank": 8, "max_samples": 10, "mask_history": True,
+         "warmup_steps": 20, "warmup_ratio": 0.1, "lr_scheduler_type": "constant",
+         "default_system": "Be brief.", "tool_format": "qwen", "interleave_probs": "0.5,0.5"},
+        {"packing": None, "warmup_steps": None, "lr_scheduler_type": "constant", "lora_r": None,
+         "sequence_length": 8192, "num_train_epochs": None},
+    ),
+    "trl": (
+        {"model_name_or_path": "m", "dataset_name": "d", "max_length": None, "packing": True,
+         "packing_strategy": "bfd", "eval_strategy": "epoch", "dataset_config": "c",
+         "torch_dtype": "bfloat16", "dtype": "float32", "lora_r": 8, "report_to": None,
+         "dataset_test_split": None, "bf16": False, "gradient_checkpointing": False},
+        {"sequence_length": 8192, "eval_data": ["data/made/heldout"], "dtype": "float32",
+         "bf16": False, "activation_checkpointing": None},
+    ),
+    "trl mixture": (
+        {"model_name_or_path": "m", "max_length": 64, "dataset_name": "ignored",
+         "dataset_test_split": "test", "datasets": [
+             {"path": "a", "name": "sub", "split": "train", "columns": ["messages"],
+              "data_dir": "x"}]},
+        {"eval_data": None, "sequence_length": 64},
+    ),
+}  # fmt: skip
+INFO = {"chats": {
+    "file_name": "chats.json", "formatting": "sharegpt", "num_samples": 100, "folder": "f",
+    "columns": {"messages": "talk", "system": "sys", "images": "pictures"},
+    "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+             "assistant_tag": "helper", "function_tag": "call"},
+}}  # fmt: skip
+
+
+def leaves(value, path=()):
+    """Yield the path of each value inside mappings and lists of mappings."""
+    inner = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        inner = enumerate(value)
+    for key, each in inner:
+        yield from leaves(each, (*path, key))
+    if not inner:
+        yield path, value
+
+
+def changed(config, path, value):
+    """Return a copy of the config with another value at a path, or without the key."""
+    config = copy.deepcopy(config)
+    at = functools.reduce(operator.getitem, path[:-1], config)
+    at[path[-1]] = value
+    if value is None:
+        del at[path[-1]]
+    return config
+
+
+def outcome(convert_config, config):
+    """Return the lines of both recipes and the keys of all notes."""
+    found = convert_config(config)
+    keys = {key for why, keys in found.notes.items() if why != ELSEWHERE for key in keys}
+    return (found.run, found.data, found.template), keys
+
+
+def unaccounted(convert_config, config):
+    """Return the keys that are neither named nor change a line of a recipe."""
+    lines, named = outcome(convert_config, config)
+    for path, value in leaves(config):
+        words = [str(word) for word in path if not isinstance(word, int)]
+        if any(key.split(".")[0] in words and key.split(".")[-1] in words for key in named):
+            continue
+        if words[-1] in lines[0] and lines[0][words[-1]][0] == value:
+            continue
+        other = value + 1 if type(value) in (int, float) else f"{value}x"
+        others = (None, not value if isinstance(value, bool) else other)
+        for other in others:
+            try:
+                if outcome(convert_config, changed(config, path, other))[0] != lines:
+                    break
+            except (ConfigurationError, YamlError, ValueError, TypeError):
+                break
+        else:
+            yield ".".join(map(str, path))
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_every_key_is_converted_or_named(name, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    config, expected = NESTED[name]
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    assert not list(unaccounted(lambda each: convert(made(each), name.split()[0]), config))
+    found = convert(made(config), name.split()[0])
+    assert {key: found.run.get(key, (None,))[0] for key in expected} == expected
+
+
+PUBLISHED_CONFIGS = "STOKER_TEST_TOOLKIT_CONFIGS"
+
+
+@pytest.mark.skipif(PUBLISHED_CONFIGS not in os.environ, reason=f"{PUBLISHED_CONFIGS} is a folder")
+def test_every_key_of_the_configs_in_a_folder(made):
+    refused = 0
+    for path in sorted(Path(os.environ[PUBLISHED_CONFIGS]).rglob("*.y*ml")):
+        try:
+            config = {key: value for key, (value, _) in load_file(path).items()}
+            kind = convert(path).kind
+        except (ConfigurationError, YamlError):
+            refused += 1
+            continue
+        assert not list(unaccounted(lambda each, kind=kind: convert(made(each), kind), config)), (
+            path
+        )
+    assert refused < len(list(Path(os.environ[PUBLISHED_CONFIGS]).rglob("*.y*ml")))
+
+
+def test_batch_size_of_axolotl_is_the_total_in_either_order(made):
+    sizes = {"micro_batch_size": 2, "batch_size": 16}
+    rest = {"base_model": "m", "datasets": ALPACA}
+    for given in (sizes, dict(reversed(sizes.items()))):
+        found = convert(made({**rest, **given}), gpus=4)
+        assert found.run["global_batch_size"][0] == 16
+        assert found.run["per_device_train_batch_size"][0] == 2
+    found = convert(made({**rest, "batch_size": 16, "gradient_accumulation_steps": 4}))
+    assert found.run["global_batch_size"][0] == 16
+    assert found.run["per_device_train_batch_size"][0] == 4
+    assert any("gradient_accumulation_steps" in keys for keys in found.notes.values())
+
+
+def test_entries_of_datasets_lose_nothing(made, tmp_path):
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    found = convert(made(NESTED["axolotl"][0]))
+    named = {key for keys in found.notes.values() for key in keys}
+    assert {f"datasets.{key}" for key in (
+        "drop_system_message", "roles_to_train", "train_on_eos", "split_thinking", "shards",
+        "chat_template", "roles.user", "message_property_mappings.role", "type.format",
+    )} <= named  # fmt: skip
+    first, second = found.data["sources"][0]
+    assert first == {"path": "a", "subset": "sub", "revision": "main", "weight": 0.1,
+                     "columns": {"talk": "messages", "functions": "tools"}}  # fmt: skip
+    assert second["columns"] == {"question": "instruction"}
+    found = convert(made(NESTED["llamafactory"][0]))
+    named = {key for keys in found.notes.values() for key in keys}
+    assert {"dataset.chats.num_samples", "dataset.chats.tags.assistant_tag"} <= named
+    assert "dataset.chats.tags.user_tag" not in named
+    assert found.data["chat_template_kwargs"][0] == {"enable_thinking": False}
+    columns = {"talk": "messages", "sys": "system"}
+    assert found.data["sources"][0][0]["columns"] == columns
+
+
+@pytest.mark.parametrize(
+    ("extra", "held_out"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 5}, "test"),
+        ({"eval_strategy": "epoch", "dataset_test_split": "valid"}, "valid"),
+        ({"dataset_test_split": "test"}, None),
+        ({}, None),
+    ],
+)
+def test_trl_evaluates_on_test_where_it_evaluates(extra, held_out, made):
+    found = convert(
+        made({"dataset_name": "d", "max_length": 64, "model_name_or_path": "m", **extra})
+    )
+    splits = [each["split"] for each in found.data.get("eval_sources", ([], ""))[0]]
+    assert splits == ([held_out] if held_out else [])
