@@ -172,6 +172,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     from transformers.utils import find_adapter_config_file
 
     from utils.model.architecture import causal_lm_class
+    from utils.model.xlstm import accept_kernel_names, choose_kernels
 
     base, config = path, {}
     try:
@@ -184,9 +185,11 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
             base if bare else path, padding_side="left", trust_remote_code=False
         )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        accept_kernel_names()
         model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        choose_kernels(model_config, torch.device(device).type)
         loaded: Any = causal_lm_class(model_config).from_pretrained(
-            base, dtype=dtype, device_map=device, output_loading_info=True
+            base, config=model_config, dtype=dtype, device_map=device, output_loading_info=True
         )
         model, info = loaded
         if config.get("trainable_token_indices"):  # as many rows as training gave the new tokens

@@ -4,6 +4,7 @@ Settled in the plan, so that what cannot be saved is found before any weight is 
 """
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
 from utils.model.architecture import first_line
 from utils.model.stages import stage_of
+from utils.model.xlstm import NATIVE
 
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -70,31 +72,42 @@ def finished_generation(
 
 
 @dataclass(frozen=True)
-class ProcessorFiles:
-    """What the processor of a model for images or sound is loaded from, by file name."""
+class PublishedFiles:
+    """What is saved as it was published: files of a processor, and xLSTM's names of kernels."""
 
-    files: Mapping[str, bytes]
+    processor: Mapping[str, bytes]
+    kernels: Mapping[str, Any]
 
     def write(self, tokenizer: Any, directory: Path) -> None:
-        """Write them; the old chat template only if the tokenizer has none."""
-        for name, content in self.files.items():
+        """Write them; a processor's old chat template only if the tokenizer has none."""
+        for name, content in self.processor.items():
             if name != OLD_TEMPLATE or not tokenizer.chat_template:
                 (directory / name).write_bytes(content)
+        path = directory / "config.json"
+        if self.kernels and path.is_file():
+            values = json.loads(path.read_text(encoding="utf-8")) | self.kernels
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_processor_files(settings: RunSettings) -> ProcessorFiles:
-    """Read the processor beside the weights that a run starts from; collective, see `stage_of`."""
+def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
+    """Read what is beside the weights that a run starts from; collective, see `stage_of`."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
+    revision = settings.model.model_revision or "main"
     found: dict[str, bytes] = {}
     for name in PROCESSOR_FILES if source else ():
         path = cached_file(
-            source, name, revision=settings.model.model_revision or "main",
+            source, name, revision=revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )  # fmt: skip
         if path is not None:
             found[name] = Path(path).read_bytes()
-    return ProcessorFiles(found)
+    kernels: dict[str, Any] = {}
+    if config.model_type == "xlstm":
+        given = source or str(settings.model.model_config)
+        values, _ = PreTrainedConfig.get_config_dict(given, revision=revision)
+        kernels = {name: values[name] for name in NATIVE if name in values}
+    return PublishedFiles(found, kernels)
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:

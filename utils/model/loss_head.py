@@ -38,6 +38,7 @@ SWITCH = "output_router_logits"  # transformers' setting, and its argument of fo
 # Architectures multiply (or divide) their logits under these names; the proof finds others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
+SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
 # Of the proof's tokens; their logits spread this far, for soft caps and factors to show.
 SHAPE = (3, 17)
 SPREAD = 10.0
@@ -192,7 +193,7 @@ def _logit_terms(text_config: PretrainedConfig) -> LogitTerms:
     factors = [getattr(text_config, name, None) for name in FACTORS]
     scale = math.prod(factor for factor in factors if factor is not None)
     scale /= getattr(text_config, DIVISOR, None) or 1
-    return LogitTerms(scale, getattr(text_config, "final_logit_softcapping", None))
+    return LogitTerms(scale, first_set(text_config, SOFT_CAPS))
 
 
 def choose_loss_head(

@@ -33,9 +33,10 @@ from utils.model.architecture import (
 )
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
-from utils.model.finished_model import generation_settings, read_processor_files
+from utils.model.finished_model import generation_settings, read_published_files
 from utils.model.quantization import compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
+from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_training
 from utils.support.collectives import on_every_rank, on_rank_0
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,9 @@ def load_model_config(
     It grows by the tokens that are new to the model. Raises ConfigurationError for an unreadable or
     unknown one, and one with too few positions.
     """
+    accept_kernel_names()
     config = _given_config(settings, tokenizer)
+    choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
     config = _runnable(config)
@@ -260,7 +263,8 @@ def load_model(
             align_weights(made)
             compute_alike(made)
     made.generation_config = generation_settings(settings, config)
-    made.processor_files = read_processor_files(settings)
+    made.published = read_published_files(settings, config)
+    follow_training(made)
     if frozen := freeze_unused(made):
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
         logger.info("frozen: %s, which text does not go through", parts)

@@ -55,7 +55,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
             _untie(model, state)
         with _directory(output_dir / FINAL, trainer) as partial:
             _save(model, state, partial, dtype)
-            live.processor_files.write(trainer.processing_class, partial)
+            live.published.write(trainer.processing_class, partial)
 
 
 def merged_model(

@@ -335,7 +335,7 @@ class PackedTrainer(Trainer):
         if not self.args.should_save:
             return
         (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        bare.processor_files.write(self.processing_class, directory)
+        bare.published.write(self.processing_class, directory)
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Shards, where Trainer saves no model: a run could only resume where the model that it

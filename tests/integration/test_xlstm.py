@@ -1,0 +1,111 @@
+"""xLSTM trains with native kernels on a CPU and Triton's on a GPU, and stays as published."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, xLSTMConfig
+
+import chat
+import pretrain
+import sft_train
+from utils.config.errors import ConfigurationError
+from utils.model import xlstm
+
+# As NX-AI/xLSTM-7b names them. Its mode has no backward pass in Triton.
+PUBLISHED = {
+    "chunkwise_kernel": "chunkwise--triton_xl_chunk", "sequence_kernel": "native_sequence__triton",
+    "step_kernel": "triton", "mode": "inference", "chunk_size": 64, "return_last_states": True,
+}  # fmt: skip
+SIZES = {
+    "model_type": "xlstm", "hidden_size": 128, "embedding_dim": 128, "num_hidden_layers": 2,
+    "num_blocks": 2, "num_heads": 2, "vocab_size": tiny.VOCABULARY,
+    "autocast_kernel_dtype": "float32",
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def loss_of(directory: Path, rows: list[list[int]]) -> float:
+    model, total, count = AutoModelForCausalLM.from_pretrained(directory), 0.0, 0
+    for ids in rows:
+        tokens = torch.tensor([ids])
+        with torch.no_grad():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        total, count = total + loss.item() * (len(ids) - 1), count + len(ids) - 1
+    return total / count
+
+
+@pytest.mark.slow
+def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(pretraining, fine_tuning, tmp_path):
+    xlstm.accept_kernel_names()
+    config, run, rows = tmp_path / "config.json", tmp_path / "run", tiny.documents(3, seed=5)
+    config.write_text(json.dumps(SIZES | PUBLISHED))
+    heldout = tiny.save(tmp_path / "heldout", {"input_ids": rows})
+    settings = {
+        "model_config": config, "packing": "none", "on_overlong": None, "eval_strategy": "steps",
+        "eval_steps": 6, "eval_data": f"heldout={heldout}", "eval_on_start": True, "max_steps": 6,
+    }  # fmt: skip
+    command = pretraining(run, **settings)
+    assert pretrain.main(command) == 0
+    losses, evaluated = tiny.losses(run), tiny.evaluations(run, "heldout")
+    assert evaluated[6] < evaluated[0] - 0.1
+    for directory in (run / "final", run / "checkpoint-3"):
+        saved = json.loads((directory / "config.json").read_text())
+        assert {name: saved[name] for name in PUBLISHED} == PUBLISHED
+    # transformers itself, with the kernels that it has on a CPU.
+    assert evaluated[6] == pytest.approx(loss_of(run / "final", rows), abs=2e-6)
+    tiny.cut(run, 3)
+    assert pretrain.main(command) == 0
+    assert tiny.losses(run) == losses
+    with pytest.raises(ConfigurationError, match="set --packing none"):
+        pretrain.main(pretraining(tmp_path / "packed", model_config=config))
+    shutil.copy(tiny.make_tokenizer(tmp_path / "tokenizer") / "tokenizer.json", run / "final")
+    tuned = {"model_name_or_path": run / "final", "packing": "none", "use_peft": True}
+    assert sft_train.main(fine_tuning(tmp_path / "tuned", **tuned, max_steps=2)) == 0
+    model, _ = chat.load(str(tmp_path / "tuned" / "final"), "cpu", "float32")
+    said = model.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
+    assert said.shape == (1, 13)
+
+
+def test_the_device_chooses_the_kernels(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    xlstm.accept_kernel_names()
+    config = xLSTMConfig(**PUBLISHED)
+    xlstm.choose_kernels(config, "cuda", 100)
+    assert config.chunkwise_kernel == "chunkwise--native_autograd"
+    assert "pip install xlstm" in caplog.text
+    monkeypatch.setattr(xlstm, "is_xlstm_available", lambda: True)
+    with pytest.raises(ConfigurationError, match=r"chunk_size, 64: set it to 128"):
+        xlstm.choose_kernels(config, "cuda", 100)
+    xlstm.choose_kernels(config, "cuda", 128)
+    assert config.chunkwise_kernel == PUBLISHED["chunkwise_kernel"]
+    xlstm.choose_kernels(config, "cpu", 100)
+    assert (config.chunkwise_kernel, config.step_kernel) == ("chunkwise--native_autograd", "native")
+
+
+@pytest.mark.gpu
+def test_triton_kernels_train_as_native_ones_do(monkeypatch):
+    pytest.importorskip("xlstm")
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "model_type"}
+    sizes |= {"hidden_size": 256, "embedding_dim": 256}
+    tokens, losses, state = torch.randint(3, 128, (2, 128), device="cuda"), {}, None
+    for kernels in ("native", "triton"):
+        config = xLSTMConfig(**sizes, chunk_size=64)
+        monkeypatch.setattr(
+            xlstm, "is_xlstm_available", lambda kernels=kernels: kernels == "triton"
+        )
+        xlstm.choose_kernels(config, "cuda", 128)
+        model = AutoModelForCausalLM.from_config(config).cuda()
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        xlstm.follow_training(model)
+        loss = model.train()(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses[kernels] = loss.item()
+        assert all(value.grad is not None for value in model.parameters())
+        model.eval()(input_ids=tokens[:, :100])  # any length outside training
+    assert losses["triton"] == pytest.approx(losses["native"], rel=1e-2)

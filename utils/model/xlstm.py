@@ -1,0 +1,69 @@
+"""The kernels of xLSTM: native ones on a CPU, Triton's on a GPU that has the package xlstm.
+
+Published configurations name Triton's and a mode without a backward pass. They are saved as they
+were; what is set here holds for the process.
+"""
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.xlstm import configuration_xlstm
+from transformers.utils import is_xlstm_available
+
+from utils.config.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+NATIVE = {
+    "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native",
+    "step_kernel": "native", "mode": "inference", "return_last_states": True,
+}  # fmt: skip
+TRITON = NATIVE | {
+    "chunkwise_kernel": "chunkwise--triton_xl_chunk", "sequence_kernel": "native_sequence__triton",
+    "step_kernel": "triton",
+}  # fmt: skip
+
+
+def accept_kernel_names() -> None:
+    """Let configurations that name Triton's kernels be read without the package xlstm.
+
+    transformers refuses the names there, and computes with its own kernels whatever the name.
+    """
+    if not is_xlstm_available():
+        for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
+            configuration_xlstm.xLSTMConfig.__validators__.pop(name, None)
+
+
+def choose_kernels(config: PreTrainedConfig, device_type: str, length: int | None = None) -> None:
+    """Set and log the kernels of a configuration if it is one of xLSTM.
+
+    Raises ConfigurationError if the training length does not divide into the chunks of Triton's.
+    """
+    if config.model_type != "xlstm":
+        return
+    triton = device_type == "cuda" and is_xlstm_available()
+    chunk: int = config.chunk_size
+    if triton and length is not None and length % chunk:
+        raise ConfigurationError(
+            f"--sequence_length {length:,}: Triton's kernels of xLSTM train on multiples of its "
+            f"chunk_size, {chunk}: set it to {-(-length // chunk) * chunk:,}."
+        )
+    for name, value in (TRITON if triton else NATIVE).items():
+        setattr(config, name, value)
+    hint = "; pip install xlstm for Triton's" if device_type == "cuda" and not triton else ""
+    kind = "Triton's" if triton else "native"
+    logger.info("xLSTM: %s kernels (%s)%s", kind, config.chunkwise_kernel, hint)
+
+
+def follow_training(model: nn.Module) -> None:
+    """Let Triton's kernels train where the model does: only one of their modes has a backward."""
+    backends: list[Any] = [m for m in model.modules() if type(m).__name__ == "mLSTMBackend"]
+
+    def set_mode(module: nn.Module, _: Any) -> None:
+        for backend in backends:
+            backend.config.mode = "train" if module.training else "inference"
+
+    if backends and "triton" in backends[0].config.chunkwise_kernel:
+        model.register_forward_pre_hook(set_mode)
