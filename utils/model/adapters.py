@@ -112,10 +112,12 @@ def check_model(config: PreTrainedConfig) -> None:
     """Raise ConfigurationError unless the model can be built, with a head on its text model."""
     try:
         built = without_weights(config)
+    except ConfigurationError:
+        raise
     except (*MISFITS, ImportError) as error:
+        why = " ".join(str(error).split())  # a package that is missing is named in its last line
         raise ConfigurationError(
-            f"model type {config.model_type!r}: transformers cannot build this model: "
-            f"{first_line(error)}"
+            f"model type {config.model_type!r}: transformers cannot build this model: {why}"
         ) from error
     text, head = text_model_of(built), built.get_output_embeddings()
     if head is None or not any(module is text for module in built.modules()):
@@ -207,7 +209,7 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    modules, apart = [], apart_inside(built.config)
+    modules, apart = [], apart_inside(built)
     for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
         if linear and not any(part in f"{name}." for part in apart):

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,8 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
-    return model_config.get_text_config(decoder=True)
+    text = model_config.get_text_config(decoder=True)
+    return text if type(text) in AutoModelForCausalLM._model_mapping else None
 
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
@@ -176,41 +177,46 @@ def build_probe_model(
 ) -> PreTrainedModel:
     """Build the model of a probe config in eval mode; the same weights every time.
 
-    from_config would shard it under ZeRO-3. The CPU's random generator is put back.
+    Weights that text leaves out are zeros, which take no memory and no time however large towers
+    for images are. from_config would shard the model under ZeRO-3. The CPU's random generator is
+    put back.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = attn_implementation
     model_class: Any = causal_lm_class(config)
-    with torch.random.fork_rng(devices=[]), _idle_towers(model_class, config) as model:
-        torch.default_generator.manual_seed(0)
-        model.init_weights()
-        return model.to(device=device, dtype=dtype).eval()
-
-
-@contextlib.contextmanager
-def _idle_towers(model_class: Any, config: PretrainedConfig) -> Iterator[PreTrainedModel]:
-    """Yield a model without weights, in which afterwards those that text leaves out are zeros.
-
-    They take no memory and no time, however large the towers for images are.
-    """
     with no_init_weights():
         model = model_class(config)
     idle = {value: value.shape for value in outside_text(model).values()}
-    for value in idle:
-        value.requires_grad_(False).data = torch.zeros(())
+    for value, shape in idle.items():
+        value.requires_grad_(False).data = torch.zeros(()).expand(shape)
         value._is_hf_initialized = True
-    yield model
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model.init_weights()
+    for value in idle:
+        value.data = torch.zeros(())
+    model.to(device=device, dtype=dtype)
     for value, shape in idle.items():
         value.data = value.data.expand(shape)
+    return model.eval()
 
 
-def apart_inside(config: PretrainedConfig) -> tuple[str, ...]:
+def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the parts of names that modules of the text model have which text does not enter.
 
-    Phi-4 has its towers for images and sound there, Llama 3.2 Vision layers that attend to images.
+    Chameleon and Phi-4 have towers there, Llama 3.2 Vision layers that attend to images.
     """
-    layers = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None)
-    return (".embed_tokens_extend.", *(f".layers.{layer}." for layer in layers or ()))
+    config: Any = model.config
+    text_config, text = config.get_text_config(decoder=True), text_model_of(model)
+    kinds = {type(getattr(config, name, None)) for name in config.sub_configs} - {type(text_config)}
+    towers = [
+        name
+        for name, module in text.named_modules()
+        if isinstance(module, PreTrainedModel) and type(module.config) in kinds
+    ]
+    layers = getattr(text_config, "cross_attention_layers", None) or ()
+    inside = [*towers, "embed_tokens_extend", *(f"layers.{layer}" for layer in layers)]
+    return tuple(f".{name}." for name in inside)
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -220,7 +226,7 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
         for part in (text_model_of(model), model.get_output_embeddings())
         for one in part.parameters()
     }
-    apart = apart_inside(model.config)
+    apart = apart_inside(model)
     return {
         name: value
         for name, value in model.named_parameters()
@@ -247,7 +253,8 @@ def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
         return query.new_zeros(rows, length, heads, value.shape[-1]), None
 
     AttentionInterface.register(OBSERVER, attention)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(LookupError):
+        # Some look their attention up in a table of their own.
         _run(build_probe_model(config, OBSERVER).train())
     if not calls:
         return None

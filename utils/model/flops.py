@@ -82,7 +82,7 @@ def token_products(model: Any) -> TokenProducts:
     config = base.config.get_text_config(decoder=True)
     experts, routed = first_set(config, EXPERTS), first_set(config, EXPERTS_PER_TOKEN) or 1
     forward = trained = 0.0
-    apart = apart_inside(base.config)
+    apart = apart_inside(base)
     for part in (text_model_of(base), base.get_output_embeddings()):
         for name, module in part.named_modules():
             if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in apart):
