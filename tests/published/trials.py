@@ -14,11 +14,12 @@ import tiny
 import torch
 from facts import CHUNK, ONE_A_ROW, PACKS, REFUSED, VOCABULARY, Published
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
+from utils.model.architecture import causal_lm_class
 
 FIRST_WORD = 32  # below it are special tokens
 HELDOUT = 6
@@ -97,7 +98,7 @@ def _fine_tune(settings: Mapping[str, object], run: Path) -> list[float]:
 
 def _plain_difference(run: Path, final: Path) -> float:
     """Return how far evaluation is from transformers' own loss, one document at a time."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = _class_of(final).from_pretrained(
         final, attn_implementation="eager", dtype=torch.float32
     )
     total, targets = 0.0, 0
@@ -110,9 +111,13 @@ def _plain_difference(run: Path, final: Path) -> float:
     return abs(total / targets - tiny.evaluations(run, "heldout")[3])
 
 
+def _class_of(final: Path) -> Any:
+    return causal_lm_class(AutoConfig.from_pretrained(final))
+
+
 def _generated(final: Path) -> int:
     """Return how many tokens the exported model says after a prompt."""
-    model = AutoModelForCausalLM.from_pretrained(final)
+    model: Any = _class_of(final).from_pretrained(final)
     prompt = torch.arange(FIRST_WORD, FIRST_WORD + CHUNK)[None]
     said = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=4, max_new_tokens=4
