@@ -43,6 +43,15 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         )
     conversion = Conversion(kind, entries, path, gpus)
     _check_method(conversion)
+    try:
+        _convert_all(conversion)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"a value is of no type that {kind} reads: {error}") from error
+    return conversion
+
+
+def _convert_all(conversion: Conversion) -> None:
+    path = conversion.path
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", path.stem)
     conversion.move("output_dir")
     conversion.run.setdefault("output_dir", (f"runs/{name}", ""))
@@ -57,7 +66,6 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     _convert_rest(conversion)
     _settle(conversion)
     _account(conversion)
-    return conversion
 
 
 def _check_method(given: Conversion) -> None:
@@ -222,7 +230,8 @@ def _convert_precision(given: Conversion) -> None:
         given.drop("fp16", "bf16 decides")
     given.move("fp16")
     if given.take("resize_token_embeddings_to_32x"):
-        given.put("pad_embeddings_to_multiple_of", 32, "resize_token_embeddings_to_32x")
+        key = "resize_token_embeddings_to_32x"
+        given.put("pad_embeddings_to_multiple_of", 32, key, key)
     checkpointing = given.take("gradient_checkpointing")
     if checkpointing and not given.take("disable_gradient_checkpointing"):
         given.put("activation_checkpointing", "full", "auto recomputes as little as fits")
