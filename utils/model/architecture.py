@@ -132,7 +132,8 @@ def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | Non
 
 
 def _saved_alone(part: PretrainedConfig) -> str:
-    name = AutoModelForMultimodalLM._model_mapping[type(part)].__name__
+    found: Any = AutoModelForMultimodalLM._model_mapping[type(part)]
+    name = found.__name__
     return f"train its text part, saved by {name}.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
 
 
@@ -189,16 +190,30 @@ def build_probe_model(
     idle = {value: value.shape for value in outside_text(model).values()}
     for value, shape in idle.items():
         value.requires_grad_(False).data = torch.zeros(()).expand(shape)
-        value._is_hf_initialized = True
+        setattr(value, "_is_hf_initialized", True)  # noqa: B010 - a name of transformers
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model.init_weights()
+    give_token_types(model)
     for value in idle:
         value.data = torch.zeros(())
     model.to(device=device, dtype=dtype)
     for value, shape in idle.items():
         value.data = value.data.expand(shape)
     return model.eval()
+
+
+def give_token_types(model: PreTrainedModel) -> None:
+    """Let batches of text be known as text: Molmo 2 asks for token types while it trains."""
+    if model.config.model_type != "molmo2":
+        return
+
+    def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
+        if given.get("mm_token_type_ids") is None and given.get("input_ids") is not None:
+            given["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
+        return args, given
+
+    body_of(model).register_forward_pre_hook(add_types, with_kwargs=True)
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:

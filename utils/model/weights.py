@@ -28,6 +28,7 @@ from utils.model.adapters import check_model, freeze_unused
 from utils.model.architecture import (
     causal_lm_class,
     first_line,
+    give_token_types,
     probe_config,
     text_model_config,
 )
@@ -265,6 +266,7 @@ def load_model(
     made.generation_config = generation_settings(settings, config)
     made.published = read_published_files(settings, config)
     follow_training(made)
+    give_token_types(made)
     if frozen := freeze_unused(made):
         parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
         logger.info("frozen: %s, which text does not go through", parts)

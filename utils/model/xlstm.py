@@ -32,8 +32,9 @@ def accept_kernel_names() -> None:
     transformers refuses the names there, and computes with its own kernels whatever the name.
     """
     if not is_xlstm_available():
+        strict: Any = configuration_xlstm.xLSTMConfig
         for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
-            configuration_xlstm.xLSTMConfig.__validators__.pop(name, None)
+            strict.__validators__.pop(name, None)
 
 
 def choose_kernels(config: PreTrainedConfig, device_type: str, length: int | None = None) -> None:
