@@ -9,5 +9,6 @@ display           what --help and --print_config show
 declarations      name, type and default of a setting; the values of all
 unknown_names     refused settings, other toolkits' names, typing errors
 strategy, assumed        the accelerate config of a strategy; the GPUs that a dry run assumes
+launch_settings          settings of accelerate with which training would be wrong
 precision, errors        bf16 that nobody set; exit codes and the errors that users can repair
 """
