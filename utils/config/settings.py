@@ -124,7 +124,6 @@ MOOT: Rules = (
     ("init_from", _is_given, "model_revision"),
     ("model_config", _is_given, "model_revision"),
     ("push_to_hub", _is(False), "hub_model_id hub_private_repo"),
-    ("use_peft", _is(False), LORA),
     ("use_peft", _is(True), "stochastic_rounding pad_embeddings_to_multiple_of"),
     ("load_in_4bit", _is(False), "bnb_4bit_quant_type use_bnb_nested_quant"),
     # How the same numbers are computed.
@@ -146,6 +145,7 @@ CONTRADICTIONS: Rules = (
     ("init_from", _is_given, "model_name_or_path"),
     ("init_from", _is(None), "init_optimizer"),
     ("model_config", _is_given, "model_name_or_path"),
+    ("use_peft", _is(False), LORA),
     ("use_peft", _is(True), "init_optimizer"),
     # In which types the weights are kept and computed.
     ("bf16", _is(True), "fp16 stochastic_rounding"),

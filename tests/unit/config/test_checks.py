@@ -20,6 +20,7 @@ CONTRADICTIONS = [
     ({"init_optimizer": "true"}, r"init_optimizer true .* no effect: init_from null \(default\)"),
     ({**LORA, "init_optimizer": "true", "model_name_or_path": None, "init_from": "runs/a"},
      "init_optimizer true .* has no effect: use_peft true"),
+    ({"lora_r": "4"}, r"lora_r 4 .* has no effect: use_peft false \(default\)"),
     ({"push_to_hub": "true", "hub_model_id": "me/x/y"}, "hub_model_id me/x/y .*: give OWNER/NAME"),
     ({"bf16": "true", "fp16": "true"}, ["fp16 true .* no effect: bf16", "needs a GPU, this run"]),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),

@@ -128,7 +128,6 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
         ("--logging_strategy epoch --logging_steps 5", {"logging_steps"}),
         ("--report_to none --run_name mine", {"run_name"}),
         ("--run_name mine", {"run_name"}),
-        ("--lora_r 4 --lora_target_modules q_proj", {"lora_r", "lora_target_modules"}),
         ("--use_peft --use_bnb_nested_quant --load_in_4bit false", {"use_bnb_nested_quant"}),
         ("--hub_model_id me/x", {"hub_model_id"}),
         ("--optim sgd --optim_states int8", {"optim_states"}),
