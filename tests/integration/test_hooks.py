@@ -34,6 +34,7 @@ SIGNATURES = {
     "_save_checkpoint": "model trial",
     "_get_output_dir": "trial",
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
     "_load_best_model": "",
     "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
@@ -83,7 +84,8 @@ def test_a_run_goes_through_every_hook(
         metric_for_best_model="eval_heldout_loss",
     )
     script.main(argv)
-    assert called == set(SIGNATURES) - {"_load_rng_state"}, "that is for a resumed run"
+    resumed = {"_load_rng_state", "_load_from_checkpoint"}
+    assert called == set(SIGNATURES) - resumed, "they are for a resumed run"
     (line,) = tiny.train_lines(tmp_path / "run")
     # SFTTrainer would log the tokens of one rank as all, and write a model card at every save.
     assert not line.keys() & {"num_tokens", "entropy", "mean_token_accuracy"}
@@ -121,6 +123,7 @@ ORDER = {
         "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
         "rotate_checkpoints(",
     ],
+    "_load_from_checkpoint": ["PreTrainedConfig.from_json_file(config_file)"],
     "_prepare_for_training": ["deepspeed_load_checkpoint("],
     "_finalize_training": [
         "self.log(metrics)", "if self.args.load_best_model_at_end", "self._load_best_model()",

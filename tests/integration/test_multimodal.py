@@ -14,7 +14,8 @@ import chat
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
-from utils.model.architecture import build_probe_model, causal_lm_class, outside_text, probe_config
+from utils.model.architecture import causal_lm_class, outside_text
+from utils.model.probe import build_probe_model, probe_config
 
 # Three rows of positions; layers for images inside the text model; attention that looks ahead
 # unless a mask is given; experts; recurrent layers; token types of images; and an ordinary one.

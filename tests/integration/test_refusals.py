@@ -275,4 +275,4 @@ def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
         pretrain.main(argv)
     assert dry.value.problems == start.value.problems
     assert pretrain.main([*pretraining(place.run, **place.text(MAMBA)), "--dry_run", "true"]) == 0
-    assert "its recurrent layers are checked there" in capsys.readouterr().out
+    assert "checked there, where the run trains" in capsys.readouterr().out

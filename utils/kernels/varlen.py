@@ -111,9 +111,9 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
         raise ConfigurationError(
             f"{type(module).__name__} asks packed_varlen for other than causal attention inside "
             f"marked documents (causal: {causal}, a mask: {attention_mask is not None}, {queries} "
-            f"queries for {keys} keys, cu_seq_lens_q: {cu_seq_lens_q is not None}). Train on "
-            "Stoker's packed batches, or with --attn_implementation sdpa; to generate, call "
-            "model.set_attn_implementation('sdpa')."
+            f"queries for {keys} keys, cu_seq_lens_q: {cu_seq_lens_q is not None}). It "
+            "computes Stoker's batches alone; to generate, call "
+            "model.set_attn_implementation('sdpa'), or 'eager' where the model has no sdpa."
         )
     # Rotary embeddings and norms kept in fp32 leave queries wider than values.
     dtype = value.dtype if query.dtype == torch.float32 else query.dtype

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -16,13 +15,13 @@ from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.model.architecture import (
-    EXPERTS,
     MISFITS,
     apart_inside,
-    causal_lm_class,
+    expert_count,
     first_line,
     outside_text,
     text_model_of,
+    without_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,6 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
     Those are towers for images and sound: DDP waits for gradients of all that is not frozen.
     """
-    if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
-        return []
     frozen = outside_text(model)
     for parameter in frozen.values():
         parameter.requires_grad_(False)
@@ -99,13 +96,6 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
         f"({trained / total:.2%}) train"
     )
     return targets
-
-
-def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device, to look at."""
-    with torch.device("meta"):
-        built: Any = causal_lm_class(config)(config)
-    return built
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -216,12 +206,12 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
                 modules.append(name)
-    config = built.config.get_text_config(decoder=True)
-    counts = {getattr(config, name, None) for name in EXPERTS} - {None, 0}
     experts = [
-        name
-        for name, value in text.named_parameters(prefix=inside)
-        if value.ndim == 3 and value.shape[0] in counts
+        f"{name}.{weight}"
+        for name, module in text.named_modules(prefix=inside)
+        if expert_count(module)
+        for weight, value in module.named_parameters(recurse=False)
+        if value.ndim == 3
     ]
     return modules, experts
 

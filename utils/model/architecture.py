@@ -1,59 +1,30 @@
-"""A small random model that attends as the user's model does, to try an attention on it."""
+"""What transformers' architectures are: their class, their text model, their experts and towers."""
 
-import contextlib
-import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
 
 from utils.config.errors import ConfigurationError
-from utils.kernels.varlen import AttentionNeeds
-
-VOCABULARY = 64
-WIDTH = 64
-WIDEST = 512  # of the hidden states; wider ones take seconds on a CPU
-OBSERVER = "packed_observer"
 
 # What each is called differs by architecture; the attribute that a config has is the one meant.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "top_k_experts",
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk",
+    "top_k_experts",
 )  # fmt: skip
 LAYER_TYPES = ("layer_types", "layers_block_type")
-LAYER_INDICES = (
-    "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
-)  # fmt: skip
-# Sizes that others do not depend on: widths of MLPs, groups of experts and of state-space heads,
-# and chunks, to which sequences are padded (GPUs' kernels take powers of two from 16 on).
-AT_MOST = {
-    "intermediate_size": WIDTH, "intermediate_size_mlp": WIDTH, "moe_intermediate_size": WIDTH,
-    "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
-    "ffn_dim": WIDTH, "n_group": 1, "topk_group": 1, "n_groups": 1, "mamba_n_groups": 1,
-    "mamba_ngroups": 1, "chunk_size": 32, "mamba_chunk_size": 32,
-    "vocab_size_per_layer_input": VOCABULARY,
-}  # fmt: skip
-# Of state-space layers: heads and their dimension, the ratio of inner to outer width.
-STATE_HEADS = (
-    ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
-    ("num_heads", "head_dim"),
-)  # fmt: skip
-EXPANSIONS = ("mamba_expand", "expand")
-# As wide as the hidden states, in one architecture or the other.
-SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 # What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
 MISFITS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
-    AssertionError,
+    AssertionError, StrictDataclassError,
 )  # fmt: skip
 
 
@@ -62,14 +33,9 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
-def first_set(config: PretrainedConfig, names: Sequence[str]) -> Any:
-    """Return the first of these settings that a configuration has; None: it has none of them."""
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-
-
-def has_experts(config: PretrainedConfig) -> bool:
-    """Whether a model routes tokens to experts."""
-    return first_set(config.get_text_config(decoder=True), EXPERTS) is not None
+def first_set(owner: Any, names: Sequence[str]) -> Any:
+    """Return the first of these settings that a config or a layer has; None: it has none."""
+    return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -150,57 +116,35 @@ def text_model_of(model: PreTrainedModel) -> Any:
     return body_of(model) if decoder is model else decoder
 
 
-def probe_config(model_config: PretrainedConfig) -> PretrainedConfig:
-    """Return a small config with the same head dimension, head grouping, windows and positions.
-
-    One layer of each type remains (two at least). Where heads cannot be cut they stay. Raises
-    ConfigurationError where nothing small runs.
-    """
-    misfit: Exception | None = None
-    for cut_heads in (True, False):
-        try:
-            config = _cut(model_config, cut_heads)
-            _run(build_probe_model(config, "eager"))
-            return config
-        except MISFITS as error:
-            misfit = error
-    raise ConfigurationError(
-        f"model type {model_config.model_type!r}: no small model could be built to check that "
-        f"packed documents stay apart ({type(misfit).__name__}: {misfit})"
-    )
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model on the meta device, to look at."""
+    with torch.device("meta"):
+        built: Any = causal_lm_class(config)(config)
+    return built
 
 
-def build_probe_model(
-    config: PretrainedConfig,
-    attn_implementation: str,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> PreTrainedModel:
-    """Build the model of a probe config in eval mode; the same weights every time.
+def expert_count(layer: torch.nn.Module) -> int:
+    """Return how many experts a layer holds, each of its weights one tensor for all; 0: none."""
+    own = layer.parameters(recurse=False)
+    stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
+    return (first_set(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
 
-    Weights that text leaves out are zeros, which take no memory and no time however large towers
-    for images are. from_config would shard the model under ZeRO-3. The CPU's random generator is
-    put back.
-    """
-    config = copy.deepcopy(config)
-    config._attn_implementation = attn_implementation
-    model_class: Any = causal_lm_class(config)
-    with no_init_weights():
-        model = model_class(config)
-    idle = {value: value.shape for value in outside_text(model).values()}
-    for value, shape in idle.items():
-        value.requires_grad_(False).data = torch.zeros(()).expand(shape)
-        setattr(value, "_is_hf_initialized", True)  # noqa: B010 - a name of transformers
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model.init_weights()
-    give_token_types(model)
-    for value in idle:
-        value.data = torch.zeros(())
-    model.to(device=device, dtype=dtype)
-    for value, shape in idle.items():
-        value.data = value.data.expand(shape)
-    return model.eval()
+
+def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the layers whose choice of experts transformers records."""
+    parts = (model, text_model_of(model))
+    tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
+    recorded = next(filter(None, (table.get("router_logits") for table in tables)), [])
+    each = recorded if isinstance(recorded, list | tuple) else [recorded]
+    classes = tuple(getattr(one, "target_class", one) for one in each)
+    found = (module for module in model.modules() if isinstance(module, classes))
+    # Granite's small models have routers to no experts.
+    return [router for router in found if any(weight.numel() for weight in router.parameters())]
+
+
+def has_experts(built: PreTrainedModel) -> bool:
+    """Whether a model routes tokens to experts: a config may name some that are not built."""
+    return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
 def give_token_types(model: PreTrainedModel) -> None:
@@ -236,6 +180,8 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that text does not go through: those of towers and projectors."""
+    if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
+        return {}
     used = {
         id(one)
         for part in (text_model_of(model), model.get_output_embeddings())
@@ -247,122 +193,3 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
         for name, value in model.named_parameters()
         if id(value) not in used or any(part in name for part in apart)
     }
-
-
-def observe_attention(config: PretrainedConfig) -> AttentionNeeds | None:
-    """Run a probe config once in training mode and note what its layers ask of the attention.
-
-    Returns None when the model does not attend through transformers' AttentionInterface.
-    """
-    whole = build_probe_model(config, "eager")
-    if not any(part._supports_attention_backend for part in (whole, text_model_of(whole))):
-        return None
-    calls: list[AttentionNeeds] = []
-
-    def attention(*arguments: Any, **terms: Any) -> tuple[torch.Tensor, None]:
-        _, query, _, value = arguments[:4]
-        softcap, sinks = terms.get("softcap") is not None, terms.get("s_aux") is not None
-        dropout, window = terms.get("dropout", 0.0), terms.get("sliding_window") is not None
-        calls.append(AttentionNeeds(query.shape[-1], softcap, sinks, dropout, window))
-        rows, heads, length, _ = query.shape
-        return query.new_zeros(rows, length, heads, value.shape[-1]), None
-
-    AttentionInterface.register(OBSERVER, attention)
-    with torch.random.fork_rng(devices=[]), contextlib.suppress(LookupError):
-        # Some look their attention up in a table of their own.
-        _run(build_probe_model(config, OBSERVER).train())
-    if not calls:
-        return None
-    return AttentionNeeds(*(max(asked) for asked in zip(*calls, strict=True)))
-
-
-@torch.no_grad()
-def _run(model: torch.nn.Module) -> None:
-    model(input_ids=torch.arange(1, 5).view(1, -1), use_cache=False)
-
-
-def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
-    """Return a copy whose text part is small."""
-    whole = copy.deepcopy(model_config)
-    config = whole.get_text_config(decoder=True)
-    if config is not whole:
-        whole.pad_token_id = 0
-    config.vocab_size = VOCABULARY
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
-    _cut_layers(config)
-    for name, most in AT_MOST.items():
-        _at_most(config, name, most)
-    # As many experts as a token uses: with more, perturbed tokens would change how many tokens an
-    # expert gets and so, by rounding alone, what the other documents see.
-    per_token = first_set(config, EXPERTS_PER_TOKEN)
-    for name in EXPERTS:
-        if per_token and isinstance(getattr(config, name, None), int):
-            setattr(config, name, per_token)
-    if cut_heads:
-        _cut_heads(config)
-        _cut_states(config)
-    return whole
-
-
-def _cut_layers(config: PretrainedConfig) -> None:
-    """Keep the first layer of each type, and every list of one entry per layer in step."""
-    layers = config.num_hidden_layers
-    types = first_set(config, LAYER_TYPES) or ["attention"] * layers
-    first_of_type = {types.index(kind) for kind in types}
-    kept = sorted(first_of_type if len(first_of_type) > 1 else range(min(layers, 2)))
-    per_layer = {
-        name: [value[layer] for layer in kept]
-        for name, value in vars(config).items()
-        if isinstance(value, list) and len(value) == layers
-    }
-    for name in LAYER_INDICES:
-        if isinstance(getattr(config, name, None), list):
-            per_layer[name] = [kept.index(i) for i in getattr(config, name) if i in kept]
-    config.num_hidden_layers = len(kept)
-    if hasattr(config, "num_kv_shared_layers"):
-        config.num_kv_shared_layers = 0
-    for name, value in per_layer.items():
-        setattr(config, name, value)
-
-
-def _cut_heads(config: PretrainedConfig) -> None:
-    """Keep two key/value heads with their groups of query heads, one where groups are wide."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    group = heads // kv_heads
-    kept = min(kv_heads, 2 if 2 * group * head_dim <= WIDEST else 1)
-    config.num_attention_heads = group * kept
-    if getattr(config, "num_key_value_heads", None):
-        config.num_key_value_heads = kept
-    config.hidden_size = config.num_attention_heads * head_dim
-
-
-def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the width that attention heads leave, or to a small one."""
-    attends = getattr(config, "num_attention_heads", None)
-    if not attends:
-        config.hidden_size = min(config.hidden_size, 2 * WIDTH)
-    for name in SAME_WIDTH:
-        _at_most(config, name, config.hidden_size)
-    inner = int((first_set(config, EXPANSIONS) or 1) * config.hidden_size)
-    for heads, dim in STATE_HEADS[: -1 if attends else None]:
-        if hasattr(config, heads) and hasattr(config, dim):
-            head_dim = min(getattr(config, dim) or inner, inner)
-            setattr(config, heads, max(1, inner // head_dim))
-            setattr(config, dim, inner // getattr(config, heads))
-            _at_most(config, "mamba_d_ssm", inner)
-    if key_heads := getattr(config, "linear_num_key_heads", None):
-        config.linear_num_value_heads = config.linear_num_value_heads // key_heads
-        config.linear_num_key_heads = 1
-
-
-def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
-    """Cut a size, or those of each layer, if the configuration has it."""
-    size = getattr(config, name, None)
-    if isinstance(size, int):
-        setattr(config, name, min(size, most))
-    elif isinstance(size, list):
-        setattr(config, name, [min(each, most) for each in size])

@@ -23,7 +23,7 @@ from utils.checkpoints.files import PROVENANCE, earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
-from utils.model.architecture import causal_lm_class, has_experts
+from utils.model.architecture import causal_lm_class, has_experts, without_weights
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import cache_root
 
@@ -162,7 +162,7 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -
         return "the GPU's compute capability is below 8.0"
     if not elsewhere and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if has_experts(config):
+    if has_experts(without_weights(config)):
         return "each expert of this model gets as many tokens as are routed to it"
     model_class = causal_lm_class(config)
     if not model_class.supports_gradient_checkpointing:  # which is how layers are marked

@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.assumed import GPUS
 from utils.data.packing import PackPlan
 from utils.model.architecture import (
-    EXPERTS,
     EXPERTS_PER_TOKEN,
     LAYER_TYPES,
     apart_inside,
+    expert_count,
     first_set,
     text_model_of,
 )
@@ -80,35 +80,36 @@ def token_products(model: Any) -> TokenProducts:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config(decoder=True)
-    experts, routed = first_set(config, EXPERTS), first_set(config, EXPERTS_PER_TOKEN) or 1
+    experts = max(map(expert_count, base.modules()))
+    routed = first_set(config, EXPERTS_PER_TOKEN) or 1
     forward = trained = 0.0
     apart = apart_inside(base)
     for part in (text_model_of(base), base.get_output_embeddings()):
         for name, module in part.named_modules():
             if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in apart):
                 continue  # PEFT trains a copy
-            for weight, size, count in _weights(module, bool(experts)):
-                among_experts = count == experts or ".experts." in f".{name}."
+            among_experts = expert_count(module) or ".experts." in f".{name}."
+            for weight, size in _weights(module):
                 used = size * (routed / experts if experts and among_experts else 1)
                 forward += used
                 trained += used * weight.requires_grad
     return TokenProducts(forward, trained, _attention(config))
 
 
-def _weights(module: nn.Module, has_experts: bool) -> list[tuple[torch.Tensor, int, int | None]]:
-    """Return what a module multiplies tokens by: weight, its size, of how many matrices it is.
+def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Return the weights that a module multiplies tokens by, and their sizes.
 
     The sizes are those of the layer: what holds its weights may be a shard, or packed in 4 bits.
     """
     if isinstance(module, nn.Linear):
-        return [(module.weight, module.in_features * module.out_features, None)]
+        return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):
-        return [(module.weight, module.nx * module.nf, None)]
-    if not has_experts:
+        return [(module.weight, module.nx * module.nf)]
+    if not expert_count(module):
         return []
     own = module.parameters(recurse=False)
     shapes = ((weight, getattr(weight, "ds_shape", weight.shape)) for weight in own)
-    return [(weight, math.prod(shape), shape[0]) for weight, shape in shapes if len(shape) == 3]
+    return [(weight, math.prod(shape)) for weight, shape in shapes if len(shape) == 3]
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:

@@ -24,13 +24,20 @@ from utils.kernels.linear_cross_entropy import IGNORED, LogitTerms, linear_cross
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
     MISFITS,
-    VOCABULARY,
     body_of,
-    build_probe_model,
     causal_lm_class,
     first_set,
-    has_experts,
+    routers,
+    without_weights,
+)
+from utils.model.probe import (
+    CPU,
+    VOCABULARY,
+    ProbeError,
+    build_probe_model,
+    fork_random,
     probe_config,
+    tolerance,
 )
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -43,6 +50,7 @@ SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
+RELEVANT = 1e-3  # of the largest gradient
 
 
 @dataclass(frozen=True)
@@ -201,19 +209,28 @@ def choose_loss_head(
     model_config: PretrainedConfig,
     adapted: bool = False,
     router: RouterTerm | None = None,
+    device: torch.device | None = CPU,
 ) -> LossHeadChoice:
     """Choose how the loss is computed, "auto", "fused" or "logits"; the fused head is proved here.
 
     adapted: whether LoRA trains the last layer, or new tokens' rows, beside its adapters. Loss and
     gradients of both heads must agree to rounding on a small random model of the architecture, in
-    float32 on the CPU. Raises ConfigurationError when "fused" is asked for and does not do.
+    float32 on the device that trains (None: this host has none, and what does not run on its CPU is
+    proved there). Raises ConfigurationError when "fused" is asked for and does not do.
     """
     problem = None
     if requested != "logits":
-        lora = "LoRA trains the last layer or rows of new tokens" if adapted else None
-        problem = lora or _problem(model_config)
+        proved = "proved equal"
+        if adapted:
+            problem = "LoRA trains the last layer or rows of new tokens"
+        else:
+            try:
+                problem = _problem(model_config, device or CPU)
+            except ProbeError as error:
+                problem = None if device is None else error.problems[0]
+                proved = "to be proved where the run trains"
         if problem is None:
-            reason = "last layer and cross-entropy in one, some tokens at a time; proved equal"
+            reason = f"last layer and cross-entropy in one, some tokens at a time; {proved}"
             return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
     if requested == "fused":
         raise ConfigurationError(f"--loss_head fused: {problem}; use auto")
@@ -221,38 +238,40 @@ def choose_loss_head(
     return LossHeadChoice("logits", f"{requested}: logits of all tokens in memory, {why}", router)
 
 
-def _problem(model_config: PretrainedConfig) -> str | None:
-    """Return why the fused head cannot train this model; None: it can."""
-    config = probe_config(model_config)
+def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
+    """Return why the fused head cannot train this model; None: it can. Raises ProbeError."""
+    config = probe_config(model_config, device)
     text: Any = config.get_text_config()
     if hasattr(text, SWITCH):
         setattr(text, SWITCH, False)  # experts' term is apart from the loss of the head
-    model = build_probe_model(config, "eager")
+    model = build_probe_model(config, "eager", device)
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
         return f"{name} has no linear last layer"
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with fork_random(device), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         try:
             worst = _difference(model)
         except MISFITS as error:
             return f"{name} does not run without its last layer ({type(error).__name__}: {error})"
-    if worst < TOLERANCE:
+    if worst < tolerance(device, TOLERANCE):
         return None
     return f"{name}'s loss is not the cross-entropy of its last layer alone ({worst:.1e} off)"
 
 
 def _difference(model: PreTrainedModel) -> float:
     """Return by how much loss or a gradient differs at most, relative to the largest of its own."""
-    tokens = torch.randint(1, VOCABULARY, SHAPE)
+    tokens = torch.randint(1, VOCABULARY, SHAPE).to(model.device)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
         head.weight *= SPREAD / model(input_ids=tokens, use_cache=False).logits.std()
     expected = _loss_and_gradients(model, tokens)
     LossHeadChoice("fused", "").install(model)
     actual = _loss_and_gradients(model, tokens)
+    # Gradients that are zero but for rounding are compared with the others.
+    least = RELEVANT * max(value.abs().max() for value in expected.values())
     errors = [
-        (actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30)
+        (actual[name] - value).abs().max() / value.abs().max().clamp(min=least)
         for name, value in expected.items()
     ]
     return torch.stack(errors).max().item()  # NaN if one is
@@ -266,7 +285,7 @@ def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[st
     loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
     loss.backward()
     gradients = {
-        name: torch.zeros(()) if value.grad is None else value.grad.clone()
+        name: torch.zeros_like(loss) if value.grad is None else value.grad.clone()
         for name, value in model.named_parameters()
     }
     return {"loss": loss.detach(), **gradients}
@@ -285,7 +304,7 @@ def router_term(
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)
     # Llama 4 has the settings alone: transformers adds no term to its loss.
     computed = hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func")
-    if own is None or not has_experts(config) or not computed:
+    if own is None or not computed or not routers(without_weights(config)):
         if given:
             raise ConfigurationError(
                 f"--router_aux_loss_coef {given}: {config.model_type} has no load-balancing loss "

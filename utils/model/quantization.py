@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.model.adapters import linear_and_experts, without_weights
+from utils.model.adapters import linear_and_experts
+from utils.model.architecture import without_weights
 
 # Of bitsandbytes: a float32 scale for each block of weights; nested ones are in 8 bits, with a
 # float32 one for each group of them.

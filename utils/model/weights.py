@@ -29,12 +29,12 @@ from utils.model.architecture import (
     causal_lm_class,
     first_line,
     give_token_types,
-    probe_config,
     text_model_config,
 )
 from utils.model.attention import AttentionChoice
 from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
 from utils.model.finished_model import generation_settings, read_published_files
+from utils.model.probe import probe_config, torch_operators
 from utils.model.quantization import compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_training
@@ -156,7 +156,8 @@ def _runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     try:
         check_model(config)
         if text is not None:
-            probe_config(config)
+            with torch_operators():
+                probe_config(config)
     except ConfigurationError as error:
         if text is None:
             raise

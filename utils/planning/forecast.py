@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from utils.config.arguments import ModelArguments
 from utils.config.assumed import AssumedGpus
 from utils.model.adapters import with_adapters
-from utils.model.architecture import causal_lm_class, has_experts
+from utils.model.architecture import has_experts, without_weights
 from utils.model.flops import TokenProducts, token_products
 
 # Share of the peak in bf16 by width of the hidden states: `causal_mfu` of "Stoker, tuned" in
@@ -75,14 +75,16 @@ class Step:
 def model_products(model: ModelArguments, config: PreTrainedConfig) -> ModelProducts:
     """Count a model's products on the meta device."""
     text = config.get_text_config(decoder=True)
+    # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+    plain = without_weights(config)
+    experts = has_experts(plain)
     with torch.device("meta"):
-        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
-        built = with_adapters(causal_lm_class(config)(config), model)
+        built = with_adapters(plain, model)
     counted = token_products(built)
     sizes = [(weight.numel(), weight.requires_grad) for weight in built.parameters()]
     return ModelProducts(
         counted.forward, counted.trained, counted.attention, text.vocab_size * text.hidden_size,
-        text.hidden_size, has_experts(config),
+        text.hidden_size, experts,
         (sum(size for size, _ in sizes), sum(size for size, grad in sizes if grad)),
     )  # fmt: skip
 

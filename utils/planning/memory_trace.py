@@ -31,6 +31,7 @@ from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.compilation import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
+from utils.model.probe import torch_operators
 from utils.model.quantization import Quantized
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
     # Without a device to ask it is a GPU elsewhere, of which a CPU's build has no fake tensors.
     of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.attention is None else {})
-    with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu:
+    with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu, torch_operators():
         _put_on_device(model)
         if cut:
             for kind in set(kinds):
@@ -258,7 +259,8 @@ def _fake_batch(work: Workload) -> dict[str, Any]:
     if work.loss_head.router is not None:
         inputs["sequence_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
     if work.attention is not None:
-        inputs = shape_inputs(inputs, work.attention.batches)
+        batches = work.attention.batches  # the longest document fills its sequence
+        inputs = shape_inputs(inputs, "plain" if batches == "alone" else batches)
     return inputs | {"use_cache": False}
 
 

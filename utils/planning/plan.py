@@ -26,18 +26,14 @@ from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import plan_adapters
-from utils.model.architecture import has_experts
-from utils.model.attention import (
-    RUN_ON_CPU,
-    AttentionChoice,
-    check_row_positions,
-    choose_isolated_attention,
-    is_recurrent,
-)
+from utils.model.architecture import first_line, has_experts, without_weights
+from utils.model.attention import RUN_ANYWHERE, AttentionChoice, check_row_positions, is_recurrent
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.flops import effective_length
+from utils.model.isolation import NO_PADDING, choose_isolated_attention
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
+from utils.model.probe import CPU, ProbeError
 from utils.model.quantization import check_quantization
 from utils.model.weights import weights_dtype
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
@@ -114,8 +110,9 @@ def plan_run(
         keep_freed_memory(os.environ)
         if said := settle_products("cpu"):
             logger.info("float32 products: %s", said)
-    attention = _attention(settings, data, config, launch)
-    loss_head = _loss_head(settings, config, bool(data.new_tokens))
+    device = probe_device(settings, launch)
+    attention = _attention(settings, data, config, device)
+    loss_head = _loss_head(settings, config, bool(data.new_tokens), device)
     compiled = choose_compilation(settings, config, launch, elsewhere)
     planner = None
     if run.assume or run.suggest:
@@ -260,7 +257,7 @@ def precision_line(
 
 
 def _attention(
-    settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
+    settings: RunSettings, data: RunData, config: PreTrainedConfig, device: torch.device | None
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
     model, training = settings.model, settings.training
@@ -271,7 +268,7 @@ def _attention(
     )
     if not whole_rows:
         check_row_positions(config, settings.data.sequence_length)
-    if on_a_login_node(settings, launch):
+    if device is None:
         logger.info(
             "attention: %s, settled on the compute node (there is no accelerator here); %s",
             model.attn_implementation,
@@ -280,15 +277,26 @@ def _attention(
         return None
     computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
     choice = choose_isolated_attention(
-        model.attn_implementation, config, training.device, computed, whole_rows=whole_rows
+        model.attn_implementation, config, device, computed, whole_rows=whole_rows
     )
-    logger.info("attention: %s; %s", choice.reason, _what_was_proved(choice))
+    logger.info("attention: %s; %s", choice.reason, choice.proof)
+    rows = (training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    if choice.batches == "alone" and max(rows) > 1:
+        raise ConfigurationError(
+            f"{config.model_type} computes other logits where sequences are padded, and "
+            f"micro-batches of {rows[0]} sequences (evaluation: {rows[1]}) need padding. To train "
+            f"it, set {NO_PADDING}."
+        )
     return choice
 
 
-def _what_was_proved(choice: AttentionChoice) -> str:
-    alone = choice.batches == "plain"
-    return "no document sees the padding behind it" if alone else "keeps packed documents apart"
+def probe_device(settings: RunSettings, launch: LaunchFacts) -> torch.device | None:
+    """Return the device that small models are tried on: the one that trains.
+
+    Kernels in Triton (flash-linear-attention, mamba-ssm, causal-conv1d) run on no other. None on a
+    login node: a CPU stands in, and what does not run on it is tried where the run trains.
+    """
+    return None if on_a_login_node(settings, launch) else settings.training.device
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
@@ -298,33 +306,32 @@ def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: 
     kernels of their own on GPUs, which may keep apart what the CPU's do not. Raises
     ConfigurationError.
     """
-    asked = requested if requested in RUN_ON_CPU else "auto"
+    asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
-        choice = choose_isolated_attention(
-            asked, config, torch.device("cpu"), torch.float32, whole_rows=whole_rows
-        )
-    except ConfigurationError as error:
-        if not is_recurrent(config):
+        choice = choose_isolated_attention(asked, config, CPU, torch.float32, whole_rows=whole_rows)
+    except (ConfigurationError, ImportError) as error:
+        if not (isinstance(error, ProbeError | ImportError) or is_recurrent(config)):
             raise
-        return f"its recurrent layers are checked there. Without their kernels: {error.problems[0]}"
-    except (ImportError, RuntimeError) as error:
-        return f"the model cannot be run on this CPU ({type(error).__name__}: {error!s:.100})"
-    return _what_was_proved(choice)
+        return f"checked there, where the run trains. Here, on a CPU: {first_line(error)}"
+    return choice.proof
 
 
 def _loss_head(
-    settings: RunSettings, config: PreTrainedConfig, has_new_tokens: bool
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    has_new_tokens: bool,
+    device: torch.device | None,
 ) -> LossHeadChoice:
-    """Choose how the loss is computed; the proof of the fused head needs no accelerator."""
+    """Choose how the loss is computed; without a device that trains, a CPU proves what it can."""
     training, adapters = settings.training, plan_adapters(settings, config)
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
     router = router_term(config, fine_tuning=fine_tuning, given=given)
     # PEFT trains new tokens' rows in layers of its own, which the fused head goes past.
     adapted = adapters is not None and (adapters.head or has_new_tokens)
-    choice = choose_loss_head(settings.model.loss_head, config, adapted, router)
+    choice = choose_loss_head(settings.model.loss_head, config, adapted, router, device)
     logger.info("loss: %s", choice.reason)
-    if has_experts(config):
+    if has_experts(without_weights(config)):
         term = f"times {router.coefficient:g}" if router else "none: output_router_logits adds it"
         logger.info("experts: load-balancing loss of each global batch, %s", term)
     return choice

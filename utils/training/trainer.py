@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -50,9 +51,7 @@ logger = logging.getLogger(__name__)
 class PackedTrainer(Trainer):
     """A Trainer on packed sequences: own loaders, one loss weighted by tokens, committed saves.
 
-    pretrain.py uses it as it is, FineTuneTrainer puts it before SFTTrainer. Among `callbacks` are
-    a StopWatch and a NonFiniteGuard. tests/integration/test_hooks.py holds the contract of every
-    method that is overridden here with the pinned transformers and TRL.
+    Among `callbacks` are a StopWatch and a NonFiniteGuard. test_hooks.py checks each override.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class PackedTrainer(Trainer):
         plan: RunPlan, data: RunData, callbacks: Sequence[TrainerCallback], **kwargs: Any,
     ):  # fmt: skip
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
-        self.max_eval_sequences = settings.data.max_eval_sequences
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
         assert plan.attention is not None, "only a dry run leaves it open"
         loss_head, self.batches = plan.loss_head, plan.attention.batches
@@ -131,8 +129,8 @@ class PackedTrainer(Trainer):
         """Return a loader that visits each sequence of a split once, or those of the sample."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         batches = eval_batches(
-            len(sequences), args.per_device_eval_batch_size,
-            rank=args.process_index, world_size=args.world_size, at_most=self.max_eval_sequences,
+            len(sequences), args.per_device_eval_batch_size, rank=args.process_index,
+            world_size=args.world_size, at_most=self.settings.data.max_eval_sequences,
         )  # fmt: skip
         workers, pinned = args.dataloader_num_workers, args.dataloader_pin_memory
         return eval_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
@@ -368,6 +366,13 @@ class PackedTrainer(Trainer):
             return super()._prepare_for_training(max_steps, train_dataloader, loadable)
 
     @override
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Read config.json with the model's class: the base class refuses some layer types."""
+        model: Any = self.model
+        with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    @override
     def _load_best_model(self) -> None:
         """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
         if self.watch.stopped or self.state.best_model_checkpoint is None:
@@ -390,7 +395,6 @@ class PackedTrainer(Trainer):
         if missing:
             raise ConfigurationError(
                 f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: it "
-                "is of another model, or of a version of Stoker that wrote experts under other "
-                "names. Start a run with another --output_dir and its final/ as --init_from."
+                "is another model's or another Stoker's. Give final/ to a new run (--init_from)."
             )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))

@@ -11,14 +11,12 @@ from transformers import AttentionInterface
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import NAME, PER_DOCUMENT, AttentionNeeds, register_packed_varlen
-from utils.model import attention as module
-from utils.model.architecture import build_probe_model, observe_attention, probe_config
-from utils.model.attention import (
-    AttentionChoice,
-    attention_choices,
-    check_row_positions,
-    choose_isolated_attention,
-)
+from utils.model import isolation as module
+from utils.model import loss_head, probe
+from utils.model.attention import AttentionChoice, attention_choices, check_row_positions
+from utils.model.isolation import choose_isolated_attention
+from utils.model.probe import build_probe_model, observe_attention, probe_config
+from utils.planning import plan
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA_8B = SMALL | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -41,7 +39,8 @@ def config_of(name):
 
 def check_isolation(config, name=NAME, dtype=torch.float32, *, device="cpu", kernel="", **batches):
     choice = AttentionChoice(name, kernel, "", **batches)
-    return module.check_isolation(config, choice, torch.device(device), dtype)
+    device = torch.device(device)
+    return module.check_isolation(probe_config(config, device), choice, device, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +73,8 @@ def leaking_across_rows(module, query, key, value, attention_mask=None, **kwargs
     marked = kwargs.get("cu_seq_lens_q") is not None
     right = AttentionInterface()["packed_varlen"] if marked else leaking
     output, _ = right(module, query, key, value, None, **kwargs)
+    if len(output) == 1:
+        return output, None
     return output + 1e-3 * output.mean(dim=1, keepdim=True).flip(0), None
 
 
@@ -86,17 +87,15 @@ def blind(module, query, key, value, attention_mask=None, **kwargs):
 def test_a_leaking_attention_and_a_probe_that_proves_nothing_are_refused(attention):
     name = attention.__name__
     AttentionInterface.register(name, attention)
-    told = f"'llama' under .* {name} lets packed documents see each other.*packed_varlen.*none"
+    told = f"'llama' under .* {name} lets packed documents see each other"
     if attention is blind:
         told = "passes nothing on"
     with pytest.raises(ConfigurationError, match=told):
         check_isolation(config_of("llama"), name)
-    if attention in (
-        looking_ahead,
-        leaking_across_rows,
-    ):  # to the tokens before it in a sequence of one document
-        told = "see (each other|those that follow)"
-        with pytest.raises(ConfigurationError, match=told):
+    # In a sequence of one document.
+    alone = {looking_ahead: "see those that follow", leaking_across_rows: "see each other"}
+    if attention in alone:
+        with pytest.raises(ConfigurationError, match=alone[attention]):
             check_isolation(config_of("llama"), name, batches="plain")
 
 
@@ -111,10 +110,11 @@ NOT_PACKED = {
 }  # fmt: skip
 
 
-def chosen(config, *, whole_rows, requested="auto"):
+def chosen(config, *, whole_rows, requested="auto", device=probe.CPU):
     config.use_cache = False
-    cpu = torch.device("cpu")
-    return choose_isolated_attention(requested, config, cpu, torch.float32, whole_rows=whole_rows)
+    return choose_isolated_attention(
+        requested, config, device, torch.float32, whole_rows=whole_rows
+    )
 
 
 @pytest.mark.parametrize("name", NOT_PACKED)
@@ -131,7 +131,7 @@ def test_what_cannot_be_packed_trains_one_document_a_sequence(name):
 @pytest.mark.slow
 def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
     config = transformers.Llama4TextConfig(use_cache=False)
-    with pytest.raises(ConfigurationError, match=r"computes other logits than eager .*set --pack"):
+    with pytest.raises(ConfigurationError, match="computes other logits than eager "):
         check_isolation(config)
     choice = chosen(config, whole_rows=False)
     assert (choice.name, choice.batches) == ("sdpa", "packed")
@@ -140,8 +140,25 @@ def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
         check_row_positions(config, 8192)
 
 
-def test_kernels_with_boundaries_let_recurrent_layers_be_packed(monkeypatch):
-    """Stand-ins for the kernels of GPUs: a single sequence, documents by seq_idx or cu_seqlens."""
+TRITON = "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
+GPU = torch.device("cpu")  # one that is not CPU: it stands in for a GPU
+
+
+def kernels_of_gpus(monkeypatch):
+    """Put stand-ins for kernels of GPUs into Qwen3-Next, which raise where no GPU computes.
+
+    They take a single sequence, and documents by seq_idx or cu_seqlens. Returns the devices that
+    small models were built on.
+    """
+    devices = []
+    for at in (probe, module, loss_head):
+        build = at.build_probe_model
+
+        def recorded(config, attention, device=probe.CPU, *rest, build=build):
+            devices.append(device)
+            return build(config, attention, device, *rest)
+
+        monkeypatch.setattr(at, "build_probe_model", recorded)
     modeling = transformers.models.qwen3_next.modeling_qwen3_next
     conv, rule = (
         getattr(modeling, name).__wrapped__
@@ -158,6 +175,8 @@ def test_kernels_with_boundaries_let_recurrent_layers_be_packed(monkeypatch):
         return torch.cat(parts, dim=-1)
 
     def rule_by_document(*states, g, beta, cu_seqlens=None, **terms):
+        if devices[-1] is not GPU:
+            raise ValueError(TRITON)
         if cu_seqlens is None:
             return rule(*states, g=g, beta=beta, **terms)
         assert states[0].shape[0] == 1
@@ -168,8 +187,95 @@ def test_kernels_with_boundaries_let_recurrent_layers_be_packed(monkeypatch):
 
     monkeypatch.setattr(modeling, "causal_conv1d_fn", conv_by_document)
     monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", rule_by_document)
-    choice = chosen(NOT_PACKED["small_next"](), whole_rows=False)
+    return devices
+
+
+def test_probes_run_on_the_device_that_trains_where_kernels_pack_recurrent_layers(monkeypatch):
+    devices, config = kernels_of_gpus(monkeypatch), NOT_PACKED["small_next"]()
+    choice = chosen(config, whole_rows=False, device=GPU)
     assert (choice.name, choice.batches) == ("sdpa", "flat")
+    assert loss_head.choose_loss_head("fused", config, device=GPU).name == "fused"
+    assert all(device is GPU for device in devices)
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_a_host_without_the_gpu_of_the_kernels_refuses_nothing(monkeypatch, whole_rows):
+    kernels_of_gpus(monkeypatch)
+    config = NOT_PACKED["small_next"]()
+    config.use_cache = False
+    assert TRITON in plan._proved_on_cpu("auto", config, whole_rows)
+    head = loss_head.choose_loss_head("fused", config, device=None)
+    assert head.reason.endswith("to be proved where the run trains")
+    # Where this CPU is to train, packing is refused, and one document a sequence is tried.
+    assert loss_head.choose_loss_head("auto", config).name == "logits"
+    if whole_rows:
+        choice = chosen(config, whole_rows=True)
+        assert choice.batches == "plain"
+        assert TRITON in choice.proof
+    else:
+        with pytest.raises(probe.ProbeError, match=r"on cpu.*Pointer.* set --packing none"):
+            chosen(config, whole_rows=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_kernels_in_triton_are_tried_on_their_gpu():
+    pytest.importorskip("fla")
+    pytest.importorskip("causal_conv1d")
+    config, gpu = NOT_PACKED["small_next"](), torch.device("cuda")
+    config.use_cache = False
+    half = torch.bfloat16
+    choice = choose_isolated_attention("auto", config, gpu, half, whole_rows=False)
+    assert choice.batches == "flat"
+    assert loss_head.choose_loss_head("fused", config, device=gpu).name == "fused"
+
+
+SPARSE = SMALL | {
+    "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "index_n_heads": 8, "index_head_dim": 16, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4,
+}  # fmt: skip
+V4 = {
+    "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 24, "o_groups": 2,
+    "o_lora_rank": 16, "index_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "num_hidden_layers": 4, "initializer_range": 0.2,
+}  # fmt: skip
+# How each is packed, and how it trains one document a sequence.
+STARTS = {
+    "glm_moe_dsa": (lambda: transformers.GlmMoeDsaConfig(**SPARSE), "packed", "packed"),
+    "deepseek_v32": (lambda: transformers.DeepseekV32Config(**SPARSE), "packed", "packed"),
+    "cwm": (lambda: transformers.CwmConfig(**SMALL, head_dim=16), "packed", "packed"),
+    "deepseek_v4": (lambda: transformers.DeepseekV4Config(**V4, index_n_heads=64), None, "plain"),
+    # Few heads choose between blocks of equal scores, by a row's length.
+    "short_of_heads": (lambda: transformers.DeepseekV4Config(**V4, index_n_heads=1), None, "alone"),
+    "bert": (transformers.BertConfig, None, None),
+    "encoder_as_decoder": (lambda: transformers.BertConfig(is_decoder=True), "packed", "packed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("requested", ["auto", "eager", "sdpa", NAME])
+@pytest.mark.parametrize("name", STARTS)
+def test_each_refusal_names_what_starts(name, requested):
+    make, packed, alone = STARTS[name]
+    for whole_rows, batches in ((False, packed), (True, alone)):
+        try:
+            choice = chosen(make(), whole_rows=whole_rows, requested=requested)
+        except ConfigurationError as refusal:
+            told = str(refusal).partition("To train it, ")[2]
+        else:
+            assert choice.batches == batches or requested != "auto"
+            continue
+        if alone is None:
+            assert told == "" or "is_decoder: true" in told
+            continue
+        assert batches is None or requested != "auto"
+        out, one_a_row = "leave --attn_implementation out" in told, "--packing none" in told
+        assert out or one_a_row
+        started = chosen(
+            make(), whole_rows=whole_rows or one_a_row, requested="auto" if out else requested
+        )
+        assert ("per_device_train_batch_size 1" in told) == (started.batches == "alone")
 
 
 def test_masks_blinded_by_the_cache_and_what_cannot_be_built_are_refused():
@@ -199,13 +305,13 @@ def test_the_probe_leaves_random_numbers_and_the_config_alone():
 
 def test_the_probe_keeps_what_attention_sees():
     whole = transformers.Gemma3TextConfig()
-    probe = probe_config(whole)
+    small = probe_config(whole)
     for name in ("head_dim", "sliding_window", "rope_parameters"):
-        assert getattr(probe, name) == getattr(whole, name)
-    assert probe.layer_types == ["sliding_attention", "full_attention"]
-    groups = [c.num_attention_heads // c.num_key_value_heads for c in (probe, whole)]
+        assert getattr(small, name) == getattr(whole, name)
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    groups = [c.num_attention_heads // c.num_key_value_heads for c in (small, whole)]
     assert groups[0] == groups[1]
-    assert sum(p.numel() for p in build_probe_model(probe, "eager").parameters()) < 5e6
+    assert sum(p.numel() for p in build_probe_model(small, "eager").parameters()) < 5e6
     for name, needs in {
         "llama_8b": AttentionNeeds(128),
         "gemma2": AttentionNeeds(256, softcap=True, windows=True),
@@ -237,6 +343,8 @@ def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["llama", "llama_8b", "gemma2"])
 def test_the_chosen_cuda_kernel_keeps_documents_apart(name):
-    choice = next(attention_choices("auto", config_of(name), "cuda", torch.bfloat16))
+    config, cuda = config_of(name), torch.device("cuda")
+    needs = observe_attention(probe_config(config, cuda), cuda)
+    choice = next(attention_choices("auto", config, needs, "cuda", torch.bfloat16))
     assert choice.name == NAME
     check_isolation(config_of(name), choice.name, torch.bfloat16, device="cuda")

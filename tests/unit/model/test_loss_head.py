@@ -7,8 +7,8 @@ import transformers
 from utils.config.errors import ConfigurationError
 from utils.kernels.linear_cross_entropy import LogitTerms
 from utils.model import loss_head as fused_head
-from utils.model.architecture import build_probe_model, probe_config
 from utils.model.loss_head import LossHeadChoice, RouterTerm, choose_loss_head
+from utils.model.probe import build_probe_model, probe_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from families import EXPERTS, tiny_config, tiny_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from utils.config.errors import ConfigurationError
+from utils.model.architecture import has_experts, without_weights
 from utils.model.loss_head import LossHeadChoice, balance_loss, router_term
 
 WITH_TERM = [
@@ -79,6 +81,15 @@ def test_who_gets_the_term():
     # Small hybrids have no experts and a coefficient all the same.
     hybrid = tiny_config("granitemoeshared", num_local_experts=0)
     assert router_term(hybrid, fine_tuning=True) is None
+    # Its settings name experts and routing, and it has neither.
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 16}
+    for is_moe in (False, True):
+        doge = transformers.DogeConfig(**sizes, is_moe=is_moe)
+        assert (router_term(doge, fine_tuning=True) is not None) == is_moe
+        assert has_experts(without_weights(doge)) == is_moe
+    dense = tiny_config("qwen3_moe", mlp_only_layers=[0, 1])
+    assert router_term(dense, fine_tuning=True) is None
+    assert not has_experts(without_weights(dense))
     missing = {"deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "llama4_text", "hunyuan_v1_moe"}
     assert set(WITH_TERM) == set(EXPERTS) - missing
     for config in (dense, tiny_config("deepseek_v3")):

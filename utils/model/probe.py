@@ -1,0 +1,261 @@
+"""A small random model that attends as the user's model does, to try things on it."""
+
+import contextlib
+import copy
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.integrations import hub_kernels
+
+from utils.config.errors import ConfigurationError
+from utils.kernels.varlen import AttentionNeeds
+from utils.model.architecture import (
+    EXPERTS_PER_TOKEN,
+    LAYER_TYPES,
+    MISFITS,
+    causal_lm_class,
+    first_line,
+    first_set,
+    give_token_types,
+    outside_text,
+    text_model_of,
+)
+
+CPU = torch.device("cpu")
+VOCABULARY = 64
+WIDTH = 64
+WIDEST = 512  # of the hidden states; wider ones take seconds on a CPU
+WIDEST_GROUP = 1024  # of the query heads that share a key/value head
+OBSERVER = "packed_observer"
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+LAYER_INDICES = (
+    "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
+)  # fmt: skip
+# Sizes that others do not depend on: widths of MLPs, ranks of products of two matrices, groups of
+# experts and of state-space heads, and chunks, to which sequences are padded (GPUs' kernels take
+# powers of two from 16 on).
+AT_MOST = {
+    "intermediate_size": WIDTH, "intermediate_size_mlp": WIDTH, "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
+    "ffn_dim": WIDTH, "n_group": 1, "topk_group": 1, "n_groups": 1, "mamba_n_groups": 1,
+    "mamba_ngroups": 1, "chunk_size": 32, "mamba_chunk_size": 32,
+    "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
+    "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "o_lora_rank": WIDTH,
+}  # fmt: skip
+# Of state-space layers: heads and their dimension, the ratio of inner to outer width.
+STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
+    ("num_heads", "head_dim"),
+)  # fmt: skip
+EXPANSIONS = ("mamba_expand", "expand")
+# As wide as the hidden states, in one architecture or the other.
+SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
+
+
+class ProbeError(ConfigurationError):
+    """A probe model that does not run here, so that nothing is proved of the user's model."""
+
+
+def torch_operators() -> contextlib.AbstractContextManager[Any]:
+    """Let models compute with torch's operators in a with block, not with kernels in Triton.
+
+    Those take tensors of GPUs alone, and none without data.
+    """
+    return mock.patch.object(hub_kernels, "is_torchdynamo_exporting", return_value=True)
+
+
+def tolerance(device: torch.device, on_cpu: float) -> float:
+    """Return the largest relative difference that rounding explains.
+
+    Kernels of accelerators multiply float32 numbers in TF32, with 10 bits of fraction.
+    """
+    return on_cpu if device.type == "cpu" else 1e-2
+
+
+def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Put the random states of the CPU and of this device back at the end of a with block."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
+    """Return a small config with the same head dimension, windows and positions.
+
+    One layer of each type remains (two at least). Heads stay grouped; where they cannot be cut they
+    stay. `device` is the one that trains: kernels in Triton run on no other. Raises ProbeError
+    where nothing small runs.
+    """
+    misfit: Exception | None = None
+    for cut_heads in (True, False):
+        try:
+            config = _cut(model_config, cut_heads)
+            _run(build_probe_model(config, "eager", device), device)
+            return config
+        except MISFITS as error:
+            misfit = error
+    raise ProbeError(
+        f"model type {model_config.model_type!r}: no small model could be built on {device.type} "
+        f"to check that packed documents stay apart ({type(misfit).__name__}: {misfit})."
+    ) from misfit
+
+
+def build_probe_model(
+    config: PretrainedConfig,
+    attn_implementation: str,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Build the model of a probe config in eval mode; the same weights every time.
+
+    Weights that text leaves out are zeros, which take no memory and no time however large towers
+    for images are. from_config would shard the model under ZeRO-3. The CPU's random generator is
+    put back.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = attn_implementation
+    model_class: Any = causal_lm_class(config)
+    with no_init_weights():
+        model = model_class(config)
+    idle: dict[Any, torch.Size] = {value: value.shape for value in outside_text(model).values()}
+    for value, shape in idle.items():
+        value.requires_grad_(False).data = torch.zeros(()).expand(shape)
+        value._is_hf_initialized = True
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model.init_weights()
+    give_token_types(model)
+    for value in idle:
+        value.data = torch.zeros(())
+    model.to(device=device, dtype=dtype)
+    for value, shape in idle.items():
+        value.data = value.data.expand(shape)
+    return model.eval()
+
+
+def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
+    """Run a probe config once in training mode and note what its layers ask of the attention.
+
+    Returns a string that says why where no attention without masks can be put into the model.
+    """
+    unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
+    whole = build_probe_model(config, "eager", device)
+    if not any(part._supports_attention_backend for part in (whole, text_model_of(whole))):
+        return unused
+    calls: list[AttentionNeeds] = []
+
+    def attention(*arguments: Any, **terms: Any) -> tuple[torch.Tensor, None]:
+        _, query, _, value = arguments[:4]
+        softcap, sinks = terms.get("softcap") is not None, terms.get("s_aux") is not None
+        dropout, window = terms.get("dropout", 0.0), terms.get("sliding_window") is not None
+        calls.append(AttentionNeeds(query.shape[-1], softcap, sinks, dropout, window))
+        rows, heads, length, _ = query.shape
+        return query.new_zeros(rows, length, heads, value.shape[-1]), None
+
+    AttentionInterface.register(OBSERVER, attention)
+    try:
+        with fork_random(device):
+            _run(build_probe_model(config, OBSERVER, device).train(), device)
+    except MISFITS as error:
+        # Indexers of sparse attention read the mask, and packed attention has none.
+        return f"{type(whole).__name__} needs masks ({type(error).__name__}: {first_line(error)})"
+    if not calls:
+        return unused
+    return AttentionNeeds(*(max(asked) for asked in zip(*calls, strict=True)))
+
+
+@torch.no_grad()
+def _run(model: torch.nn.Module, device: torch.device) -> None:
+    model(input_ids=torch.arange(1, 5, device=device).view(1, -1), use_cache=False)
+
+
+def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
+    """Return a copy whose text part is small."""
+    whole = copy.deepcopy(model_config)
+    config = whole.get_text_config(decoder=True)
+    if config is not whole:
+        whole.pad_token_id = 0
+    config.vocab_size = VOCABULARY
+    # No token of a probe is 0. Some configs take no None.
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
+    _cut_layers(config)
+    for name, most in AT_MOST.items():
+        _at_most(config, name, most)
+    # As many experts as a token uses: with more, perturbed tokens would change how many tokens an
+    # expert gets and so, by rounding alone, what the other documents see.
+    per_token = first_set(config, EXPERTS_PER_TOKEN)
+    for name in EXPERTS:
+        if per_token and isinstance(getattr(config, name, None), int):
+            setattr(config, name, per_token)
+    if cut_heads:
+        _cut_heads(config)
+        _cut_states(config)
+    return whole
+
+
+def _cut_layers(config: PretrainedConfig) -> None:
+    """Keep the first layer of each type, and every list of one entry per layer in step."""
+    layers = config.num_hidden_layers
+    types = first_set(config, LAYER_TYPES) or ["attention"] * layers
+    first_of_type = {types.index(kind) for kind in types}
+    kept = sorted(first_of_type if len(first_of_type) > 1 else range(min(layers, 2)))
+    per_layer = {
+        name: [value[layer] for layer in kept]
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    for name in LAYER_INDICES:
+        if isinstance(getattr(config, name, None), list):
+            per_layer[name] = [kept.index(i) for i in getattr(config, name) if i in kept]
+    config.num_hidden_layers = len(kept)
+    if hasattr(config, "num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
+    for name, value in per_layer.items():
+        setattr(config, name, value)
+
+
+def _cut_heads(config: PretrainedConfig) -> None:
+    """Keep two key/value heads with their groups of query heads, one where groups are wide.
+
+    Of a wide group two query heads remain at least.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    group = min(heads // kv_heads, max(2, WIDEST_GROUP // head_dim))
+    kept = min(kv_heads, 2 if 2 * group * head_dim <= WIDEST else 1)
+    config.num_attention_heads = group * kept
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = kept
+    config.hidden_size = config.num_attention_heads * head_dim
+
+
+def _cut_states(config: PretrainedConfig) -> None:
+    """Fit recurrent layers to the width that attention heads leave, or to a small one."""
+    attends = getattr(config, "num_attention_heads", None)
+    if not attends:
+        config.hidden_size = min(config.hidden_size, 2 * WIDTH)
+    for name in SAME_WIDTH:
+        _at_most(config, name, config.hidden_size)
+    inner = int((first_set(config, EXPANSIONS) or 1) * config.hidden_size)
+    for heads, dim in STATE_HEADS[: -1 if attends else None]:
+        if hasattr(config, heads) and hasattr(config, dim):
+            head_dim = min(getattr(config, dim) or inner, inner)
+            setattr(config, heads, max(1, inner // head_dim))
+            setattr(config, dim, inner // getattr(config, heads))
+            _at_most(config, "mamba_d_ssm", inner)
+    if key_heads := getattr(config, "linear_num_key_heads", None):
+        config.linear_num_value_heads = config.linear_num_value_heads // key_heads
+        config.linear_num_key_heads = 1
+
+
+def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
+    """Cut a size, or those of each layer, if the configuration has it."""
+    size = getattr(config, name, None)
+    if isinstance(size, int):
+        setattr(config, name, min(size, most))
+    elif isinstance(size, list):
+        setattr(config, name, [min(each, most) for each in size])
