@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.config.preparation import Source
 from utils.data.prepare.messages import (
-    ASSISTANT,
+    ABOUT_A_ROW,
     OWN_ROLES,
     READ,
     ROLES,
@@ -25,7 +25,7 @@ from utils.data.prepare.rows import (
     holds_chats,
     renamed,
 )
-from utils.data.prepare.values import UnusableRowError, decoded
+from utils.data.prepare.values import ASSISTANT, UnusableRowError, decoded
 
 # Names of columns in published datasets.
 _QUESTIONS = (
@@ -57,7 +57,10 @@ Renaming = dict[str, str]
 def naming_hint(fields: Mapping[str, Any]) -> str:
     """Say what to type for a row whose columns are none of ours."""
     if "input_ids" in fields:
-        return "it is tokenized already: give it to training as --train_data"
+        return (
+            "it is tokenized already: write it to a folder with save_to_disk of datasets, and give "
+            "that to training as --train_data"
+        )
     if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
         return "each row is one message: put the messages of a chat into one row, as 'messages'"
     answers = ("chosen",) if "chosen" in fields else _ANSWERS
@@ -122,13 +125,17 @@ def _chats(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renami
     for names in _renamings(fields, answers, "prompt", "completion"):
         if not isinstance(fields[next(iter(names))], str):
             yield {**system, **names}
+    for name, value in fields.items():
+        if name not in context.values() and "chosen" not in fields and are_messages(decoded(value)):
+            yield {**system, name: "messages"}
 
 
 def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
     """Yield the names of a prompt and its completion, unless the row has more than these."""
     for names in _renamings(fields, answers, "prompt", "completion"):
         beside = {name.lower() for name in fields if name not in names}
-        if isinstance(fields[next(iter(names))], str) and not beside & {*_CONTEXT, "instruction"}:
+        others = beside & {*_CONTEXT, "instruction", "question", "query"}
+        if isinstance(fields[next(iter(names))], str) and not others:
             yield names
 
 
@@ -152,7 +159,11 @@ def _texts(fields: Mapping[str, Any]) -> Iterator[Renaming]:
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
     """Return what the columns of unknown names may be, where nothing else is in the row."""
-    names = [name for name, value in fields.items() if isinstance(value, str) and value.strip()]
+    names = [
+        name
+        for name, value in fields.items()
+        if isinstance(value, str) and value.strip() and not ABOUT_A_ROW.fullmatch(name)
+    ]
     known = {*_QUESTIONS, *(_ANSWERS if len(names) > 1 else ())} - {"input"}
     others = any(isinstance(value, list | dict) for value in fields.values())
     if not names or others or any(name.lower() in known for name in fields):

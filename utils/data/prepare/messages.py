@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from utils.data.prepare.loss_flags import trained_parts, with_weight
 from utils.data.prepare.values import (
+    ASSISTANT,
     MEDIA_KINDS,
     UnusableRowError,
     check_text,
@@ -19,7 +21,6 @@ from utils.data.prepare.values import (
     wrong_type,
 )
 
-ASSISTANT = "assistant"
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model"), ASSISTANT),
@@ -34,7 +35,7 @@ OWN_ROLES = {*ROLES.values(), "developer"}  # that templates know
 _ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
 _ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
 
-CALL_KEYS = ("tool_calls", "function_call", "function_calls")
+CALL_KEYS = ("tool_calls", "tool_call", "function_call", "function_calls")
 _ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _ABOUT_A_CALL = {"name", "id", "type", "index", "description", "strict"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -43,14 +44,7 @@ READ = {"role", "content", "tool_calls", "weight", *REASONING}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
 
-# Keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral; then torchtune's, the opposite.
-_TRAINED = (
-    *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
-    *("train", "training", "trainable", "train_on_turn"),
-)
-_MASKED = ("mask", "masked")
-_ABOUT_TRAINING = re.compile("train|loss|mask|weight")
-_ABOUT_A_MESSAGE = re.compile(
+ABOUT_A_ROW = re.compile(
     r"(.*_)?(id|name|index|type|time|timestamp|date|created|created_at|updated_at|model|lang|"
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
@@ -85,11 +79,21 @@ def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
 
 def role_word(message: Mapping[str, Any]) -> str:
     """Return the role of a published message, spelled as in ROLES."""
-    return str(message.get("role", message.get("from"))).strip().lower().replace("-", "_")
+    word = str(message.get("role", message.get("from"))).strip().rstrip(":")
+    return word.lower().replace("-", "_")
 
 
 def check_answers(messages: Sequence[Mapping[str, Any]], first_trained: int = 0) -> None:
-    """Raise UnusableRowError for an answer without text: it would train the end token alone."""
+    """Raise UnusableRowError without an answer, or for one without text.
+
+    An answer without text would train the end token alone.
+    """
+    roles = dict.fromkeys(message["role"] for message in messages[first_trained:])
+    if ASSISTANT not in roles:
+        problem = (
+            f"nothing is trained on: no message is the assistant's (roles: {', '.join(roles)})"
+        )
+        raise UnusableRowError("no_assistant_tokens", problem)
     for turn, message in enumerate(messages):
         is_trained = message["role"] == ASSISTANT and message.get("weight") != 0
         if is_trained and turn >= first_trained and _says_nothing(message):
@@ -156,7 +160,8 @@ def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
     if asked is None or answered is None:
-        raise UnusableRowError("missing_field", f"{where} has no 'role'")
+        keys = ", ".join(message) or "none"
+        raise UnusableRowError("missing_field", f"{where} has no 'role' (keys: {keys})")
     others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
     if message.get("system"):  # as in XTuner's
         yield {"role": "system", "content": message["system"]}
@@ -205,7 +210,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         found["content"] = json.dumps(content, ensure_ascii=False)
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
-        is_trained = _trained_parts(where, parts) if found["role"] == ASSISTANT else {}
+        is_trained = trained_parts(where, parts) if found["role"] == ASSISTANT else {}
         said = _content_of_parts(where, parts, found["role"])
         if both := [key for key in said if key != "content" and found.get(key)]:
             message_text = f"{where} has {both[0]!r} and the same among its parts: keep one of them"
@@ -217,16 +222,36 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         raise UnusableRowError("wrong_type", message_text)
     for calls in given.values():
         found["tool_calls"] = tool_calls_of(where, calls)
+    found |= _thought(where, found)
     if found["role"] == "tool" or any(key in found for key in ("tool_calls", *REASONING)):
         found.setdefault("content", "")
     if "content" not in found:
         raise UnusableRowError("missing_field", f"{where} has no 'content'{_unread(found)}")
-    for key in ("content", "reasoning_content"):
-        check_text(f"{key} of {where}", found.get(key, ""))
+    check_text(f"content of {where}", found["content"])
     refuse_media(where, found)
     if _says_nothing(found) and (lost := _unread(found)):
         raise UnusableRowError("unread_key", f"{where} has no text{lost}")
-    return _with_weight(where, found, is_trained)
+    return with_weight(where, found, is_trained)
+
+
+def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
+    """Return the thought of a message under its key and as `reasoning_content`, checked."""
+    given = {key: _joined(message[key]) for key in REASONING if message.get(key)}
+    for key, thought in given.items():
+        check_text(f"{key} of {where}", thought)
+    if len(set(given.values())) > 1:
+        names = " and ".join(map(repr, given))
+        raise UnusableRowError("wrong_type", f"{where} has other thoughts under {names}: keep one")
+    thought = next(iter(given.values()), None)
+    return given if thought is None else given | {"reasoning_content": thought}
+
+
+def _joined(said: Any) -> Any:
+    """Return the text of a thought that is a list of texts or text parts (Mistral, OpenAI)."""
+    if not isinstance(said, list):
+        return said
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in said]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else said
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
@@ -242,7 +267,7 @@ def _unread(message: Mapping[str, Any]) -> str:
         if key not in READ
         and isinstance(value, str | list | Mapping)
         and len(value)
-        and not _ABOUT_A_MESSAGE.fullmatch(key)
+        and not ABOUT_A_ROW.fullmatch(key)
     ]
     if not names:
         return ""
@@ -254,9 +279,11 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     is_sharegpt = "role" not in message
     given = message.get("from") if is_sharegpt else message["role"]
     check_text(f"role of {where}", given)
-    content_key = next((key for key in _CONTENT if key in message), "content")
-    if is_sharegpt and "value" in message:
-        content_key = "value"
+    order = ("value", *_CONTENT) if is_sharegpt else _CONTENT
+    content_key = next((key for key in order if key in message), "content")
+    if content_key != "content" and message.get("content"):
+        both = f"{where} has {content_key!r} and 'content': keep one of them"
+        raise UnusableRowError("wrong_type", both)
     taken = ("role", "from") if is_sharegpt else ("role",)
     found = {k: v for k, v in message.items() if k not in taken and k != content_key}
     if content_key in message:
@@ -280,11 +307,11 @@ def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, 
     for part in parts:
         kind, said = "text", part
         if isinstance(part, Mapping):
-            kind = part.get("type", "text")
+            kind = "thinking" if part.get("thought") is True else part.get("type", "text")  # Gemini
             names = (kind, "text", "value", "content")
             said = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking") and isinstance(said, str):
-            thoughts.append(said)
+        if kind in ("reasoning", "thinking") and isinstance(thought := _joined(said), str):
+            thoughts.append(thought)
         elif kind in _CALL_PARTS:
             calls.append(part if said is None else said)
         elif kind in _TEXT_PARTS and isinstance(said, str):
@@ -314,61 +341,10 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
             raise UnusableRowError("wrong_type", message)
         # Twice, for some datasets have encoded the JSON text once more.
         arguments = decoded(decoded(function.get(key))) or {}
+        if isinstance(arguments, str):
+            message = f"{where} has a call whose arguments are no JSON: {arguments!r:.80}"
+            raise UnusableRowError("malformed_json", message)
         identity = {"id": call["id"]} if call.get("id") is not None else {}
         function = {"name": function["name"], "arguments": arguments}
         found.append({**identity, "type": "function", "function": function})
     return found
-
-
-# --- what is trained on
-
-
-def _with_weight(
-    where: str, message: dict[str, Any], is_trained: dict[str, bool]
-) -> dict[str, Any]:
-    """Return a message with `weight: 0` where its keys say that it is not trained on.
-
-    is_trained: what its parts say. Only the assistant's messages are trained on: in another message
-    a key that asks for training stays, and is counted as not read.
-    """
-    flags = [key for key in message if _ABOUT_TRAINING.search(key)]
-    if message["role"] != ASSISTANT:
-        idle = [k for k in flags if k in _MASKED or not message[k]]
-        return {key: value for key, value in message.items() if key not in idle}
-    said = {**is_trained, **{key: _flag(where, key, message.pop(key)) for key in flags}}
-    if len(set(said.values())) > 1:
-        message_text = f"{where}: {' and '.join(map(repr, said))} contradict each other: keep one"
-        raise UnusableRowError("unclear_weight", message_text)
-    return message | ({"weight": 0} if False in said.values() else {})
-
-
-def _trained_parts(where: str, parts: Sequence[Any]) -> dict[str, bool]:
-    """Return what the parts of an answer say of training; raises where one is left out."""
-    said = {
-        _flag(where, key, part[key])
-        for part in parts
-        if isinstance(part, Mapping)
-        for key in (*_TRAINED, *_MASKED)
-        if part.get(key) is not None
-    }
-    every = all(isinstance(part, Mapping) and {*_TRAINED, *_MASKED} & {*part} for part in parts)
-    if False in said and (True in said or not every):
-        raise UnusableRowError(
-            "unclear_weight",
-            f"{where}: some parts are not trained on, which is read of whole messages alone: give "
-            "the message 'weight': 0 or 1",
-        )
-    return dict.fromkeys(["its parts"], said.pop()) if said else {}
-
-
-def _flag(where: str, key: str, value: Any) -> bool:
-    """Return whether a key says that a message is trained on; raises UnusableRowError."""
-    if key in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
-        return bool(value)
-    if key in _MASKED and isinstance(value, bool):
-        return not value
-    raise UnusableRowError(
-        "unclear_weight",
-        f"{where} has {key!r}: {value!r:.60}, which is not read: write 'weight': 0 (the message is "
-        "not trained on) or 1",
-    )

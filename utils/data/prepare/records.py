@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -127,7 +128,12 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """
     try:
         yield from READERS[part.file.kind](part, columns)
-    except (OSError, UnicodeError, pa.ArrowException) as error:
+    except UnicodeError as error:
+        raise ConfigurationError(
+            f"{part.file.path}: not UTF-8 ({error}); convert it, for example with iconv -f "
+            "WINDOWS-1252 -t UTF-8"
+        ) from error
+    except (OSError, pa.ArrowException) as error:
         raise ConfigurationError(
             f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
         ) from error
@@ -205,6 +211,8 @@ def _records_of(path: str, value: Any) -> list[Any]:
     """Return the records of a JSON value: an array, one record, or an object around an array."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
+    if isinstance(value, dict) and (rows := _rows_of_columns(value)):
+        return rows
     if not isinstance(value, dict) or detect_formats(value):
         return [value]
     of_row = {*CHATS, "history"}
@@ -215,6 +223,23 @@ def _records_of(path: str, value: Any) -> list[Any]:
             "list to a file of its own"
         )
     return value["data" if "data" in arrays else arrays[0]] if arrays else [value]
+
+
+def _rows_of_columns(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an object of columns, as pandas writes one; [] for another object.
+
+    Its columns are objects from "0" on, or lists of texts where a row has one text.
+    """
+    columns = [[*item.values()] if isinstance(item, dict) else item for item in table.values()]
+    are_indexed = all(isinstance(item, dict) and "0" in item for item in table.values())
+    are_texts = all(isinstance(column, list) and _are_texts(column) for column in columns)
+    if not are_indexed and not (are_texts and {"text", "output", "completion"} & table.keys()):
+        return []
+    return [dict(zip(table, cells, strict=True)) for cells in zip(*columns, strict=False)]
+
+
+def _are_texts(value: list[Any]) -> bool:
+    return all(isinstance(item, str) for item in value)
 
 
 def _are_records(value: Any) -> bool:
@@ -236,7 +261,12 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
         delimiter = _delimiter(head, "\t" if ".tsv" in path.lower()[-8:] else ",")
         rows = csv.reader(chain([head], stream), delimiter=delimiter, strict=True)
         try:
-            names = next(rows, [])
+            names = [name.strip() for name in next(rows, [])]
+            if twice := [name for name, number in Counter(names).items() if name and number > 1]:
+                raise ConfigurationError(
+                    f"{path}: its header has {twice[0]!r} twice, so one of these columns would be "
+                    "lost: rename it"
+                )
             for row in rows:
                 location = Location(path, "line", rows.line_num + above)
                 if len(row) == len(names):

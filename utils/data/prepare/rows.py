@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.data.prepare.messages import ASSISTANT, are_messages, messages_of, tool_calls_of
+from utils.config.preparation import check_template_variables
+from utils.data.prepare.messages import are_messages, messages_of, tool_calls_of
 from utils.data.prepare.values import (
+    ASSISTANT,
     MEDIA,
     UnusableRowError,
     check_text,
@@ -162,6 +164,8 @@ def _pair(fields: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any
             raise UnusableRowError("wrong_type", "'history' goes into the messages of 'prompt'")
         if isinstance(completion, str) and not _is_chat(completion):
             completion = [{"role": ASSISTANT, "content": completion}]
+        if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
+            raise wrong_type("'completion'", "a text, or messages of role and content", completion)
         return {
             "prompt": _with_system(messages_of("prompt", prompt), others["system"]),
             "completion": messages_of("completion", completion),
@@ -238,7 +242,10 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 
 def _tools(fields: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools of a row as OpenAI writes them, None where there are none."""
-    tools = decoded(fields.get("tools") or fields.get("functions"))
+    given = [tools for name in ("tools", "functions") if (tools := decoded(fields.get(name)))]
+    if len(given) == 2 and given[0] != given[1]:
+        raise UnusableRowError("wrong_type", "'tools' and 'functions' differ: keep one of them")
+    tools = given[0] if given else None
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
     tools = [decoded(tool) for tool in (tools if isinstance(tools, list) else [tools])]
@@ -261,6 +268,8 @@ def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _template_kwargs(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found = decoded(fields.get("chat_template_kwargs")) or {}
-    if not isinstance(found, Mapping):
-        raise wrong_type("'chat_template_kwargs'", "an object", found)
+    try:
+        check_template_variables(found)
+    except ValueError as error:
+        raise UnusableRowError("wrong_type", str(error)) from None
     return {key: value for key, value in found.items() if value is not None} or None

@@ -30,10 +30,10 @@ from utils.data.prepare.documents import (
     texts_of,
 )
 from utils.data.prepare.hints import column_label, unread_keys
-from utils.data.prepare.messages import ASSISTANT
 from utils.data.prepare.plan import VALIDATION, UnitSettings, WorkUnit
 from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
+from utils.data.prepare.values import ASSISTANT, NOTHING
 from utils.data.prepare.workspace import UnitCounts, Workspace, partial_name
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def read_documents(
             if isinstance(record, BadRow):
                 yield record
             else:
-                held = (name for name, value in record.fields.items() if value)
+                held = (name for name, value in record.fields.items() if value not in NOTHING)
                 names = {*held, *record.left_out} - read
                 unread.update(column_label(name) for name in names)
                 yield from parse_documents(record, rows)

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+ASSISTANT = "assistant"  # the role that is trained on
 MEDIA_KINDS = ("image", "video", "audio")
 MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
 )
+
+NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class UnusableRowError(ValueError):
@@ -58,8 +61,7 @@ def decoded(value: Any) -> Any:
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
     """Raise UnusableRowError where a row or message comes with pictures, films or sound."""
-    empty: tuple[Any, ...] = (None, "", [], {})
-    if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in empty]:
+    if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
         message = (
             f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "
             "text can do without"

@@ -15,6 +15,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.documents import BadRow, ChatDocument, CompletionDocument
 from utils.data.prepare.plan import plan_preparation
+from utils.data.prepare.rows import document_fields
 from utils.data.prepare.units import read_documents
 
 CALL = {"name": "find", "arguments": {"city": "Bonn"}}
@@ -53,7 +54,8 @@ def said(document):
 
 
 def documents(path, **settings):
-    """Return the documents that the settings make of a file."""
+    """Return the documents that the settings make of a file; unread: counts what is not read."""
+    unread = settings.pop("unread", Counter())
     arguments = PreparationArguments(
         sources=settings.pop("sources", [settings.pop("source", str(path))]),
         tokenizer_name_or_path="none",
@@ -61,7 +63,7 @@ def documents(path, **settings):
         **settings,
     )
     plan = plan_preparation(arguments)
-    found = [d for unit in plan.units for d in read_documents(unit, plan.settings, Counter())]
+    found = [d for unit in plan.units for d in read_documents(unit, plan.settings, unread)]
     return [said(document) for document in found]
 
 
@@ -308,6 +310,14 @@ TAKEN = {
         },
         [Q, A],
     ),
+    "one call under its own key": (
+        {"messages": [*turns(Q), {"role": "assistant", "tool_call": CALL}]},
+        [Q, ("assistant", "", CALL)],
+    ),
+    "capitals and colons": (
+        {"messages": [*turns(("User:", "q"), A), {"role": "Bot", "content": "b", "Loss": False}]},
+        [Q, A, ("assistant", "b", "untrained")],
+    ),
 }
 NAMED = {
     "GSM8K": ({"question": "q", "answer": "a"}, [[Q, A], ["q", "a"]]),
@@ -422,6 +432,15 @@ NAMED = {
         {"instruction": "q", "input": "", "output": "a", "text": "t"},
         ["t", [Q, A]],
     ),
+    "questions about a context": (  # sql-create-context
+        {"question": "q", "context": "c", "answer": "a"},
+        [[("user", "q\nc"), A]],
+    ),
+    "messages under any name": ({"trajectory": turns(Q, A), "reward": 1.0}, [[Q, A]]),
+    "identifiers beside texts": (
+        {"instance_id": "12", "statement": "q", "patch": "abc"},
+        ["abc", ["q", "abc"]],
+    ),
 }
 REFUSED = {
     "KTO": ({"prompt": "q", "completion": "a", "label": True}, "filter {label: true}"),
@@ -526,6 +545,47 @@ REFUSED = {
     ),
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
     "tokenized": ({"input_ids": [1], "labels": [1]}, "--train_data"),
+    "arguments cut short": (
+        {
+            "messages": [
+                *turns(Q),
+                {"role": "assistant", "tool_calls": [CALL | {"arguments": '{"a'}]},
+            ]
+        },
+        "a call whose arguments are no JSON",
+    ),
+    "two thoughts": (
+        {"messages": [*turns(Q), turns(A)[0] | {"reasoning": "t", "reasoning_content": "u"}]},
+        "other thoughts under 'reasoning_content' and 'reasoning'",
+    ),
+    "a thought that is no text": (
+        {"messages": [*turns(Q), turns(A)[0] | {"thinking": True}]},
+        "must be a string, found bool",
+    ),
+    "an answer twice": (
+        {"conversations": [*shares(Q), shares(A)[0] | {"content": "b"}]},
+        "has 'value' and 'content'",
+    ),
+    "other tools twice": (
+        {"messages": turns(Q, A), "tools": TOOLS, "functions": [{"name": "other"}]},
+        "'tools' and 'functions' differ",
+    ),
+    "tools among the variables": (
+        {"messages": turns(Q, A), "chat_template_kwargs": {"tools": TOOLS}},
+        "tools is given with each chat",
+    ),
+    "texts in a completion": (
+        {"prompt": ["q", "q2"], "completion": ["a", "a2"]},
+        "'completion' must be a text, or messages",
+    ),
+    "nobody answers": (
+        {"messages": turns(Q, ("agent", "a"))},
+        r"no message is the assistant's \(roles: user, agent\)",
+    ),
+    "other keys of messages": (
+        {"messages": [{"speaker": "human", "text": "q"}]},
+        r"has no 'role' \(keys: speaker, text\)",
+    ),
 }
 
 
@@ -607,6 +667,17 @@ FILES = {
         'prompt,completion\n"[{""role"": ""user"", ""content"": ""q""}]",a\n',
         [[Q, A]],
     ),
+    "columns of pandas": (
+        "a.json",
+        json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
+        [["q", "a"], ["r", "b"]],
+    ),
+    "lists of columns": (
+        "a.json",
+        json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
+        [["q", "a"], ["r", "b"]],
+    ),
+    "blanks and empty names in a header": ("a.csv", "prompt, completion,,\nq,a,,\n", [["q", "a"]]),
 }
 
 
@@ -615,6 +686,44 @@ def test_files_are_read_as_people_write_them(tmp_path, kind):
     name, text, expected = FILES[kind]
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert documents(tmp_path / name) == expected
+
+
+def test_a_file_that_would_lose_something_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,prompt,completion\nq,r,a\n")
+    with pytest.raises(ConfigurationError, match="'prompt' twice"):
+        documents(path)
+    path.write_bytes("prompt,completion\ncafé,a\n".encode("cp1252"))
+    with pytest.raises(ConfigurationError, match=r"not UTF-8 .* iconv"):
+        documents(path)
+
+
+THOUGHTS = {
+    "a key": turns(A)[0] | {"thinking": "t"},
+    "two keys": turns(A)[0] | {"reasoning": "t", "reasoning_content": "t"},
+    "a list": turns(A)[0] | {"reasoning": [{"type": "text", "text": "t"}]},
+    "Mistral": {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": [{"type": "text", "text": "t"}]},
+            {"type": "text", "text": "a"},
+        ],
+    },
+    "Gemini": {"role": "model", "parts": [{"text": "t", "thought": True}, {"text": "a"}]},
+}
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_a_thought_is_found_wherever_it_is_written(kind):
+    answer = document_fields({"messages": [*turns(Q), THOUGHTS[kind]]}, "messages")["messages"][1]
+    assert (answer["content"], answer["reasoning_content"]) == ("a", "t")
+
+
+def test_columns_that_are_false_or_0_count_as_not_read(tmp_path):
+    row = {"messages": turns(Q, A), "train": False, "weight": 0, "note": None, "tags": []}
+    unread = Counter()
+    documents(samples.write_jsonl(tmp_path / "a.jsonl", [row]), unread=unread)
+    assert unread == {"column train": 1, "column weight": 1}
 
 
 def test_an_object_with_several_lists_of_rows_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from utils.data.prepare.values import UnusableRowError
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
 
 
 def turns(fields, row_format="messages"):
@@ -183,8 +184,10 @@ def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
         *(empty | {"weight": 0}, empty | {"tool_calls": [CALL]}, empty | {"thinking": "t"}),
         *({"role": "user", "content": ""}, {"role": "tool", "content": "", "id": "x"}),
     ):
-        check_answers(document_fields({"messages": [fine]}, "messages")["messages"])
-    check_answers([empty, QUESTION], 1)
+        check_answers(document_fields({"messages": [fine, ANSWER]}, "messages")["messages"])
+    check_answers([empty, QUESTION, ANSWER], 1)
+    with pytest.raises(UnusableRowError, match=r"no message is the assistant's \(roles: user\)"):
+        check_answers([ANSWER, QUESTION], 1)
 
 
 def test_a_chat_template_says_which_keys_of_messages_it_reads():
