@@ -250,7 +250,7 @@ def _joined(said: Any) -> Any:
     """Return the text of a thought that is a list of texts or text parts (Mistral, OpenAI)."""
     if not isinstance(said, list):
         return said
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in said]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else said
 
 
