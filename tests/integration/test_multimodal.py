@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from families import tiny_config, tiny_model
+from families import WITH_IMAGES, tiny_config, tiny_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, IdeficsConfig
 
 import chat
 import pretrain
@@ -16,6 +16,7 @@ import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model.architecture import causal_lm_class, outside_text
 from utils.model.probe import build_probe_model, probe_config
+from utils.model.weights import runnable
 
 # Three rows of positions; layers for images inside the text model; attention that looks ahead
 # unless a mask is given; experts; recurrent layers; token types of images; and an ordinary one.
@@ -146,6 +147,16 @@ def test_what_cannot_learn_from_text_alone_says_why(name, told):
 
     with pytest.raises(ConfigurationError, match=told):
         causal_lm_class(CONFIG_MAPPING[name]())
+
+
+def test_a_model_that_asks_for_images_with_each_text_is_refused():
+    config = IdeficsConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, additional_vocab_size=0, pad_token_id=1,
+        vision_config=WITH_IMAGES["vision_config"] | {"embed_dim": 32},
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="'idefics' does not run on text alone"):
+        runnable(config)
 
 
 def test_towers_of_a_probe_take_no_memory():

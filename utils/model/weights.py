@@ -29,6 +29,7 @@ from utils.model.architecture import (
     causal_lm_class,
     first_line,
     give_token_types,
+    is_multimodal,
     text_model_config,
 )
 from utils.model.attention import AttentionChoice
@@ -41,6 +42,8 @@ from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_traini
 from utils.support.collectives import on_every_rank, on_rank_0
 
 logger = logging.getLogger(__name__)
+
+OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # than text
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
@@ -130,7 +133,7 @@ def load_model_config(
     choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
-    config = _runnable(config)
+    config = runnable(config)
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
     length = settings.data.sequence_length
@@ -147,20 +150,26 @@ def load_model_config(
     return config
 
 
-def _runnable(config: PreTrainedConfig) -> PreTrainedConfig:
+def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the whole model, or of its text model if only that runs.
 
-    Raises ConfigurationError for a model that cannot be built.
+    Raises ConfigurationError for a model that cannot be built, or asks for images with each text.
     """
     text = text_model_config(config)
+    check_model(config)
+    if not is_multimodal(config):
+        return config
     try:
-        check_model(config)
-        if text is not None:
-            with torch_operators():
-                probe_config(config)
+        with torch_operators():
+            probe_config(config)
     except ConfigurationError as error:
+        if text is None and any(name in str(error) for name in OTHER_INPUTS):
+            raise ConfigurationError(
+                f"model type {config.model_type!r} does not run on text alone ({error}): use a "
+                "model that does."
+            ) from error
         if text is None:
-            raise
+            return config  # perhaps just the small one does not run
         logger.warning(
             "%s: only its text model is trained, and final/ will hold no other part, as the whole "
             "does not run on text: %s", config.model_type, error,
