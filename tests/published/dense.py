@@ -80,7 +80,7 @@ DENSE = [
         layer_norm_epsilon=1e-05, model_type="falcon", multi_query=True,
         new_decoder_architecture=False, num_attention_heads=71, num_hidden_layers=32,
         parallel_attn=True, torch_dtype="bfloat16", use_cache=True, vocab_size=65024),
-        {"<|endoftext|>": 11}, packs=ONE_A_ROW, why="its masks do not tell packed documents apart"),
+        {"<|endoftext|>": 11}),
     Published("mosaicml/mpt-7b", 2023, dict(
         architectures=["MPTForCausalLM"], attn_config=dict(alibi=True, alibi_bias_max=8,
         attn_impl="torch", attn_pdrop=0, attn_type="multihead_attention",
@@ -341,4 +341,13 @@ DENSE = [
         hidden_size=4096, intermediate_size=12288, max_position_embeddings=32768,
         model_type="mistral", num_hidden_layers=36, rope_theta=100000000.0, sliding_window=32768,
         tie_word_embeddings=False, vocab_size=131072), LLAMA2),
+    Published("facebook/cwm", 2025, GROUPED | dict(
+        architectures=["CwmForCausalLM"], bos_token_id=128000,
+        eos_token_id=[128001, 128008, 128009], head_dim=128, hidden_size=6144,
+        intermediate_size=21504, layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 16,
+        max_position_embeddings=131072, mlp_bias=False, model_type="cwm", num_attention_heads=48,
+        num_hidden_layers=64, pretraining_tp=1, rope_scaling={"factor": 16.0,
+        "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3"}, rope_theta=1000000.0, sliding_window=8192,
+        tie_word_embeddings=False, vocab_size=128256), LLAMA3),
 ]  # fmt: skip

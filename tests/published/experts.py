@@ -1,6 +1,6 @@
 """Mixtures of experts of 2023 to 2026."""
 
-from facts import COMMON, GROUPED, LLAMA2, QWEN, UNTIED, Published
+from facts import COMMON, GROUPED, LLAMA2, ONE_A_ROW, QWEN, UNTIED, Published
 
 DEEPSEEK = {"<｜begin▁of▁sentence｜>": 0, "<｜end▁of▁sentence｜>": 1}
 GLM = {"<|endoftext|>": 151329, "<|user|>": 151336, "<|observation|>": 151338}
@@ -174,4 +174,43 @@ EXPERTS = [
         "<|eom|>": 200007, "<|eot|>": 200008, "<|finetune_right_pad|>": 200018},
         {"bos_token_id": 200000, "eos_token_id": [200001, 200007, 200008]}, layers=(0, 1, 2, 3),
         cut={"no_rope_layers": [1, 1, 1, 0], "floor_scale": 128}),
+    Published("deepseek-ai/DeepSeek-V3.2", 2025, UNTIED | dict(
+        architectures=["DeepseekV32ForCausalLM"], attention_bias=False, bos_token_id=0,
+        eos_token_id=1, first_k_dense_replace=3, hidden_size=7168, index_head_dim=128,
+        index_n_heads=64, index_topk=2048, intermediate_size=18432, kv_lora_rank=512,
+        max_position_embeddings=163840, model_type="deepseek_v32", moe_intermediate_size=2048,
+        moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True,
+        num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61,
+        num_key_value_heads=128, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        rms_norm_eps=1e-06, rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        "type": "yarn"}, rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid",
+        topk_group=4, topk_method="noaux_tc", v_head_dim=128, vocab_size=129280), DEEPSEEK,
+        cut={"index_head_dim": 16, "index_topk": 8}),
+    Published("zai-org/GLM-5", 2026, UNTIED | dict(
+        architectures=["GlmMoeDsaForCausalLM"], attention_bias=False,
+        eos_token_id=[151329, 151336, 151338], first_k_dense_replace=3, head_dim=64,
+        hidden_size=6144, index_head_dim=128, index_n_heads=32, index_topk=2048,
+        intermediate_size=12288, kv_lora_rank=512, max_position_embeddings=202752,
+        model_type="glm_moe_dsa", moe_intermediate_size=2048, n_group=1, n_routed_experts=256,
+        n_shared_experts=1, norm_topk_prob=True, num_attention_heads=64, num_experts_per_tok=8,
+        num_hidden_layers=78, num_key_value_heads=64, num_nextn_predict_layers=1,
+        pad_token_id=151329, q_lora_rank=2048, qk_nope_head_dim=192, qk_rope_head_dim=64,
+        rms_norm_eps=1e-05, rope_theta=1000000, routed_scaling_factor=2.5, scoring_func="sigmoid",
+        topk_group=1, topk_method="noaux_tc", v_head_dim=256, vocab_size=154880), GLM,
+        cut={"index_head_dim": 16, "index_topk": 8, "mlp_layer_types": ["dense", "sparse"]}),
+    Published("deepseek-ai/DeepSeek-V4-Flash-Base", 2026, UNTIED | dict(
+        architectures=["DeepseekV4ForCausalLM"], attention_bias=False, bos_token_id=0,
+        compress_ratios=[0, 0, *[4, 128] * 20, 4], compress_rope_theta=160000, eos_token_id=1,
+        hc_eps=1e-06, hc_mult=4, hc_sinkhorn_iters=20, head_dim=512, hidden_size=4096,
+        index_head_dim=128, index_n_heads=64, index_topk=512, max_position_embeddings=1048576,
+        model_type="deepseek_v4", moe_intermediate_size=2048, n_routed_experts=256,
+        n_shared_experts=1, norm_topk_prob=True, num_attention_heads=64, num_experts_per_tok=6,
+        num_hash_layers=3, num_hidden_layers=43, num_key_value_heads=1, num_nextn_predict_layers=1,
+        o_groups=8, o_lora_rank=1024, q_lora_rank=1024, qk_rope_head_dim=64, rms_norm_eps=1e-06,
+        rope_theta=10000, routed_scaling_factor=1.5, scoring_func="sqrtsoftplus",
+        sliding_window=128, swiglu_limit=10.0, vocab_size=129280), DEEPSEEK, layers=(1, 2, 3),
+        cut={"compress_ratios": [0, 4, 128], "compress_rate_hca": 16, "index_head_dim": 16,
+        "index_topk": 8, "num_hash_layers": 1, "o_groups": 2, "o_lora_rank": 16, "head_dim": 32},
+        packs=ONE_A_ROW, why="its blocks of tokens reach over packed documents"),
 ]  # fmt: skip
