@@ -1,38 +1,36 @@
 """Loss masks of chats: which text of a rendering the assistant writes, verified for every chat.
 
 Where the template has {% generation %} markers, they tell. Else it is derived: the chat is
-rendered plainly and with marks around its texts (chat_templates.py), and each assistant turn is
-delimited by two comparisons near its marks:
-
-    start   the text since the message before it, and the same text when the template is asked for
-            a generation prompt: what they share is given to the model, what follows it produces.
-    end     the text up to the next message, and the same text when the turn is the last one: what
-            they share ends the turn, up to its special token. A template without one (GLM) ends a
-            turn with the token that opens the next message, which is appended to the last turn;
-            without any special token the last turn gets the tokenizer's EOS.
+rendered plainly and with marks around its texts (chat_templates.py), and the start and the end of
+each assistant turn are found near its marks (chat_turns.py).
 
 Both depend on the text and the kinds of the messages around it alone, so they are cached, and a
 chat costs two renderings. Either way every chat is checked: each message's text is in the
-rendering, and of an assistant turn its own text and the token that ends it are trained on.
+rendering. Of an assistant turn its own text, the names, keys and numbers of its calls and the token
+that ends it are trained on. Nothing of other messages is.
 """
 
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from utils.data.prepare.chat_templates import NOBODY, RENDERING_ERRORS, ChatTemplate, MarkedChat
+from utils.data.prepare.chat_templates import (
+    NOBODY,
+    RENDERING_ERRORS,
+    TAGS,
+    ChatTemplate,
+    MarkedChat,
+)
+from utils.data.prepare.chat_turns import ASSISTANT, LEADING_TAGS, TurnDelimiter
 from utils.data.prepare.documents import ChatDocument, Message
 from utils.data.prepare.rows import UnusableRowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASSISTANT = "assistant"
-PROBE = "probe"
 CACHED = 20_000  # kinds of turns that are remembered; a template has a few dozen
 
 Span = tuple[int, int]  # [start, stop), in characters
@@ -55,11 +53,7 @@ class ChatMasks:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
         self.template = ChatTemplate(tokenizer, date)
-        added = tokenizer.added_tokens_decoder.values()
-        special = {str(t) for t in added if t.special} | set(tokenizer.all_special_tokens)
-        self._specials = _pattern(special)
-        self._added = _pattern(special | {str(t) for t in added})
-        self._stop = str(tokenizer.eos_token)
+        self._turns = TurnDelimiter(self.template, tokenizer)
         self._delimiters: dict[Any, tuple[int, int, str]] = {}
 
     def __call__(self, document: ChatDocument) -> MaskedChat:
@@ -98,19 +92,25 @@ class ChatMasks:
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
         """Raise UnusableRowError unless spans hold a turn's words, no other's, and its end."""
         words = [chat.indices[number] for number in chat.own.get(turn, ())]
+        # The prompt may print tags that a text begins with, as <think>.
+        start = spans[0][0] if spans else 0
+        words = [max(n, start) if not TAGS.sub("", text[n:start]).strip() else n for n in words]
         between = [(bisect_right(chat.indices, a), bisect_left(chat.indices, b)) for a, b in spans]
         inside = {mark.message for first, last in between for mark in chat.marks[first:last]}
         trained_text = "".join(text[slice(*span)] for span in spans)
-        written = json.dumps(chat.messages[turn], ensure_ascii=False).count(self._stop)
+        written = json.dumps(chat.messages[turn], ensure_ascii=False).count(self._turns.stop)
         ending = text[slice(*spans[-1])].rstrip() if spans else ""
+        unsaid = [word for word in _called(chat.chat.messages[turn]) if word not in trained_text]
         problem, reason = "", "mask_incomplete"
         if not all(any(low <= index <= high for low, high in spans) for index in words):
             problem = "some of its words would not be trained on"
+        elif unsaid:
+            problem = f"{unsaid[0]!r} of its calls would not be trained on"
         elif inside - {turn, NOBODY}:
             problem, reason = "words of another message would be trained on", "mask_too_wide"
-        elif trained_text.count(self._stop) > written + 1:
+        elif trained_text.count(self._turns.stop) > written + 1:
             problem, reason = "the template prints it as two turns", "mask_too_wide"
-        elif not any(match.end() == len(ending) for match in self._added.finditer(ending)):
+        elif not any(match.end() == len(ending) for match in self._turns.added.finditer(ending)):
             problem = "the token that ends it would not be trained on"
         if problem:
             raise chat.refused(turn, problem, reason)
@@ -123,130 +123,51 @@ class ChatMasks:
         closing, last = "", 0
         for turn in turns:
             low, first, behind, high = chat.around(turn)
-            gap, following = chat.text[low:first], chat.text[behind:high]
-            key = gap, following, _context(chat, turn)
-            if key not in self._delimiters:
-                if len(self._delimiters) > CACHED:
-                    self._delimiters.clear()
-                self._delimiters[key] = (
-                    self._start(chat, turn, gap),
-                    *self._end(chat, turn, following),
-                )
-            header, length, closing = self._delimiters[key]
+            tags = LEADING_TAGS.match(chat.text, first, behind)
+            gap, following = chat.text[low : tags.end() if tags else first], chat.text[behind:high]
+            header, length, closing = self._delimited(chat, turn, gap, following)
             start, last = max(low + header, last), behind + length
             if closing and last != len(chat.text):
                 raise chat.refused(turn, "nothing ends it")
             spans[turn] = [(start, last + len(closing))]
         return spans, closing
 
-    def _start(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return how much of the text between the message before and the turn is its header."""
-        header = max(self._prompted(chat, turn, gap), self._headed(chat, gap))
-        if header < 0:
-            shown = _shown(gap)
-            problem = f"the template opens it with {shown}, and its generation prompt otherwise"
-            raise chat.refused(turn, problem)
-        return header
-
-    def _prompted(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return how much of a gap the generation prompt prints too, -1 if they are different."""
-        openings = self._openings(chat, chat.messages[:turn])
-        if openings is None:
-            return -1
-        bare, opening = openings
-        if opening == bare:
-            # No generation prompt: the model is given what precedes any reply.
-            reply, _, _ = self._around_probe(chat, turn, {"role": ASSISTANT}).partition(PROBE)
-            if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
-                opening = reply or opening  # else what it says begins with a blank, no header
-        shared = len(_shared(gap, opening))
-        if shared in (len(gap), len(opening)):
-            return shared
-        # They part within, as <think></think> and <think>\n do: back to the end of the header.
-        cuts = [match.end() for match in self._added.finditer(opening[:shared])]
-        return max([*cuts, opening.rfind("\n", 0, shared) + 1]) or -1
-
-    def _headed(self, chat: MarkedChat, gap: str) -> int:
-        """Return the end of a header in the gap: what the prompt prints after a user's turn."""
-        user = self.template.adapted([{"role": "user", "content": PROBE}])
-        bare, prompt = self._openings(chat, user) or ("", "")
-        header = prompt.removeprefix(_shared(prompt, bare))
-        role = re.sub(r"(?:\s*</?think>\s*)+$", "", header)
-        known = next((text for text in (header, role + "\n") if text.strip() and text in gap), None)
-        return -1 if known is None else gap.rindex(known) + len(known)
-
-    def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
-        """Return how much of what follows a turn's words belongs to it, and what to append."""
-        is_last = turn == len(chat.messages) - 1
-        ended = self._tail(chat, chat.messages[: turn + 1])
-        continued = self._if_continued(chat, turn) if is_last else following
-        alike = _shared(ended, continued) if continued or not is_last else ended
-        if end := self._shared_end(alike):
-            return end, ""
-        one, two = self._specials.search(ended), self._specials.search(continued)
-        if one and two and ended[: one.start()] == continued[: two.start()]:
-            # One token closes the chat, another a turn within: <|return|> and <|end|>.
-            return (one if is_last else two).end(), ""
-        between = continued[: two.start()] if two else ""
-        is_call = bool(chat.chat.messages[turn].get("tool_calls"))
-        closes = between.strip() == ended.strip() if is_call else not between.strip()
-        if one is None and two and closes:
-            # Nothing ends a last turn: it gets what ends others, or opens the next message.
-            if not is_last:
-                return two.end(), ""
-            if continued.startswith(ended):
-                return len(following), continued[len(ended) : two.end()]
-        if self._stop in following:  # it is printed otherwise where it comes last
-            return following.index(self._stop) + len(self._stop), ""
-        if one is None and two is None and is_last and not ended.strip():
-            return len(following), self._stop  # no turn of this template has an end
-        raise chat.refused(
-            turn,
-            "no special token ends it, so the model would never learn to stop (after its words "
-            f"comes {_shown(continued or ended)})",
+    def _delimited(
+        self, chat: MarkedChat, turn: int, gap: str, following: str
+    ) -> tuple[int, int, str]:
+        """Return the lengths of a turn's header and of its end, and what closes it."""
+        numbers = {call.get("id") for call in chat.chat.messages[turn].get("tool_calls") or []}
+        names = "|".join([*map(re.escape, filter(None, numbers)), r"\d"])
+        texts = (
+            re.sub(names, lambda found: "0" * len(found[0]), text) for text in (gap, following)
         )
+        key = (*texts, _context(chat, turn))
+        found = self._delimiters.get(key)
+        if found is None:
+            start = self._turns.start(chat, turn, gap)
+            found = (start, *self._turns.end(chat, turn, following))
+            if len(self._delimiters) > CACHED:
+                self._delimiters.clear()
+            if not re.search(r"\d", found[2]):  # a number of a round is not that of others
+                self._delimiters[key] = found
+        return found
 
-    def _shared_end(self, shared: str) -> int:
-        """Return the end of the special tokens that end a turn whatever comes next, or 0."""
-        if self._stop in shared:
-            return shared.index(self._stop) + len(self._stop)
-        end = 0
-        for token in self._specials.finditer(shared):
-            if end and shared[end : token.start()].strip(" "):
-                break
-            end = token.end()
-        return end
 
-    def _if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return what follows a last turn when another message comes; "" if none can."""
-        answer = {"role": "user"}
-        if calls := chat.chat.messages[turn].get("tool_calls"):
-            name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", "abcdefghi")
-            answer = {"role": "tool", "name": name, "tool_call_id": number}
-        before, probe, _ = self._around_probe(chat, turn + 1, answer).rpartition(PROBE)
-        return before if probe else ""
+def _called(message: Message) -> Iterator[str]:
+    """Yield the names, keys and numbers of a message's calls, which have no marks."""
+    for call in message.get("tool_calls") or []:
+        yield call["function"]["name"]
+        yield from _unmarked(call["function"]["arguments"])
 
-    def _around_probe(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return what follows the first `turn` messages if `message` says PROBE; "" if refused."""
-        (probe,) = self.template.adapted([{**message, "content": PROBE}])
-        try:
-            return self._tail(chat, [*chat.messages[:turn], probe])
-        except RENDERING_ERRORS:
-            return ""
 
-    def _openings(self, chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return what follows messages without and with a generation prompt; None if refused."""
-        try:
-            return self._tail(chat, messages), self._tail(chat, messages, generation_prompt=True)
-        except RENDERING_ERRORS:
-            return None  # nothing comes before, or nothing that may end a chat
-
-    def _tail(
-        self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
-    ) -> str:
-        """Return what is printed behind the words of the last of some messages."""
-        given = replace(chat.chat, messages=messages)
-        return chat.tail(self.template.render(given, generation_prompt))
+def _unmarked(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        yield from value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield json.dumps(value)
+    elif isinstance(value, (Mapping, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _unmarked(item)
 
 
 def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
@@ -259,20 +180,6 @@ def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
     ]
     is_last = turn == len(given.messages) - 1
     return turn == 0, is_last, bool(given.tools), repr((kinds, given.template_options))
-
-
-def _shared(one: str, two: str) -> str:
-    """Return the common beginning of two strings."""
-    return commonprefix([one, two])  # noqa: RUF071 - letter by letter is what is wanted
-
-
-def _pattern(tokens: set[str]) -> re.Pattern[str]:
-    words = sorted((t for t in tokens if t.strip()), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words)) or "(?!)")
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 80 else "..." + text[-80:])
 
 
 def _spans_of_blocks(

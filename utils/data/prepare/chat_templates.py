@@ -5,6 +5,7 @@ trims or drops a text, its marks go with it. A rendering with marks, less its ma
 plain rendering: then nothing but that information was added.
 """
 
+import html
 import json
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -28,6 +30,11 @@ RENDERING_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 # The names that a message's reasoning goes by; templates read the first and the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 PROBE = Location("a probe")  # where a chat is from that tries a template out
+# Some templates print no chat without tools.
+PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
+FUNCTION = {"name": "f", "description": "Try a template out", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -110,10 +117,12 @@ class ChatTemplate:
         return True
 
     def _try(self, reply: Message) -> str:
-        for content in ("x", [{"type": "text", "text": "x"}]):
+        contents = "x", [{"type": "text", "text": "x"}]
+        for content, tools in product(contents, (None, [TOOL])):
             question = {"role": "user", "content": content}
+            chat = ChatDocument([question, {"role": "assistant", **reply}], PROBE, tools)
             try:
-                return self.render(ChatDocument([question, {"role": "assistant", **reply}], PROBE))
+                return self.render(chat)
             except RENDERING_ERRORS:
                 continue
         return ""
@@ -132,8 +141,9 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
 NOBODY = -1
-FIRST_MARK = 0x100000  # plane 16, the rarer one of private use: icon fonts are in plane 15
-MARKS = re.compile("[\U00100000-\U0010ffff]")
+# Private use: plane 16 before 15, which has icon fonts, and before the first one.
+PRIVATE = (range(0x100000, 0x10FFFE), range(0xF0000, 0xFFFFE), range(0xE000, 0xF900))
+PRIVATE_TEXT = re.compile("[\ue000-\uf8ff\U000f0000-\U0010ffff]")
 # Templates look for tags in a text and split it there: marks stand around the text between them.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
@@ -161,24 +171,29 @@ class MarkedChat:
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
-        if MARKS.search(text):
-            raise UnusableRowError(
-                "template_refused", "it holds characters of Unicode's private-use plane 16"
-            )
         self.chat = chat
-        self._has_markers = template.has_markers
-        self.expected: Counter[tuple[int, int]] = Counter()
-        self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
-        try:
-            rendering = template.render(replace(chat, messages=self.messages))
-        except RENDERING_ERRORS:
-            rendering = ""  # the template refuses the marks, not the chat
-        self.text, self.marks = self._find(rendering)
-        if self.text != text:
+        self._first = _unused(text, KINDS * len(chat.messages))
+        last = self._first + KINDS * len(chat.messages) - 1
+        self._pattern = re.compile(f"[{chr(self._first)}-{chr(last)}]")
+        # An empty text is marked first, and left alone where the template looks for one.
+        for marks_empty in (True, False) if not template.has_markers else (False,):
+            self._marks_empty = marks_empty
+            self.expected: Counter[tuple[int, int]] = Counter()
+            self._bracketed: list[tuple[int, int, str]] = []
+            self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
+            try:
+                rendering = template.render(replace(chat, messages=self.messages))
+            except RENDERING_ERRORS:
+                rendering = ""  # the template refuses the marks, not the chat
+            self.text, self.marks = self._find(rendering)
+            if self.text == text:
+                break
+        else:
             raise UnusableRowError(
                 "template_refused",
                 "the template prints other text where marks are put around the messages'",
             )
+        self._check_words(rendering)
         self.indices = [mark.at for mark in self.marks]
         self.own: dict[int, list[int]] = {}
         for number, mark in enumerate(self.marks):
@@ -213,21 +228,20 @@ class MarkedChat:
         """Return a rendering less its marks, and these."""
         found = []
         names: Counter[int] = Counter()
-        for number, match in enumerate(MARKS.finditer(rendering)):
-            message, kind = divmod(ord(match.group()) - FIRST_MARK, KINDS)
+        for number, match in enumerate(self._pattern.finditer(rendering)):
+            message, kind = divmod(ord(match.group()) - self._first, KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:
                 message = NOBODY
             found.append(Mark(match.start() - number, message, kind))
-        return MARKS.sub("", rendering), found
+        return self._pattern.sub("", rendering), found
 
     # --- marking
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         calls = message.get("tool_calls") or []
-        # An empty text beside calls is left alone, or calls that are dropped pass unseen; and one
-        # in a template with markers, which tell where it is.
-        can_be_empty = not calls and not self._has_markers
+        # An empty text beside calls is left alone, or calls that are dropped pass unseen.
+        can_be_empty = not calls and self._marks_empty
         content, reasoning = message["content"], message.get("reasoning_content")
         marked = dict(message)
         if isinstance(content, str):
@@ -245,7 +259,7 @@ class MarkedChat:
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
         """Bracket the words of a text; those between thinking tags count as reasoning."""
         if not text.strip():
-            return _mark(index, kind) + text if can_be_empty else text
+            return self._mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)
         tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
         # A text that closes a thought first begins within it: the generation prompt opened it.
@@ -256,23 +270,27 @@ class MarkedChat:
                 thinks = thinks if tag is None or kind != CONTENT else not tag[1]
             elif core := piece.strip():
                 of = REASONING if thinks else kind
-                pieces[number] = piece.replace(core, self._bracketed(core, index, of), 1)
+                pieces[number] = piece.replace(core, self._in_marks(core, index, of), 1)
         if len(pieces) > 1:
-            mark = _mark(index, kind)
+            mark = self._mark(index, kind)
             pieces[0] += "" if pieces[0].strip() else mark
             pieces[-1] = ("" if pieces[-1].strip() else mark) + pieces[-1]
         return "".join(pieces)
 
-    def _bracketed(self, text: str, index: int, kind: int) -> str:
+    def _in_marks(self, text: str, index: int, kind: int) -> str:
         self.expected[index, kind] += 2
-        return _mark(index, kind) + text + _mark(index, kind)
+        self._bracketed.append((index, kind, text))
+        return self._mark(index, kind) + text + self._mark(index, kind)
+
+    def _mark(self, index: int, kind: int) -> str:
+        return chr(self._first + index * KINDS + kind)
 
     def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         before = self.expected[index, CALL]
         function["arguments"] = self._value(function["arguments"], index)
         if self.expected[index, CALL] == before:
-            function["name"] = self._bracketed(function["name"], index, NAME)
+            function["name"] = self._in_marks(function["name"], index, NAME)
         return {**call, "function": function}
 
     def _value(self, value: Any, index: int) -> Any:
@@ -284,6 +302,22 @@ class MarkedChat:
         return [self._value(item, index) for item in value] if isinstance(value, list) else value
 
     # --- what must be printed
+
+    def _check_words(self, rendering: str) -> None:
+        """Raise UnusableRowError where the template prints other words than a message has."""
+        for index, kind, text in self._bracketed:
+            mark = self._mark(index, kind)
+            if f"{mark}{text}{mark}" in rendering or mark not in rendering:
+                continue
+            forms = _printed_forms(text)
+            printed = re.findall(f"{mark}([^{mark}]*){mark}", rendering)
+            if printed and not forms.intersection(printed):
+                problem = (
+                    f"the chat template changes the text: it prints {_shown(printed[0])} for "
+                    f"{_shown(text)}, and the model would learn that (--chat_template takes a "
+                    "template that prints texts as they are)"
+                )
+                raise self.refused(index, problem, "text_changed")
 
     def drops_thinking(self) -> bool:
         """Tell whether reasoning was left out of a turn that others follow, as many templates do.
@@ -314,5 +348,25 @@ class MarkedChat:
         return bool(left_out)
 
 
-def _mark(index: int, kind: int) -> str:
-    return chr(FIRST_MARK + index * KINDS + kind)
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")
+
+
+def _unused(text: str, count: int) -> int:
+    """Return the first of `count` private-use characters that a text does not contain."""
+    used = sorted({ord(letter) for letter in PRIVATE_TEXT.findall(text)})
+    for plane in PRIVATE:
+        for first in (plane.start, *(number + 1 for number in used if number in plane)):
+            stop = first + count
+            if stop <= plane.stop and not any(first <= number < stop for number in used):
+                return first
+    raise UnusableRowError(
+        "template_refused", "it has too many messages, or too many private-use characters"
+    )
+
+
+def _printed_forms(text: str) -> set[str]:
+    """Return how a text may be written: as it is, in JSON, in Python or in HTML."""
+    quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
+    forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
+    return forms | {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}

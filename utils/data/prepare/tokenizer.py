@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.prepare.chat_templates import GENERATION, PROBE, RENDERING_ERRORS
+from utils.data.prepare.chat_templates import GENERATION, PROBE, RENDERING_ERRORS, TOOL
 from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.plan import PreparationPlan
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
@@ -29,9 +29,14 @@ NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template: give --chat_template FILE, for example "
     "recipes/chat_templates/chatml.jinja"
 )
-# Chats of which a template must be able to train on one: some take no second turn.
+# Chats of which a template must be able to train on one: some take no second turn, some no chat
+# without tools.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
-PROBES = (ChatDocument([*TURN, *TURN], PROBE), ChatDocument(TURN, PROBE))
+PROBES = tuple(
+    ChatDocument(turns, PROBE, tools)
+    for tools in (None, [TOOL])
+    for turns in ([*TURN, *TURN], TURN)
+)
 
 
 def given_tokenizer(

@@ -125,7 +125,7 @@ GLUE = re.compile(r"</?think>|<\|?channel\|?>|(?:final|analysis|thought|to=(?:se
 REASONS = (
     r"leaves out its (reasoning|tool calls|content)|roles must alternate|[Rr]oles? (are|not) supp"
     r"|[Nn]o user query|no special token ends it|words of another message|would not be trained on"
-    r"|prints other text where marks"
+    r"|prints other text where marks|nothing of it is printed"
 )
 
 
@@ -202,6 +202,10 @@ def test_what_is_trained_is_the_assistants_words_and_their_end(path):
         check_start(template)
 
 
+CHATML_LIKE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # No header, no generation prompt, calls as a list: TRL ships no template of this kind.
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + "
@@ -295,12 +299,30 @@ def test_a_template_that_prints_a_turn_as_two_is_refused():
         said_in(template, "reasoning")
 
 
-def test_text_of_a_private_use_plane_is_trained_on_unless_marks_are_of_it():
+@pytest.mark.parametrize("letter", ["\U00100003", "\U0010fffd", "\U000f0002", "\ue003"])
+def test_text_of_private_use_planes_is_trained_on(letter):
+    """Marks are private-use characters that the chat does not contain."""
     masks = ChatMasks(byte_tokenizer(CHATML.read_text()))
-    chat = [user("\U000f0001"), says("\U000f0002")]
-    assert said(masked(masks, chat)) == ["\U000f0002<|im_end|>"]
-    with pytest.raises(UnusableRowError, match="private-use plane 16"):
-        masked(masks, [user("q"), says("\U00100003")])
+    chat = [user(f"q\U00100000{letter}"), says(f"a {letter} b"), user("r"), says(letter)]
+    assert said(masked(masks, chat)) == [f"a {letter} b<|im_end|>", f"{letter}<|im_end|>"]
+
+
+CHANGES = [
+    ("m.content | upper", "One  two.", "'ONE  TWO.' for 'One  two.'"),
+    ("m.content.split() | join(' ')", "One  two.", "'One two.' for 'One  two.'"),
+    ("m.content | replace('\\n', ' ')", "One\ntwo.", "'One two.' for"),
+]
+
+
+@pytest.mark.parametrize(("printed", "words", "shown"), CHANGES)
+def test_a_template_that_changes_the_text_is_refused_by_name(printed, words, shown):
+    template = CHATML_LIKE.replace("m.content", f"({printed})")
+    masks = ChatMasks(byte_tokenizer(template))
+    assert said(masked(masks, [user("Q"), says("1 2")])) == ["1 2<|im_end|>"]
+    pattern = f"message 1 .* changes the text: it prints {re.escape(shown)}.*--chat_template"
+    with pytest.raises(UnusableRowError, match=pattern) as error:
+        masked(masks, [user("Q"), says(words)])
+    assert error.value.reason == "text_changed"
 
 
 def test_a_turn_of_blanks_alone_is_delimited_like_others():

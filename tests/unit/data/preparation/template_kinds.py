@@ -1,0 +1,244 @@
+"""Chat templates of every structure that published ones have, in short."""
+
+from collections.abc import Mapping
+
+
+def template(
+    user: str,
+    reply: str,
+    call: str = "",
+    tool: str = "",
+    prompt: str = "",
+    start: str = "",
+    end: str = "",
+    system: str = "",
+    calls: tuple[str, str, str] = ("", "", ""),
+) -> str:
+    """Return a template made of what it prints for each role.
+
+    call: one call, as `c`. calls: what stands before, between and behind the calls of a turn.
+    prompt: the generation prompt. end: what is printed where a chat ends, without a prompt.
+    """
+    opening, between, closing = calls
+    between = f"{{% if not loop.last %}}{between}{{% endif %}}" if between else ""
+    made = (
+        f"{{% if m.tool_calls %}}{opening}{{% for t in m.tool_calls %}}{{% set c = t.function %}}"
+        f"{call}{between}{{% endfor %}}{closing}{{% else %}}{reply}{{% endif %}}"
+    )
+    return (
+        f"{start}{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}"
+        f"{{% if m.role == 'user' %}}{user}{{% elif m.role == 'system' %}}{system or user}"
+        f"{{% elif m.role == 'tool' %}}{tool}{{% else %}}{made if call else reply}{{% endif %}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% else %}}{end}{{% endif %}}"
+    )
+
+
+ARGUMENTS = "{{ c.arguments | tojson }}"
+JSON_CALL = '{"name": "{{ c.name }}", "arguments": ' + ARGUMENTS + "}"
+TAGGED = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call><|im_end|>\n")
+IM = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+SAID = "{{ m.content }}"
+CHATML = {
+    "user": IM,
+    "reply": IM,
+    "call": JSON_CALL,
+    "calls": ("<|im_start|>assistant\n" + TAGGED[0], *TAGGED[1:]),
+    "tool": IM,
+    "prompt": "<|im_start|>assistant\n",
+}
+THOUGHT = "{{ m.reasoning_content if m.reasoning_content else '' }}"
+PYTHONIC = (
+    "{{ c.name }}({% for k, v in c.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})"
+)
+QUOTED = (
+    "call:{{ c.name }}{% raw %}{{% endraw %}{% for k, v in c.arguments.items() %}{{ k }}:"
+    '{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v | tojson }}{% endif %}'
+    "{% if not loop.last %},{% endif %}{% endfor %}}"
+)
+HARMONY_CALL = (
+    "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
+    "{{ c.arguments | tojson }}<|call|>"
+)
+HARMONY_REPLY = (
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}"
+)
+TURN = "<|TURN|>"
+COMMAND = {
+    "user": TURN + "<|USER|>{{ m.content }}<|TURN_END|>",
+    "reply": TURN + "<|BOT|><|RESPONSE|>{{ m.content }}<|RESPONSE_END|><|TURN_END|>",
+    "call": JSON_CALL,
+    "calls": (TURN + "<|BOT|><|ACTION|>[\n", ",\n", "\n]<|ACTION_END|><|TURN_END|>"),
+    "tool": TURN + "<|SYSTEM|><results>{{ m.content }}</results><|TURN_END|>",
+}
+INST = {
+    "user": "[INST] {{ m.content }} [/INST]",
+    "reply": " {{ m.content }}{{ eos_token }}",
+    "call": JSON_CALL,
+    "calls": ("[TOOL_CALLS] [", ", ", "]{{ eos_token }}"),
+    "tool": "[TOOL_RESULTS] {{ m.content }} [/TOOL_RESULTS]",
+    "start": "{{ bos_token }}",
+}
+HEADED = "<|header|>{{ m.role }}<|/header|>\n\n{{ m.content }}<|eot|>"
+LLAMA = {
+    "user": HEADED,
+    "reply": HEADED,
+    "call": JSON_CALL,
+    "calls": ("<|header|>assistant<|/header|>\n\n", "; ", "<|eom|>"),
+    "tool": HEADED.replace("{{ m.role }}", "ipython"),
+    "prompt": "<|header|>assistant<|/header|>\n\n",
+}
+GLM = {
+    "user": "<|user|>\n{{ m.content }}",
+    "reply": "<|assistant|>\n" + SAID,
+    "call": "<tool_call>{{ c.name }}{% for k, v in c.arguments.items() %}\n<k>{{ k }}</k>\n<v>"
+    "{{ v if v is string else v | tojson }}</v>{% endfor %}\n</tool_call>",
+    "calls": ("<|assistant|>\n", "\n", ""),
+    "tool": "<|observation|>\n{{ m.content }}",
+    "prompt": "<|assistant|>\n",
+    "system": "<|system|>\n{{ m.content }}",
+}
+SPECIAL_CALLS = ("<|calls|>", "", "<|/calls|>")
+SPECIAL_CALL = "<|call|>{{ c.name }}<|sep|>{{ c.arguments | tojson }}<|/call|>"
+
+STRUCTURES: Mapping[str, str] = {
+    "chatml": template(**CHATML),
+    "bos before": template(**CHATML, start="{{ bos_token }}"),
+    "default system": template(**CHATML, start="<|im_start|>system\nHelp.<|im_end|>\n"),
+    "no generation prompt": template(**{**CHATML, "prompt": ""}),
+    "a token closes the chat": template(**CHATML, end="<|endoftext|>"),
+    "EOS of the tokenizer": template(
+        "User: {{ m.content }}\n",
+        "Assistant: {{ m.content }}{{ eos_token }}\n",
+        prompt="Assistant:",
+    ),
+    "EOS behind the last turn alone": template(
+        "User: {{ m.content }}\n",
+        "Assistant: {{ m.content }}{% if loop.last %}{{ eos_token }}{% else %}\n{% endif %}",
+        prompt="Assistant:",
+    ),
+    "no special token at all": template(
+        "User: {{ m.content }}\n", "Assistant: {{ m.content }}\n", prompt="Assistant: "
+    ),
+    "special tokens as quotes": template(
+        "<|turn>user\n{{ m.content }}<turn|>\n",
+        "<|turn>model\n{{ m.content }}<turn|>\n",
+        "<|tool_call>" + QUOTED + "<tool_call|>",
+        'response:look_up{value:<|"|>{{ m.content }}<|"|>}<tool_response|>',
+        "<|turn>model\n",
+        calls=("<|turn>model\n", "", "<|tool_response>"),
+    ),
+    "an end for each kind of turn": template(
+        "<|start|>user<|message|>{{ m.content }}<|end|>",
+        HARMONY_REPLY,
+        HARMONY_CALL,
+        "<|start|>functions.look_up to=assistant<|message|>{{ m.content }}<|end|>",
+        "<|start|>assistant",
+    ),
+    "header always printed": template(
+        **COMMAND, prompt=TURN + "<|BOT|>", end=TURN + "<|BOT|>", start="{{ bos_token }}"
+    ),
+    "header always printed, default system": template(
+        **COMMAND,
+        prompt=TURN + "<|BOT|>",
+        end=TURN + "<|BOT|>",
+        start="<s>" + TURN + "<|SYSTEM|>Help.<|TURN_END|>",
+    ),
+    "thought opened where the header is always printed": template(
+        **COMMAND, prompt=TURN + "<|BOT|><|THINK|><|THINK_END|>", end=TURN + "<|BOT|>"
+    ),
+    "no header": template(**INST),
+    "tools behind the chat": template(**INST).replace(
+        "{% if tools %}{{ tools | tojson }}{% endif %}", ""
+    )
+    + "{{ tools | tojson if tools else '' }}",
+    "header ends with another blank": template(
+        **{**LLAMA, "prompt": "<|header|>assistant<|/header|>\n"}
+    ),
+    "header behind another blank": template(
+        **{**LLAMA, "prompt": "\n<|header|>assistant<|/header|>\n\n"}
+    ),
+    "end of calls": template(**LLAMA),
+    "one call alone": template(
+        **{
+            **LLAMA,
+            "calls": (
+                "<|header|>assistant<|/header|>\n\n{% if m.tool_calls | length > 1 %}"
+                "{{ raise_exception('one call') }}{% endif %}",
+                "",
+                "<|eom|>",
+            ),
+        }
+    ),
+    "the next header ends a turn": template(**GLM),
+    "special tokens in calls": template(
+        **{
+            **CHATML,
+            "call": SPECIAL_CALL,
+            "calls": ("<|im_start|>assistant\n" + SPECIAL_CALLS[0], "", "<|/calls|><|im_end|>\n"),
+        }
+    ),
+    "no end behind calls": template(
+        **{**CHATML, "call": SPECIAL_CALL, "calls": ("<|im_start|>assistant\n", "", "")}
+    ),
+    "calls as Python": template(
+        **{**CHATML, "call": PYTHONIC, "calls": ("<|im_start|>assistant\n[", ", ", "]<|im_end|>\n")}
+    ),
+    "special tokens in answers": template(
+        "<|open|>user<|sep|>{{ m.content }}<|close|>user<|sep|><|end|>",
+        "<|open|>assistant<|sep|><|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>"
+        "<|close|>assistant<|sep|><|end|>",
+        prompt="<|open|>assistant<|sep|>",
+    ),
+    "thought opened by the prompt": template(
+        **{**CHATML, "prompt": "<|im_start|>assistant\n<think>\n"}
+    ),
+    "empty thought in the prompt": template(
+        **{**CHATML, "prompt": "<|im_start|>assistant\n<think>\n\n</think>\n\n"}
+    ),
+    "thought printed": template(
+        **{
+            **CHATML,
+            "reply": f"<|im_start|>assistant\n<think>\n{THOUGHT}\n</think>\n\n{SAID}<|im_end|>\n",
+            "prompt": "<|im_start|>assistant\n<think>\n",
+        }
+    ),
+    "thought closed in the history": template(
+        **{
+            **CHATML,
+            "reply": f"<|im_start|>assistant\n<think></think>{SAID}<|im_end|>\n",
+            "prompt": "<|im_start|>assistant\n<think>\n",
+        }
+    ),
+    "answer behind a tool without a header": template(
+        "<|user|>{{ m.content }}<|user_end|>",
+        "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|bot|>{% endif %}"
+        "{{ m.content }}<|bot_end|>",
+        "{{ c.name }}{{ c.arguments | tojson }}",
+        "[{{ m.content }}]",
+        "{% if messages[-1].role != 'tool' %}<|bot|>{% endif %}",
+        calls=("<|bot|><|tools|>[", ", ", "]<|tools_end|>"),
+    ),
+    "needs tools": "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"
+    + template(**CHATML),
+    "roles must alternate": "{% for m in messages if m.role in ('user', 'system') %}{% endfor %}"
+    "{% for m in messages %}{% if loop.index0 > 0 and m.role == messages[loop.index0 - 1].role "
+    "%}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + template(**INST),
+    "calls as JSON strings": template(**{**CHATML, "call": JSON_CALL.replace(" | tojson", "")}),
+    "contents as parts": template(**CHATML).replace("{{ m.content }}", "{{ m.content[0].text }}"),
+    "blanks stripped": template(**CHATML).replace("m.content }}", "m.content | trim }}"),
+    "upper case": template(**CHATML).replace("m.content }}", "m.content | upper }}"),
+    "markers": template(**CHATML)
+    .replace(
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endif %}",
+        "<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+        "{% endif %}{% endif %}",
+    )
+    .replace(
+        "<|im_start|>assistant\n<tool_call>\n",
+        "<|im_start|>assistant\n{% generation %}<tool_call>\n",
+    )
+    .replace("\n</tool_call><|im_end|>\n", "\n</tool_call><|im_end|>{% endgeneration %}\n"),
+    "words behind the end": template(**CHATML, end="Rate the answer."),
+}
