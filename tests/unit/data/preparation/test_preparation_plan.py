@@ -39,7 +39,9 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path, caplog):
 def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
     rows = {
         "messages": samples.chat("q", "a"),
-        "sharegpt": {"conversations": [{"from": "human", "value": "q"}]},
+        "sharegpt": {
+            "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+        },
         "renamed": {"question": "q", "answer": "a"},
         "alpaca": {"instruction": "i", "output": "o", "text": "t"},  # what comes before decides
     }
