@@ -134,9 +134,9 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the layers whose choice of experts transformers records."""
     parts = (model, text_model_of(model))
     tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
-    recorded = next(filter(None, (table.get("router_logits") for table in tables)), [])
+    recorded: Any = next(filter(None, (table.get("router_logits") for table in tables)), [])
     each = recorded if isinstance(recorded, list | tuple) else [recorded]
-    classes = tuple(getattr(one, "target_class", one) for one in each)
+    classes: tuple[Any, ...] = tuple(getattr(one, "target_class", one) for one in each)
     found = (module for module in model.modules() if isinstance(module, classes))
     # Granite's small models have routers to no experts.
     return [router for router in found if any(weight.numel() for weight in router.parameters())]
