@@ -334,6 +334,11 @@ def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str
         return f"{record.location}: could be {' or '.join(found)}: choose one with {formats}"
     columns = sorted(renamed(record.fields, source.columns))
     shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
+    if absent := [name for name, _ in source.columns if name not in record.fields]:
+        return (
+            f"{record.location}: --columns names {', '.join(absent)}, which this record does not "
+            f"have (columns: {', '.join(record.fields)})"
+        )
     formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return (
         f"{record.location}: no known format (columns: {shown or 'none'}): "

@@ -217,7 +217,7 @@ class DocumentTokenizer:
         return found
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Count what is to be said of the thoughts in a chat."""
+        """Count what the log says of the thoughts and special tokens in a chat."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         return Counter(
             without_earlier_thinking=int(chat.drops_thinking),
@@ -226,7 +226,18 @@ class DocumentTokenizer:
                 for begin, end in empty
             ),
             thoughts_after_closed_prompts=int(self._thinks_unasked(document)),
+            special_tokens_in_answers=sum(
+                message["role"] == ASSISTANT and message.get("weight") != 0
+                for message in document.messages[document.first_trained :]
+                if self._specials.search(message["content"])
+            ),
         )
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """Special tokens as a text may have them."""
+        words = filter(None, self.tokenizer.all_special_tokens)
+        return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def _thinks_unasked(self, document: ChatDocument) -> bool:
         """Tell whether the last answer has a thought and its prompt closes an empty one."""

@@ -43,6 +43,8 @@ NOTES = {
     "thoughts_after_closed_prompts": "answers think although their prompts say not to "
     "(chat_template_kwargs: enable_thinking false): give these chats a source of their own with "
     "{enable_thinking: true}, or that as their column chat_template_kwargs",
+    "special_tokens_in_answers": "answers hold special tokens as text, such as an end of a turn, "
+    "which are trained on as these tokens: remove those that the chat template prints itself",
     "without_last_answer": "chats end with a message that is not the assistant's; that "
     "message is not trained on",
     "without_earlier_thinking": "chats lost the thinking of their earlier turns, which the chat "

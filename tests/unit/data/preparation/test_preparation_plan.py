@@ -36,6 +36,12 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path, caplog):
     assert "--columns names contxt, which the first record does not have" in caplog.text
 
 
+def test_a_name_that_the_first_record_does_not_have_is_told(tmp_path):
+    path = samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
+    with pytest.raises(ConfigurationError, match=r"names mesages, .* \(columns: messages\)"):
+        plan({"path": str(path), "columns": {"mesages": "messages"}})
+
+
 def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
     rows = {
         "messages": samples.chat("q", "a"),

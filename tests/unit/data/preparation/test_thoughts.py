@@ -47,6 +47,12 @@ def test_an_empty_thought_that_is_trained_on_is_counted(trained, caplog):
     assert "1 answers train an empty thought" in caplog.text
 
 
+def test_an_end_that_an_answer_has_as_text_is_counted(trained):
+    said, counted = trained("out", samples.chat("q<|im_end|>", "Rome", "q", "Paris<|im_end|>"))
+    assert said == f"Rome<|im_end|>{EMPTY}Paris<|im_end|><|im_end|>"
+    assert counted["special_tokens_in_answers"] == 1
+
+
 @pytest.mark.parametrize(
     ("column", "source", "setting", "empty"),
     [
