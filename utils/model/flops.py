@@ -114,17 +114,26 @@ def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
     """Return heads x head_dim and window of each layer that attends; linear attention does not."""
+    named = first_set(config, LAYER_TYPES)
+    kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
+    attending = (
+        _layer_attention(layer, kind)
+        for layer, kind in zip(config.per_layer_config, kinds, strict=False)
+        if kind is None or ("attention" in kind and "linear" not in kind)
+    )
+    return tuple(attending)
+
+
+def _layer_attention(config: PreTrainedConfig, kind: str | None) -> tuple[float, int | None]:
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     # Keys and values of other sizes: multi-head latent attention.
-    sizes = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    size, window = heads * sum(sizes) / 2, getattr(config, "sliding_window", None)
-    usual = "sliding_attention" if window else "full_attention"
-    kinds = [
-        str(kind) for kind in first_set(config, LAYER_TYPES) or [usual] * config.num_hidden_layers
-    ]
-    attending = (kind for kind in kinds if "attention" in kind and "linear" not in kind)
-    return tuple((size, window if "sliding" in kind else None) for kind in attending)
+    keys = getattr(config, "qk_head_dim", None) or head_dim
+    if without_position := getattr(config, "qk_nope_head_dim", None):
+        keys = without_position + config.qk_rope_head_dim
+    values = getattr(config, "v_head_dim", None) or head_dim
+    window = getattr(config, "sliding_window", None) or None
+    return heads * (keys + values) / 2, window if kind is None or "sliding" in kind else None
 
 
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import ROW_SDPA
-from utils.model.architecture import MISFITS, first_line
+from utils.model.architecture import MISFITS, first_line, layer_settings
 from utils.model.attention import (
     ONE_A_ROW,
     PROOFS,
@@ -248,15 +248,27 @@ def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batc
                 )
 
 
+def _cut_short(config: PretrainedConfig) -> None:
+    """Let all layers see few tokens or blocks of them."""
+    settings = layer_settings(config)
+    config.per_layer_config = None
+    for name, short in CUT_SHORT.items():
+        if value := getattr(config, name, None):
+            setattr(config, name, dict.fromkeys(value, short) if isinstance(value, dict) else short)
+        for own in settings.values():
+            if own.get(name):
+                own[name] = short
+    if settings:
+        config.per_layer_config = settings
+
+
 def _check_equivalence(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> None:
     """Compare logits with those of each document alone under eager attention, in float32."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
-    for name, short in CUT_SHORT.items():
-        if value := getattr(text, name, None):
-            setattr(text, name, dict.fromkeys(value, short) if isinstance(value, dict) else short)
+    _cut_short(text)
     if getattr(text, "index_topk", None):
         rows = MORE * tuple(tuple(LONGER * length for length in row) for row in rows)
     batch = packed_batch(rows, device)

@@ -20,6 +20,7 @@ from utils.model.architecture import (
     first_line,
     first_set,
     give_token_types,
+    layer_settings,
     outside_text,
     text_model_of,
 )
@@ -30,6 +31,7 @@ WIDTH = 64
 WIDEST = 512  # of the hidden states; wider ones take seconds on a CPU
 WIDEST_GROUP = 1024  # of the query heads that share a key/value head
 OBSERVER = "packed_observer"
+HEADS = ("num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 LAYER_INDICES = (
     "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
@@ -179,7 +181,9 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     config.vocab_size = VOCABULARY
     # No token of a probe is 0. Some configs take no None.
     config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
-    _cut_layers(config)
+    settings = layer_settings(config)
+    config.per_layer_config = None
+    kept = _cut_layers(config)
     for name, most in AT_MOST.items():
         _at_most(config, name, most)
     # As many experts as a token uses: with more, perturbed tokens would change how many tokens an
@@ -191,11 +195,30 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     if cut_heads:
         _cut_heads(config)
         _cut_states(config)
+    if settings:
+        config.per_layer_config = {
+            layer: _cut_settings(settings.get(place, {}), per_token)
+            for layer, place in enumerate(kept)
+        }
     return whole
 
 
-def _cut_layers(config: PretrainedConfig) -> None:
-    """Keep the first layer of each type, and every list of one entry per layer in step."""
+def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
+    """Return what a layer has of its own in a small model, but as many heads as all layers."""
+    small = {name: value for name, value in settings.items() if name not in HEADS}
+    for name, value in small.items():
+        if name in AT_MOST and isinstance(value, int):
+            small[name] = min(value, AT_MOST[name])
+        elif name in EXPERTS and experts and value:
+            small[name] = experts
+    return small
+
+
+def _cut_layers(config: PretrainedConfig) -> list[int]:
+    """Keep the first layer of each type, and every list of one entry per layer in step.
+
+    Returns which layers remain.
+    """
     layers = config.num_hidden_layers
     types = first_set(config, LAYER_TYPES) or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
@@ -213,6 +236,7 @@ def _cut_layers(config: PretrainedConfig) -> None:
         config.num_kv_shared_layers = 0
     for name, value in per_layer.items():
         setattr(config, name, value)
+    return kept
 
 
 def _cut_heads(config: PretrainedConfig) -> None:

@@ -8,15 +8,25 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Dots3NoteTextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+)
 
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_8B, QWEN3_600M
 from benchmarks.hardware import device as benchmarks_device
 from benchmarks.hardware import flops as benchmarks_flops
+from utils.config.arguments import ModelArguments
 from utils.config.assumed import GPUS
 from utils.data.packing import plan_packing
 from utils.model import flops
+from utils.model.architecture import without_weights
 from utils.model.flops import CARDS, effective_length, peak_flops, token_products
+from utils.model.probe import observe_attention, probe_config
+from utils.planning.forecast import model_products
 
 
 def on_meta(config):
@@ -63,6 +73,33 @@ def test_windows_and_other_sizes_of_keys_count_in_attention():
     assert windowed.flops(100) - windowed.flops(0) == 12 * 32 * (16 + 100)
     latent = token_products(on_meta(families.tiny_config("deepseek_v3")))
     assert latent.attention == ((4 * (16 + 8) / 2, None),) * 2
+
+
+def test_heads_and_windows_are_those_of_each_layer():
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    text = Gemma4TextConfig(
+        hidden_size=32, intermediate_size=64, vocab_size=128, num_hidden_layers=3,
+        layer_types=layers, sliding_window=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True,
+        num_kv_shared_layers=0, vocab_size_per_layer_input=128, hidden_size_per_layer_input=0,
+    )  # fmt: skip
+    sliding, full = (4 * 8, 4), (4 * 16, None)
+    products = token_products(on_meta(text))
+    assert products.attention == (sliding, full, full)
+    assert token_products(without_weights(Gemma4Config(text_config=text))) == products
+    forecast = model_products(ModelArguments(), Gemma4Config(text_config=text))
+    assert (forecast.forward, forecast.attention) == (products.forward, products.attention)
+    small = probe_config(text)
+    assert [layer.head_dim for layer in small.per_layer_config] == [8, 16]
+    assert observe_attention(small).head_dim == 16
+
+
+def test_latent_attention_counts_by_the_keys_of_each_layer():
+    config = Dots3NoteTextConfig()
+    # Keys of 128 + 64 numbers; in layers with a window half the heads, with keys of 192 + 64.
+    indexed, sliding = (128 * (192 + 128) / 2, None), (64 * (256 + 128) / 2, 512)
+    expected = [indexed if kind == "indexed_attention" else sliding for kind in config.layer_types]
+    assert token_products(on_meta(config)).attention == tuple(expected)
 
 
 def test_shards_packed_weights_and_trained_copies_count_as_the_layer():
