@@ -1,6 +1,6 @@
 """Chat templates: rendered on a fixed date, plainly or with marks around the messages' texts.
 
-Marks are private-use characters that say in a rendering whose text it is. However a template moves,
+Marks are rare letters that say in a rendering whose text it is. However a template moves,
 trims or drops a text, its marks go with it. A rendering with marks, less its marks, must be the
 plain rendering: then nothing but that information was added.
 """
@@ -141,9 +141,9 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
 NOBODY = -1
-# Private use: plane 16 before 15, which has icon fonts, and before the first one.
-PRIVATE = (range(0x100000, 0x10FFFE), range(0xF0000, 0xFFFFE), range(0xE000, 0xF900))
-PRIVATE_TEXT = re.compile("[\ue000-\uf8ff\U000f0000-\U0010ffff]")
+# Letters that hardly any chat has and that Python prints as they are: Tangut, rare Chinese ones.
+RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
+RARE_TEXT = re.compile("[\U00017000-\U000187f7\U00020000-\U0002a6d6]")
 # Templates look for tags in a text and split it there: marks stand around the text between them.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
@@ -191,7 +191,8 @@ class MarkedChat:
         else:
             raise UnusableRowError(
                 "template_refused",
-                "the template prints other text where marks are put around the messages'",
+                "the chat template escapes or compares texts, so the assistant's cannot be told "
+                "from others' (--chat_template takes a template that prints texts as they are)",
             )
         self._check_words(rendering)
         self.indices = [mark.at for mark in self.marks]
@@ -353,16 +354,14 @@ def _shown(text: str) -> str:
 
 
 def _unused(text: str, count: int) -> int:
-    """Return the first of `count` private-use characters that a text does not contain."""
-    used = sorted({ord(letter) for letter in PRIVATE_TEXT.findall(text)})
-    for plane in PRIVATE:
-        for first in (plane.start, *(number + 1 for number in used if number in plane)):
+    """Return the first of `count` consecutive rare letters that a text does not contain."""
+    used = sorted({ord(letter) for letter in RARE_TEXT.findall(text)})
+    for letters in RARE:
+        for first in (letters.start, *(number + 1 for number in used if number in letters)):
             stop = first + count
-            if stop <= plane.stop and not any(first <= number < stop for number in used):
+            if stop <= letters.stop and not any(first <= number < stop for number in used):
                 return first
-    raise UnusableRowError(
-        "template_refused", "it has too many messages, or too many private-use characters"
-    )
+    raise UnusableRowError("template_refused", "it has too many messages, or too many rare letters")
 
 
 def _printed_forms(text: str) -> set[str]:

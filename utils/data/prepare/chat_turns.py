@@ -47,8 +47,11 @@ class TurnDelimiter:
         """Return how much of the text between the message before and the turn is its header."""
         header = self._prompted(chat, turn, gap)
         if header < 0 and (header := self._headed(chat, gap)) < 0:
-            shown = _shown(gap)
-            problem = f"the template opens it with {shown}, and its generation prompt otherwise"
+            _, prompt = self._openings(chat, chat.messages[:turn]) or ("", "")
+            problem = (
+                f"the chat template opens it with {_shown(gap)}, and its generation prompt is "
+                f"{_shown(prompt)} (--chat_template takes a template in which both are alike)"
+            )
             raise chat.refused(turn, problem)
         return header
 
@@ -70,7 +73,10 @@ class TurnDelimiter:
                 return -1  # the chat ends otherwise than it goes on
             closed = ""
         shared, common = _alike(gap, opening)
-        if shared == len(gap) or common == len(opening):
+        rest = opening[common:]
+        if not gap.strip() and re.search(r"\w", rest) and not self.added.search(rest):
+            return -1  # the prompt has words that the chat does not have
+        if shared == len(gap) or not rest:
             return shared
         if (cut := self._parted(gap, opening, closed, reply)) >= 0:
             return cut
@@ -171,7 +177,7 @@ class TurnDelimiter:
             raise chat.refused(
                 turn,
                 "no special token ends it, so the model would never learn to stop (after its words "
-                f"comes {shown})",
+                f"comes {shown}; --chat_template takes a template that ends turns with a token)",
             )
         if not found[1] and _shared(ended[: found[0]], continued) == ended[: found[0]]:
             self._check_behind(chat, turn, printed[found[0] :])
@@ -226,7 +232,7 @@ class TurnDelimiter:
         if end := self._shared_end(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
-        if one and two and ended[: one.start()] == continued[: two.start()]:
+        if one and two and ended[: one.start()].split() == continued[: two.start()].split():
             # One token closes the chat, another a turn within: <|return|> and <|end|>.
             return (one if is_last else two).end(), ""
         is_bare = not ended.strip() and (not is_last or continued.startswith(ended))

@@ -1,4 +1,4 @@
-"""32 kinds of chats that a chat template is tried with; each word occurs in one message alone."""
+"""33 kinds of chats that a chat template is tried with; each word occurs in one message alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ FUNCTION = {"name": "look_up", "description": "Tell the weather", "parameters": 
 TOOLS = [{"type": "function", "function": FUNCTION}]
 STRING = {"keya": "Vala valb"}
 NUMBER = {"keyc": 7351}
-NESTED = {"keyd": {"keye": [True, 86.25]}, "keyf": "Valf", "keyg": False}
+NESTED = {"keyd": {"keye": [True, 86.25, "Vale"]}, "keyf": "Valf", "keyg": False}
 ASK, SAY = user("Uone utwo?"), says("Xone, xtwo.")
 ASK2, SAY2 = user("Uthree ufour?"), says("Xthree\nxfour!")
 TWO = calls(STRING, NUMBER)
@@ -106,6 +106,7 @@ KINDS = {
     "call last, string": Kind(_rounds(calls(STRING), last=True), True),
     "call last, number": Kind(_rounds(calls(NUMBER), last=True), True),
     "call last, none": Kind(_rounds(calls({}), last=True), True),
+    "call last, nested": Kind(_rounds(calls(NESTED), last=True), True),
     "call last, two": Kind(_rounds(TWO, last=True), True),
     "call beside words": Kind(_rounds(calls(STRING, content="Xbeside.")), True),
     "call with a thought": Kind(_rounds(calls(NUMBER, **THOUGHT)), True),

@@ -185,6 +185,25 @@ STRUCTURES: Mapping[str, str] = {
     "calls as Python": template(
         **{**CHATML, "call": PYTHONIC, "calls": ("<|im_start|>assistant\n[", ", ", "]<|im_end|>\n")}
     ),
+    "values as Python": template(
+        **{
+            **CHATML,
+            "call": PYTHONIC.replace(
+                "{{ v | tojson }}", '{% if v is string %}"{{ v }}"{% else %}{{ v }}{% endif %}'
+            ),
+            "calls": ("<|im_start|>assistant\n[", ", ", "]<|im_end|>\n"),
+        }
+    ),
+    "other blanks before the last end": template(
+        **{
+            **CHATML,
+            "calls": (
+                "<|im_start|>assistant\n",
+                "\n",
+                "{{ '' if loop.last else '\\n' }}<|im_end|>\n",
+            ),
+        }
+    ),
     "special tokens in answers": template(
         "<|open|>user<|sep|>{{ m.content }}<|close|>user<|sep|><|end|>",
         "<|open|>assistant<|sep|><|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>"

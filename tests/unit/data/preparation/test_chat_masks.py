@@ -125,7 +125,7 @@ GLUE = re.compile(r"</?think>|<\|?channel\|?>|(?:final|analysis|thought|to=(?:se
 REASONS = (
     r"leaves out its (reasoning|tool calls|content)|roles must alternate|[Rr]oles? (are|not) supp"
     r"|[Nn]o user query|no special token ends it|words of another message|would not be trained on"
-    r"|prints other text where marks|nothing of it is printed"
+    r"|escapes or compares texts|nothing of it is printed"
 )
 
 
@@ -299,11 +299,11 @@ def test_a_template_that_prints_a_turn_as_two_is_refused():
         said_in(template, "reasoning")
 
 
-@pytest.mark.parametrize("letter", ["\U00100003", "\U0010fffd", "\U000f0002", "\ue003"])
-def test_text_of_private_use_planes_is_trained_on(letter):
-    """Marks are private-use characters that the chat does not contain."""
+@pytest.mark.parametrize("letter", ["\U00017000", "\U00017003", "\U0002a6d6", "\U0010fffd"])
+def test_rare_letters_are_trained_on(letter):
+    """Marks are rare letters that the chat does not contain."""
     masks = ChatMasks(byte_tokenizer(CHATML.read_text()))
-    chat = [user(f"q\U00100000{letter}"), says(f"a {letter} b"), user("r"), says(letter)]
+    chat = [user(f"q\U00017000{letter}"), says(f"a {letter} b"), user("r"), says(letter)]
     assert said(masked(masks, chat)) == [f"a {letter} b<|im_end|>", f"{letter}<|im_end|>"]
 
 

@@ -17,8 +17,9 @@ from template_check import (
     published_end,
     renderings,
 )
-from template_kinds import STRUCTURES
+from template_kinds import STRUCTURES, template
 
+from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenizer import attach_template
 
 SHIPPED = {
@@ -113,6 +114,12 @@ EXACT = [
         "Tone ttwo.\n</think>\n\nXone xtwo.<|im_end|>",
     ),
     ("thought closed in the history", "one turn", "</think>Xone, xtwo.<|im_end|>"),
+    (
+        "values as Python",
+        "call last, nested",
+        "[look_up(keyd={'keye': [True, 86.25, 'Vale']}, keyf=\"Valf\", keyg=False)]<|im_end|>",
+    ),
+    ("other blanks before the last end", "call last, number", CALL + "<|im_end|>"),
 ]
 
 
@@ -123,6 +130,15 @@ def test_the_text_that_is_trained_on(name, kind, said):
         check = TemplateCheck(STRUCTURES[name], end, printed)
         found = check.masks(document(KINDS[kind], KINDS[kind].tools))
         assert [found.text[slice(*span)] for span in found.spans] == [said]
+
+
+def test_a_prompt_with_words_that_no_chat_has_is_refused_with_both():
+    chat = template("{{ m.content }}\n\n", "{{ m.content }}<|end|>", prompt="Remember the unit.")
+    check = TemplateCheck(chat, "<|end|>")
+    with pytest.raises(
+        UnusableRowError, match=r"opens it with '\\n\\n'.*is '\\n\\nRemember the unit"
+    ):
+        check.masks(document(KINDS["one turn"], False))
 
 
 def test_a_template_that_needs_tools_is_taken_at_the_start():
