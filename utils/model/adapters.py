@@ -19,6 +19,7 @@ from utils.model.architecture import (
     apart_inside,
     expert_count,
     first_line,
+    gets_gradient,
     outside_text,
     text_model_of,
     without_weights,
@@ -55,11 +56,12 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze the parameters that text does not go through, and return their names.
+    """Freeze and return the parameters that the loss does not reach: DDP waits for all gradients.
 
-    Those are towers for images and sound: DDP waits for gradients of all that is not frozen.
+    These are towers for images and sound, and the indexers of sparse attention.
     """
     frozen = outside_text(model)
+    frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
     for parameter in frozen.values():
         parameter.requires_grad_(False)
     return list(frozen)
@@ -135,7 +137,7 @@ def _adapt(
 def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
     """Return what the settings name; raises ConfigurationError for all names that do not fit."""
     head: Any = built.get_output_embeddings()
-    known = [name for name, _ in built.named_modules() if name]
+    known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
     asked, named = model.lora_target_modules, model.lora_target_parameters
     problems: list[str] = []
     modules, parameters = linear_and_experts(built)
@@ -202,7 +204,7 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     modules, apart = [], apart_inside(built)
     for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
-        if linear and not any(part in f"{name}." for part in apart):
+        if linear and gets_gradient(name) and not any(part in f"{name}." for part in apart):
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
                 modules.append(name)

@@ -20,6 +20,9 @@ EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk",
     "top_k_experts",
 )  # fmt: skip
+# Modules that get no gradient: sparse attention takes indices from its indexers, and nothing reads
+# the pooler of a BERT.
+WITHOUT_GRADIENT = {"indexer", "pooler"}
 LAYER_TYPES = ("layer_types", "layers_block_type")
 # What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
 MISFITS = (
@@ -198,3 +201,8 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
         for name, value in model.named_parameters()
         if id(value) not in used or any(part in name for part in apart)
     }
+
+
+def gets_gradient(name: str) -> bool:
+    """Whether the loss reaches the module or parameter of this name in a text model."""
+    return WITHOUT_GRADIENT.isdisjoint(name.split("."))

@@ -26,8 +26,10 @@ from utils.config.settings import RunSettings
 from utils.kernels.cpu_products import align_weights
 from utils.model.adapters import check_model, freeze_unused
 from utils.model.architecture import (
+    WITHOUT_GRADIENT,
     causal_lm_class,
     first_line,
+    gets_gradient,
     give_token_types,
     is_multimodal,
     text_model_config,
@@ -278,6 +280,8 @@ def load_model(
     follow_training(made)
     give_token_types(made)
     if frozen := freeze_unused(made):
-        parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in frozen))
-        logger.info("frozen: %s, which text does not go through", parts)
+        parts = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
+        inner = WITHOUT_GRADIENT.intersection(".".join(frozen).split("."))
+        listed = ", ".join([*dict.fromkeys(parts), *(f"*.{name}" for name in sorted(inner))])
+        logger.info("frozen: %s, which the loss does not reach", listed)
     return made

@@ -7,11 +7,18 @@ import torch
 from families import DENSE, EXPERTS, INSIDE, names, tiny_config, tiny_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
-from utils.model.adapters import freeze_unused, plan_adapters, with_adapters
+from utils.model.adapters import (
+    freeze_unused,
+    linear_and_experts,
+    plan_adapters,
+    with_adapters,
+)
+from utils.model.probe import build_probe_model, probe_config
 
 
 def asked(**given) -> SimpleNamespace:
@@ -132,3 +139,20 @@ def test_what_text_does_not_go_through_is_frozen(name):
     assert trained == {path for path, value in model.named_parameters() if value.grad is not None}
     assert {path for path, _ in model.named_parameters()} == trained | set(frozen)
     assert bool(frozen) == (name in INSIDE)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "big_bird"])
+def test_what_the_loss_does_not_reach_is_frozen_and_not_adapted(name):
+    """Indexers choose tokens by their indices; nothing reads the pooler."""
+    config = AutoConfig.for_model(name, is_decoder=True)
+    model = build_probe_model(probe_config(config), "eager").train()
+    frozen = freeze_unused(model)
+    assert frozen
+    assert all(".indexer." in path or ".pooler." in path for path in frozen)
+    tokens = (torch.arange(256) % 60 + 1).view(1, 256)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    without = {path for path, value in model.named_parameters() if value.grad is None}
+    assert without == set(frozen)
+    layers = linear_and_experts(model)[0]
+    assert layers
+    assert not {f"{layer}.weight" for layer in layers} & without
