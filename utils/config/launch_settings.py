@@ -95,10 +95,11 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
     """Refuse a launch with which this training would be wrong, whatever set it."""
-    for fault in launch_faults(os.environ):
-        yield f"the accelerate config or command: {fault}"
+    faults = [*launch_faults(os.environ)]
+    yield from (f"the accelerate config or command: {fault}" for fault in faults)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if is_true("ACCELERATE_USE_PARALLELISM_CONFIG") and is_true("ACCELERATE_USE_FSDP"):
+    is_parallel = is_true("ACCELERATE_USE_PARALLELISM_CONFIG") and is_true("ACCELERATE_USE_FSDP")
+    if is_parallel and not faults:
         sizes = [os.environ.get(name, "1") for name in _DATA_PARALLEL]
         with suppress(ValueError):  # accelerate says so
             if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:

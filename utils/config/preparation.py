@@ -171,7 +171,12 @@ def check_template_variables(given: Any) -> None:
         raise ValueError(
             f"chat_template_kwargs is {given!r}: give a mapping, such as {{enable_thinking: false}}"
         )
-    for name in given or {}:
+    for name, value in (given or {}).items():
+        if str(value).lower() in ("true", "false") and not isinstance(value, bool):
+            raise ValueError(
+                f"chat_template_kwargs: {name} is the text {value!r}, which templates take for "
+                f"true: write {str(value).lower()} without quotes"
+            )
         if name in OF_EACH_CHAT:
             raise ValueError(f"chat_template_kwargs: {name} is given with each chat; leave it out")
         if not str(name).isidentifier():

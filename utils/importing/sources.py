@@ -46,9 +46,11 @@ def convert_data(given: Conversion, folder: str) -> None:
         variables["enable_thinking"] = thinking
     if variables:
         given.data["chat_template_kwargs"] = (variables, "")
-    for key in ("chat_template", "chat_template_jinja"):
+    for key in ("chat_template", "chat_template_jinja", "chat_template_path"):
         if "{" in str(given.value(key)):
             given.template = str(given.use(key))
+        elif str(given.value(key)).endswith(".jinja"):
+            given.data["chat_template"] = (given.use(key), "")
     given.data["output_dir"] = (folder, "")
     tokenizer = given.use("tokenizer_config") or given.use("tokenizer_name_or_path")
     model, _ = given.run.get("model_name_or_path", ("", ""))

@@ -193,6 +193,8 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     template = recipe_texts(convert(made(TRL)), tmp_path)
     assert template[tmp_path / "made.jinja"] == TRL["chat_template"]
     assert "chat_template: " in template[tmp_path / "made_data.yaml"]
+    given = convert(made({**TRL, "chat_template": None, "chat_template_path": "./a.jinja"}))
+    assert given.data["chat_template"][0] == "./a.jinja"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ Span = tuple[int, int]  # [start, stop), in characters
 class MaskedChat:
     """A rendering and [start, stop) of the text of each trained assistant turn, in characters.
 
-    drops_thinking: the template leaves reasoning of earlier turns out, as published ones do.
+    drops_thinking: a turn is trained on without its reasoning, which the template leaves out of
+    earlier turns, as published ones do.
     """
 
     text: str
@@ -76,18 +77,21 @@ class ChatMasks:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         text, blocks = self.template.render_with_markers(chat)
         marked = MarkedChat(self.template, chat, text)
-        drops_thinking = marked.drops_thinking()
+        without_thinking = marked.turns_without_thinking()
         if self.template.has_markers:
             spans = _spans_of_blocks(marked, turns, blocks)
         else:
             spans, closing = self._derived(marked, turns)
             text += closing
-        trained: list[Span] = []
-        for turn in turns:
-            if turn >= chat.first_trained and chat.messages[turn].get("weight") != 0:
-                self._check_spans(marked, turn, spans[turn], text)
-                trained += spans[turn]
-        return MaskedChat(text, trained, drops_thinking)
+        trained = [
+            turn
+            for turn in turns
+            if turn >= chat.first_trained and chat.messages[turn].get("weight") != 0
+        ]
+        for turn in trained:
+            self._check_spans(marked, turn, spans[turn], text)
+        trained_spans = [span for turn in trained for span in spans[turn]]
+        return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
         """Raise UnusableRowError unless spans hold a turn's words, no other's, and its end."""

@@ -320,8 +320,8 @@ class MarkedChat:
                 )
                 raise self.refused(index, problem, "text_changed")
 
-    def drops_thinking(self) -> bool:
-        """Tell whether reasoning was left out of a turn that others follow, as many templates do.
+    def turns_without_thinking(self) -> set[int]:
+        """Return the turns whose reasoning is left out since others follow, as many templates do.
 
         Raises UnusableRowError where another text of a message, or a tool, is not in the rendering.
         """
@@ -346,7 +346,7 @@ class MarkedChat:
             if isinstance(name, str) and name not in self.text:
                 problem = LEFT_OUT.format(f"the tool {name!r}")
                 raise UnusableRowError("tools_left_out", problem)
-        return bool(left_out)
+        return {index for index, _ in left_out}
 
 
 def _shown(text: str) -> str:

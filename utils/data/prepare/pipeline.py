@@ -21,7 +21,7 @@ from utils.data.prepare.hints import list_unread
 from utils.data.prepare.plan import plan_preparation
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
 from utils.data.prepare.units import UnitWorker, run_units, token_features
-from utils.data.prepare.workspace import NOTES, UnitCounts, Workspace
+from utils.data.prepare.workspace import NOTES, TRAINED_WRONGLY, UnitCounts, Workspace
 from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
@@ -147,7 +147,8 @@ class Preparation:
         for example in total.examples:
             logger.info("  dropped %s", example)
         for name, number in total.notes.items():
-            logger.info(f"{number:,} {NOTES[name]}")
+            level = logging.WARNING if name in TRAINED_WRONGLY else logging.INFO
+            logger.log(level, f"{number:,} {NOTES[name]}")
 
     def _assemble_split(
         self, split: str, counts: Mapping[int, UnitCounts], total: UnitCounts

@@ -211,7 +211,7 @@ def _records_of(path: str, value: Any) -> list[Any]:
     """Return the records of a JSON value: an array, one record, or an object around an array."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
-    if isinstance(value, dict) and (rows := _rows_of_columns(value)):
+    if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
         return rows
     if not isinstance(value, dict) or detect_formats(value):
         return [value]
@@ -225,17 +225,27 @@ def _records_of(path: str, value: Any) -> list[Any]:
     return value["data" if "data" in arrays else arrays[0]] if arrays else [value]
 
 
-def _rows_of_columns(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an object of columns, as pandas writes one; [] for another object.
+def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a table that pandas wrote as one object; [] for another object.
 
-    Its columns are objects from "0" on, or lists of texts where a row has one text.
+    pandas has three forms: names and rows under `columns` and `data`, rows by their numbers, and
+    columns. A column is an object from "0" on, or a list of texts where a row has one text.
+    Raises ConfigurationError for columns of different lengths.
     """
+    if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
+        return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    are_objects = all(isinstance(item, dict) for item in table.values())
+    if are_objects and all(key.isdigit() for key in table):
+        return [*table.values()]
     columns = [[*item.values()] if isinstance(item, dict) else item for item in table.values()]
-    are_indexed = all(isinstance(item, dict) and "0" in item for item in table.values())
+    are_indexed = are_objects and all("0" in item for item in table.values())
     are_texts = all(isinstance(column, list) and _are_texts(column) for column in columns)
     if not are_indexed and not (are_texts and {"text", "output", "completion"} & table.keys()):
         return []
-    return [dict(zip(table, cells, strict=True)) for cells in zip(*columns, strict=False)]
+    if len(set(map(len, columns))) > 1:
+        lengths = ", ".join(f"{name} {len(c):,}" for name, c in zip(table, columns, strict=True))
+        raise ConfigurationError(f"{path}: its columns have different numbers of rows ({lengths})")
+    return [dict(zip(table, cells, strict=True)) for cells in zip(*columns, strict=True)]
 
 
 def _are_texts(value: list[Any]) -> bool:

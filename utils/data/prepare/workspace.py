@@ -47,10 +47,12 @@ NOTES = {
     "which are trained on as these tokens: remove those that the chat template prints itself",
     "without_last_answer": "chats end with a message that is not the assistant's; that "
     "message is not trained on",
-    "without_earlier_thinking": "chats lost the thinking of their earlier turns, which the chat "
-    "template leaves out when the model is used too; to train on all of it, give each of these "
-    "chats once for every turn",
+    "without_earlier_thinking": "chats train earlier answers without their thoughts, which the "
+    "chat template prints in the last turn only: give such a chat once for every answer, each time "
+    "up to that answer and with weight: 0 in the answers before it",
 }
+# In use, the model would not see the prompts of these, or would have thought before it answers.
+TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
 
 @dataclass

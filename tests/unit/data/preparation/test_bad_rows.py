@@ -59,6 +59,11 @@ UNUSABLE = [
     ("messages", {"messages": [CHAT[1] | {"tool_calls": [1]}]}, "wrong_type: without the name"),
     ("messages", {"messages": CHAT, "tools": "none"}, "wrong_type: 'tools' must be a list"),
     ("messages", {"messages": CHAT, "chat_template_kwargs": 1}, "wrong_type: give a mapping"),
+    (
+        "messages",
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": "False"}},
+        "wrong_type: write false without quotes",
+    ),
     ("messages", {"messages": [{"role": "user", "content": PICTURE}]}, "not_text: text alone"),
     ("sharegpt", {"conversations": [{"from": "x", "value": "y"}]}, "unknown_role: known are human"),
     (

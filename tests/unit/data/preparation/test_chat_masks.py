@@ -269,6 +269,8 @@ def test_thinking_that_is_dropped_by_design_is_told_and_in_the_last_turn_is_refu
     found = masked(masks, [*thinking, *KINDS["one turn"]])
     assert found.drops_thinking
     assert "I add." not in found.text
+    silent = [turn | {"weight": 0} for turn in thinking]
+    assert not masked(masks, [*silent, *KINDS["one turn"]]).drops_thinking
     assert not masked(masks, KINDS["one turn"]).drops_thinking
     with pytest.raises(UnusableRowError, match=r"message 1 \(assistant\): .* leaves out its reas"):
         masked(masks, thinking)

@@ -137,7 +137,7 @@ def test_thinking_that_the_template_drops_is_counted_and_logged(tmp_path, caplog
     rows = [samples.chat("q", "<think>hm</think>a", "r", "b"), samples.chat("q", "a")]
     with caplog.at_level("INFO"):
         content = prepared(tmp_path, rows, drops)["preparation"]
-    assert "1 chats lost the thinking of their earlier turns" in caplog.text
+    assert "1 chats train earlier answers without their thoughts" in caplog.text
     assert content["sources"]["without_earlier_thinking"] == 1
 
 

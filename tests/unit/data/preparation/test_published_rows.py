@@ -672,6 +672,16 @@ FILES = {
         json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
         [["q", "a"], ["r", "b"]],
     ),
+    "names and rows of pandas": (
+        "a.json",
+        json.dumps({"columns": ["prompt", "completion"], "index": [0], "data": [["q", "a"]]}),
+        [["q", "a"]],
+    ),
+    "numbered rows of pandas": (
+        "a.json",
+        json.dumps({"0": {"text": "a"}, "5": {"text": "b"}}),
+        ["a", "b"],
+    ),
     "lists of columns": (
         "a.json",
         json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
@@ -693,6 +703,10 @@ def test_a_file_that_would_lose_something_is_refused(tmp_path):
     path.write_text("prompt,prompt,completion\nq,r,a\n")
     with pytest.raises(ConfigurationError, match="'prompt' twice"):
         documents(path)
+    table = tmp_path / "a.json"
+    table.write_text(json.dumps({"prompt": ["q", "r"], "completion": ["a"]}))
+    with pytest.raises(ConfigurationError, match=r"different .* \(prompt 2, completion 1\)"):
+        documents(table)
     path.write_bytes("prompt,completion\ncafé,a\n".encode("cp1252"))
     with pytest.raises(ConfigurationError, match=r"not UTF-8 .* iconv"):
         documents(path)
