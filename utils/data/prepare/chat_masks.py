@@ -110,6 +110,8 @@ class ChatMasks:
             problem = "some of its words would not be trained on"
         elif unsaid:
             problem = f"{unsaid[0]!r} of its calls would not be trained on"
+            if self.template.prints_ids:
+                problem += " (the template prints ids in place of names: functions.NAME:0)"
         elif inside - {turn, NOBODY}:
             problem, reason = "words of another message would be trained on", "mask_too_wide"
         elif trained_text.count(self._turns.stop) > written + 1:

@@ -116,6 +116,14 @@ class ChatTemplate:
                 return as_object
         return True
 
+    @cached_property
+    def prints_ids(self) -> bool:
+        """Whether calls show their ids in place of names, as Kimi's functions.NAME:0."""
+        function = {"name": "stoker", "arguments": {}}
+        call = {"type": "function", "id": "probe_id", "function": function}
+        text = self._try({"content": "", "tool_calls": [_adapted_call(call, self._reads_objects)]})
+        return "stoker" not in text and "probe_id" in text
+
     def _try(self, reply: Message) -> str:
         contents = "x", [{"type": "text", "text": "x"}]
         for content, tools in product(contents, (None, [TOOL])):
@@ -172,6 +180,7 @@ class MarkedChat:
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
         self.chat = chat
+        self._template = template
         self._first = _unused(text, KINDS * len(chat.messages))
         last = self._first + KINDS * len(chat.messages) - 1
         self._pattern = re.compile(f"[{chr(self._first)}-{chr(last)}]")
@@ -291,6 +300,8 @@ class MarkedChat:
         before = self.expected[index, CALL]
         function["arguments"] = self._value(function["arguments"], index)
         if self.expected[index, CALL] == before:
+            if call.get("id") and self._template.prints_ids:
+                return {**call, "id": self._in_marks(call["id"], index, NAME)}
             function["name"] = self._in_marks(function["name"], index, NAME)
         return {**call, "function": function}
 

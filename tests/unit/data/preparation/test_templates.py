@@ -17,7 +17,7 @@ from template_check import (
     published_end,
     renderings,
 )
-from template_kinds import STRUCTURES, template
+from template_kinds import CHATML, STRUCTURES, template
 
 from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenizer import attach_template
@@ -139,6 +139,20 @@ def test_a_prompt_with_words_that_no_chat_has_is_refused_with_both():
         UnusableRowError, match=r"opens it with '\\n\\n'.*is '\\n\\nRemember the unit"
     ):
         check.masks(document(KINDS["one turn"], False))
+
+
+def test_calls_that_are_printed_with_their_ids_in_place_of_names():
+    call = "<call>{{ t.id }}<args>{{ c.arguments | tojson }}</call>"
+    check = TemplateCheck(template(**{**CHATML, "call": call}), "<|im_end|>")
+    for given, said in (({}, "{}"), ({"days": 3}, '{"days": 3}')):
+        turn = calls(given)
+        with pytest.raises(UnusableRowError, match=r"'look_up' of its calls .*functions.NAME:0"):
+            check.masks(document(Kind([ASK, turn]), True))
+        turn["tool_calls"][0]["id"] = "functions.look_up:0"
+        found = check.masks(document(Kind([ASK, turn]), True))
+        printed = f"<call>functions.look_up:0<args>{said}</call>"
+        expected = f"<tool_call>\n{printed}</tool_call><|im_end|>"
+        assert [found.text[slice(*span)] for span in found.spans] == [expected]
 
 
 def test_a_template_that_needs_tools_is_taken_at_the_start():
