@@ -41,9 +41,10 @@ def first_set(owner: Any, names: Sequence[str]) -> Any:
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
-def layer_settings(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
+def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
     """Return the settings in which single layers differ from the rest, such as Gemma 4's heads."""
-    return {int(layer): own for layer, own in config.to_dict().get("per_layer_config", {}).items()}
+    settings = config.to_dict().get("per_layer_config") or {}
+    return {int(layer): own for layer, own in settings.items()}
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:

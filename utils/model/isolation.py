@@ -259,7 +259,7 @@ def _cut_short(config: PretrainedConfig) -> None:
             if own.get(name):
                 own[name] = short
     if settings:
-        config.per_layer_config = {**settings}
+        config.per_layer_config = settings
 
 
 def _check_equivalence(
