@@ -8,7 +8,7 @@ import tiny
 import torch
 from families import WITH_IMAGES, tiny_config, tiny_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, IdeficsConfig
+from transformers import AutoModelForImageTextToText, IdeficsConfig, MusicgenConfig
 
 import chat
 import pretrain
@@ -168,3 +168,11 @@ def test_towers_of_a_probe_take_no_memory():
     assert sum(value.numel() for value in idle) > 50_000_000
     assert sum(value.untyped_storage().nbytes() for value in idle) < 1000
     assert model(input_ids=torch.arange(1, 5)[None]).logits.isfinite().all()
+
+
+def test_a_model_with_two_texts_is_refused_at_the_start(pretraining, tmp_path):
+    """Musicgen has an encoder and a decoder for text, so that neither is its text part."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MusicgenConfig().to_dict()))
+    with pytest.raises(ConfigurationError, match="is an encoder with a decoder"):
+        pretrain.main(pretraining(tmp_path / "run", model_config=config, max_steps=2))

@@ -132,6 +132,7 @@ def load_model_config(
     """
     accept_kernel_names()
     config = _given_config(settings, tokenizer)
+    causal_lm_class(config)  # refuses what is no decoder before its parts are looked for
     choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
