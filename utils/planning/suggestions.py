@@ -18,6 +18,7 @@ from utils.config.assumed import GPUS, AssumedGpus, assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
+from utils.model.architecture import MISFITS, first_line
 from utils.model.loss_head import LossHeadChoice
 from utils.planning.forecast import (
     SOURCE,
@@ -196,7 +197,13 @@ def make_planner(
                 f"{VARIABLE} (slurm/cluster.env)"
             )
         gpus = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, launch.world_size, size / GIB)
-    products = model_products(settings.model, config)
+    try:
+        products = model_products(settings.model, config)
+    except MISFITS as error:
+        raise ConfigurationError(
+            f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
+            f"({first_line(error)}): leave them out."
+        ) from error
     planner = Planner(settings, config, loss_head, compiled, gpus, seen, products)
     if settings.run.suggest:
         suggest(planner, launch)
