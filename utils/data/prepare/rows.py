@@ -128,8 +128,14 @@ def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, 
     """Return the checked fields of a row's document; raises UnusableRowError with the reason."""
     missing = [repr(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
-        found = _found(name for name, value in fields.items() if value is not None)
-        message = f"no {' and no '.join(missing)}, which the format {row_format} needs ({found})"
+        given = {name: value for name, value in fields.items() if value is not None}
+        message = f"no {' and no '.join(missing)}, which the format {row_format} needs"
+        message += f" ({_found(given)})"
+        if others := detect_formats(given):
+            message += (
+                f". It is a row of the format {others[0]}: files of different formats go into a "
+                "recipe, each as an entry of `sources`"
+            )
         raise UnusableRowError("missing_field", message)
     if row_format == "text":
         check_text("text", fields["text"])

@@ -37,9 +37,9 @@ NOTES = {
     "prompt_blanks_in_completions": "prompts end with a blank that the first token of their "
     "completion takes in, and it is trained on: ask the model without that blank",
     "unknown_tokens": "tokens stand for text that the tokenizer has no token for",
-    "empty_thoughts": "answers train an empty thought, which teaches the model not to think: "
-    "chat_template_kwargs: {enable_thinking: false} leaves it to the prompt in many templates, "
-    "and answers with thoughts keep the model thinking (docs/data.md, Thoughts)",
+    "empty_thoughts": "answers train an empty thought, which teaches the model not to think. For a "
+    "model that answers at once set chat_template_kwargs: {enable_thinking: false}. For one that "
+    "thinks give answers with thoughts (docs/data.md, Thoughts)",
     "thoughts_after_closed_prompts": "answers think although their prompts say not to "
     "(chat_template_kwargs: enable_thinking false): give these chats a source of their own with "
     "{enable_thinking: true}, or that as their column chat_template_kwargs",

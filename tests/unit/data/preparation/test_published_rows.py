@@ -747,6 +747,15 @@ def test_an_object_with_several_lists_of_rows_is_refused(tmp_path):
         documents(path)
 
 
+def test_a_file_of_another_format_is_sent_to_an_entry_of_its_own(tmp_path):
+    chats = samples.write_jsonl(tmp_path / "a.jsonl", [{"conversations": turns(Q, A)}])
+    row = {"instruction": "q", "output": "a", "conversations": None}
+    pairs = samples.write_jsonl(tmp_path / "b.jsonl", [row])
+    first, second = documents(chats, sources=[str(chats), str(pairs)])
+    assert first == [Q, A]
+    assert "a row of the format alpaca: files of different formats go into a recipe" in second
+
+
 def test_flags_that_other_messages_name_are_taken(tmp_path):
     pairs = samples.write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "completion": "a"}])
     chats = samples.write_jsonl(tmp_path / "b.jsonl", [{"messages": turns(Q, A)}])
