@@ -1,5 +1,6 @@
 """What transformers' architectures are: their class, their text model, their experts and towers."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -126,7 +127,12 @@ def text_model_of(model: PreTrainedModel) -> Any:
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device, to look at."""
+    """Return the model on the meta device, to look at.
+
+    An attention that the configuration names is not loaded: its code would run.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
     with torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
     return built
