@@ -1,4 +1,4 @@
-"""Settings of an accelerate config or launch with which training would be wrong, or not as asked.
+"""Settings of accelerate that are refused or named: training would be wrong, or not as asked.
 
 `accelerate launch` hands a file and its own flags to the processes by variables, so one table of
 variables serves files, flags and the environment.

@@ -96,7 +96,7 @@ def own_attention(
     requested: str | None, model_config: PretrainedConfig, needs: AttentionNeeds | str | None
 ) -> str:
     """Return transformers' own attention with masks for this model, sdpa or eager."""
-    # In transformers 5.17 Gemma 2 claims SDPA, which loses its caps.
+    # SDPA knows neither caps of scores nor sinks.
     special = isinstance(needs, AttentionNeeds) and (needs.softcap or needs.sinks)
     sdpa = causal_lm_class(model_config)._supports_sdpa and not special
     return "sdpa" if sdpa and requested != "eager" else "eager"
