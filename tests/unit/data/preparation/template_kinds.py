@@ -159,6 +159,9 @@ STRUCTURES: Mapping[str, str] = {
     "header behind another blank": template(
         **{**LLAMA, "prompt": "\n<|header|>assistant<|/header|>\n\n"}
     ),
+    "header between other blanks": template(
+        **{**LLAMA, "prompt": "\n <|header|>assistant<|/header|>\n\n"}
+    ),
     "end of calls": template(**LLAMA),
     "one call alone": template(
         **{

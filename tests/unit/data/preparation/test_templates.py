@@ -95,6 +95,7 @@ EXACT = [
     ),
     ("header ends with another blank", "one turn", "\nXone, xtwo.<|eot|>"),
     ("header behind another blank", "one turn", "Xone, xtwo.<|eot|>"),
+    ("header between other blanks", "one turn", "Xone, xtwo.<|eot|>"),
     ("end of calls", "call last, number", CALL + "<|eom|>"),
     ("needs tools", "call last, number", "<tool_call>\n" + CALL + "</tool_call><|im_end|>"),
     (
