@@ -16,7 +16,10 @@ from launching import ROOT, quiet_environment
 from utils.callbacks import live
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-TIMES = re.compile(r"\d\d:\d\d:\d\d|[\d,.]+ tokens/s.*| after \w+|[\d.]+ GiB free|[\d.]+ s\b")
+# A checkpoint's size changes with the digits of the times in its files.
+TIMES = re.compile(
+    r"\d\d:\d\d:\d\d|[\d,.]+ tokens/s.*| after \w+|[\d.]+ GiB free|[\d.]+ s\b|[\d.]+ KiB\b"
+)
 
 
 def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> tuple[int, str]:
