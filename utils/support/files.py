@@ -1,4 +1,4 @@
-"""Files: the atomic write, and the disk cache under $XDG_CACHE_HOME/stoker.
+"""Files: names out of foreign files, the atomic write, the disk cache in $XDG_CACHE_HOME/stoker.
 
 Whoever is killed while writing a file leaves the old one, or none. A cache entry goes by all that
 its content follows from, so it is never out of date, only unused.
@@ -9,13 +9,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+import stat
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from utils.config.errors import ConfigurationError
 from utils.support.host import host_name
 
 CACHE_FORMAT = 1
+LONGEST_NAME = 1000  # of a path inside a folder; systems take 4096 bytes with the folder
 
 Content = TypeVar("Content")
 
@@ -36,6 +40,54 @@ def replace_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def paths_inside(
+    folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
+) -> dict[str, Path]:
+    """Return the path in `folder` of each name that a manifest or an index holds.
+
+    `listed_in` is that file. A file that is not there is for the caller to find. `links`: the
+    user's own links may lead elsewhere, as those of the Hub's cache do. Raises ConfigurationError
+    for a name that leaves the folder or reaches anything but a regular file, and for two names
+    that some file systems take for one.
+    """
+    paths: dict[str, Path] = {}
+    plain: dict[str, str] = {}
+    for name in names:
+        reason = _fault(folder, name, links=links)
+        if not reason:
+            paths[name] = folder / name
+            other = plain.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
+            reason = "" if other == name else f"which some file systems take for {other!r}"
+        if reason:
+            raise ConfigurationError(
+                f"{listed_in} names {str(name)[:200]!r}, {reason}: nothing was read or written "
+                "there. Find out who made the file, and get it again from its source."
+            )
+    return paths
+
+
+def _fault(folder: Path, name: Any, *, links: bool) -> str:
+    """Return why a name is refused; empty: it is a path inside the folder."""
+    text = isinstance(name, str) and len(name) < LONGEST_NAME and name.isprintable()
+    if not text or "\\" in name:
+        return "which is no file's name"
+    parts = name.split("/")
+    if {"", ".", ".."} & {*parts}:
+        return f"which is no path inside {folder}"
+    for count in range(1, len(parts) + 1):
+        path, last = folder.joinpath(*parts[:count]), count == len(parts)
+        try:
+            mode = (path.stat() if links else path.lstat()).st_mode
+        except FileNotFoundError:
+            return ""
+        except OSError as error:  # a name too long, a file for a folder
+            return f"which cannot be reached ({error.strerror})"
+        if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
+            kind = "a link" if stat.S_ISLNK(mode) else "no file" if last else "no folder"
+            return f"where {path} is {kind}"
+    return ""
 
 
 def cache_root() -> Path:

@@ -1,10 +1,11 @@
-"""A file is the old one or the new one, whatever ended its writing."""
+"""Names that foreign files hold; a file is the old one or the new one, whatever ended a write."""
 
 import os
 
 import pytest
 
-from utils.support.files import replace_text
+from utils.config.errors import ConfigurationError
+from utils.support.files import paths_inside, replace_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
@@ -16,3 +17,51 @@ def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         replace_text(tmp_path / "file", "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Return a folder with one good file, and with everything that leads out of it."""
+    folder = tmp_path / "real"
+    (folder / "part").mkdir(parents=True)
+    for path in (folder / "file", folder / "part" / "inner", tmp_path / "outside"):
+        path.write_text("content")
+    (folder / "link").symlink_to(folder / "file")
+    (folder / "away").symlink_to(tmp_path)
+    (folder / "broken").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "linked").symlink_to(folder)  # the user's own way to it
+    return tmp_path / "linked"
+
+
+def test_names_of_files_in_the_folder_become_their_paths(foreign):
+    names = ["file", "part/inner", "absent", "absent/too", "..hidden", "größe.txt", "a b"]
+    assert paths_inside(foreign, names, "index.json") == {name: foreign / name for name in names}
+    assert paths_inside(foreign, [], "index.json") == {}
+    assert paths_inside(foreign, ["link", "away/outside", "broken"], "x", links=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside", "part/../../outside", "part/../file", "/etc/passwd", "//etc/passwd", "..",
+        ".", "", "./file", "part/", "part//inner", "a\0b", "a\nb", "a\\b", "..\\outside",
+        "\udc80", "\u202eb", None, 3, ["file"], {"file": 1}, "pipe", "part", "file/inner",
+        "x" * 300, "y/" * 3000 + "y", "link", "away/outside", "away", "broken",
+    ],
+)  # fmt: skip
+def test_a_name_that_leads_out_of_the_folder_or_to_no_file_is_refused(foreign, name):
+    with pytest.raises(ConfigurationError, match=r"(?s)index.json names .*nothing was read"):
+        paths_inside(foreign, ["file", name], "index.json")
+    if name not in ("link", "away/outside", "broken"):
+        with pytest.raises(ConfigurationError, match=r"index.json names "):
+            paths_inside(foreign, ["file", name], "index.json", links=True)
+
+
+@pytest.mark.parametrize(
+    "pair", [("a", "A"), ("part/x", "Part/x"), ("\u00e9", "e\u0301"), ("ß", "ss")]
+)
+def test_two_names_of_what_may_be_one_file_are_refused(foreign, pair):
+    with pytest.raises(ConfigurationError, match="which some file systems take for"):
+        paths_inside(foreign, pair, "index.json")
+    assert paths_inside(foreign, [pair[0], pair[0]], "index.json"), "named twice, as by an index"
