@@ -37,6 +37,7 @@ class Journal(TrainerCallback):
         self.checkpoints, self.memory = checkpoints, memory
         self.stopped, self.limit_s = stopped, limit_s
         self.saves_written, self.memory_of = 0, dict[int, Any]()  # of saves, by step
+        self.resumed_at = 0  # the step that this start began with
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -47,7 +48,8 @@ class Journal(TrainerCallback):
             file.seek(max(file.tell() - 1, 0))
             if file.read(1) not in (b"\n", b""):
                 file.write(b"\n")  # the process died within a line, which stays one of its own
-        event = "resumed" if state.global_step else "started"
+        self.resumed_at = state.global_step
+        event = "resumed" if self.resumed_at else "started"
         self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
         note_phase("in its first step")
 
@@ -90,6 +92,7 @@ class Journal(TrainerCallback):
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
+            line["resumed_at"] = self.resumed_at  # its time and rates are of this start
         if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank
             if "slowest_rank" in logs:
@@ -153,7 +156,8 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
         begin, prefix, ending = " ".join(named), "_".join(named) + "_", [f"(step {step})"]
     elif event in ("summary", "stopped"):
         ended = "stopped" if event == "stopped" else "finished"
-        begin = f"{ended} at step {step} after {duration(line['train_runtime'])}"
+        since = f", resumed at step {line['resumed_at']}" if line.get("resumed_at") else ""
+        begin = f"{ended} at step {step}{since} after {duration(line['train_runtime'])}"
     else:
         begin = f"step {step:>{len(str(line['max_steps']))}}/{line['max_steps']}"
         ending = _remarks(line, limit_s)

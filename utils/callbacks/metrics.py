@@ -79,6 +79,7 @@ class Throughput(MetricCallback):
         self.clock = clock
         self.first_step_time_s: float | None = None
         self.window_step: int | None = None  # until the first step of this start is done
+        self.flops_per_token = 0.0  # of the model, both passes; 0 where they cannot be counted
         self.mfu_per_rate: float | None = None  # MFU of one token a second and device
         self.graphs = self.graphs_before = 0
         self.own: OwnTime | None = None  # of several ranks
@@ -89,28 +90,32 @@ class Throughput(MetricCallback):
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         if "model" in kwargs:
-            self.mfu_per_rate = self._mfu_per_rate(kwargs["model"], args.device)
+            self._count_flops(kwargs["model"], args.device)
             if self.world_size > 1:
                 self.own = OwnTime(extract_model_from_parallel(kwargs["model"]), args.device)
         self._leave_out()
         self.elapsed_s = 0.0
 
-    def _mfu_per_rate(self, model: Any, device: torch.device) -> float | None:
-        """Count a token's model FLOPs and log them; None where the device's peak is not known."""
+    def _count_flops(self, model: Any, device: torch.device) -> None:
+        """Count a token's model FLOPs and log them; no MFU where the device's peak is not known."""
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
             flops = token_products(extract_model_from_parallel(model)).flops(seen)
         except MISFITS as error:
-            logger.warning("MFU is left out: the model's products cannot be counted (%r)", error)
-            return None
+            logger.warning(
+                "MFU and total_flos are left out: the model's products cannot be counted (%r)",
+                error,
+            )
+            return
         peak = peak_flops(device)
         known = "peak unknown, so no MFU"
         if peak is not None:
             known = f"MFU of {torch.cuda.get_device_name(device)}'s {peak / 1e12:g} TFLOP/s in bf16"
-        document = f"in documents of {seen:,.0f} tokens on average"
-        logger.info(f"model: {flops / 1e9:.3g} GFLOPs a token, {document}; {known}")
-        return None if peak is None else flops / peak
+        document = f"a token's document has {seen:,.0f} tokens on average"
+        logger.info(f"model: {flops / 1e9:.3g} GFLOPs a token ({document}); {known}")
+        self.flops_per_token = flops
+        self.mfu_per_rate = None if peak is None else flops / peak
 
     @override
     def on_step_end(
@@ -123,7 +128,8 @@ class Throughput(MetricCallback):
             torch.cuda.synchronize(args.device)
         self._count_time()
         # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
-        self.loader.tokens_seen.count(self.step)
+        tokens = self.loader.tokens_seen.count(self.step)
+        state.total_flos = self.flops_per_token * tokens  # which Trainer saves and logs
         if first:
             if self.own:
                 self.own.take()

@@ -89,8 +89,10 @@ class EvaluationTotals:
     def figures(self, prefix: str) -> dict[str, float]:
         """Return the means over all loss tokens of the split; collective over ranks."""
         loss_sum, tokens, hits = self.accelerator.reduce(self.totals, reduction="sum").tolist()
-        loss = loss_sum / tokens
+        if not tokens:
+            logger.warning("%s: not one loss token in the sequences evaluated: no loss", prefix)
+        loss, accuracy = (total / tokens if tokens else math.nan for total in (loss_sum, hits))
         perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 overflows at 709
-        figures = {"loss": loss, "perplexity": perplexity, "accuracy": hits / tokens}
+        figures = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy}
         figures["tokens"] = int(tokens)
         return {f"{prefix}_{name}": figure for name, figure in figures.items()}

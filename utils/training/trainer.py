@@ -77,7 +77,7 @@ class PackedTrainer(Trainer):
         (journal,) = (each for each in callbacks if isinstance(each, Journal))
         self.samples = Samples(data.prompts, settings.run.sample_max_new_tokens, journal)
         self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
-        self.resume_state, self._flops_per_token = ResumeState(self), 0
+        self.resume_state = ResumeState(self)
         if settings.training.bf16_full_eval or settings.training.fp16_full_eval:
             # Trainer would cast the weights in place in the evaluation before the export.
             logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
@@ -184,11 +184,8 @@ class PackedTrainer(Trainer):
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return Trainer's estimate; it visits all parameters, which is done once here."""
-        tokens = inputs["input_ids"].numel()
-        if not self._flops_per_token:
-            self._flops_per_token = super().floating_point_ops(inputs) // tokens
-        return self._flops_per_token * tokens
+        """Return 0: Throughput counts, Trainer would add 6 for each weight and padded token."""
+        return 0
 
     @override
     def prediction_step(
@@ -215,7 +212,8 @@ class PackedTrainer(Trainer):
         output = super().evaluation_loop(dataloader, metric_key_prefix=metric_key_prefix, **others)
         assert output.metrics is not None
         output.metrics.update(self._eval_totals.figures(metric_key_prefix))
-        return output
+        evaluated = self.settings.data.max_eval_sequences or len(dataloader.dataset)
+        return output._replace(num_samples=min(evaluated, len(dataloader.dataset)))
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -255,6 +253,8 @@ class PackedTrainer(Trainer):
         if "train_loss" in logs:
             self.checkpoints.finish()  # the journal lists its save before the summary
             logs["train_loss"] = self.resume_state.mean_loss()
+            if not logs["total_flos"]:
+                del logs["total_flos"]  # not counted
         super().log(logs, start_time)
 
     @override
