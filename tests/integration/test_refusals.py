@@ -156,6 +156,66 @@ PRETRAINING = {
     "no tokenizer": ({"tokenizer_name_or_path": None}, "give --tokenizer_name_or_path"),
     "token as a flag": ({"hub_token": SECRET}, "HF_TOKEN"),
     "kernel": ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
+    # What a library finds wrong with the objects that settings name.
+    "schedule": (
+        {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
+        "learning_rate 1e-08 (--learning_rate): lr_end (1e-07) must be smaller than initial lr",
+    ),
+    "negative rate": (
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": -1}'},
+        "the learning rate of step 2 would be -",
+    ),
+    "rate as a text": (
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "2"}'},
+        '{"power": "2"} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate): TypeError: ',
+    ),
+    "plateau": (
+        lambda place: {
+            "eval_data": f"a={place.workspace}/heldout", "metric_for_best_model": "a_loss",
+            "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": '{"factor": 2}',
+        },
+        "Factor should be < 1.0",
+    ),
+    "no pair": ({"optim_args": "0x10"}, "optim_args 0x10 (--optim_args): '0x10' is no KEY=VALUE"),
+    "no number": (
+        {"optim": "sgd", "optim_args": "momentum=x"},
+        "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string",
+    ),
+    "text to a step": ({"optim": "rmsprop_bnb", "optim_args": "alpha=0.9"}, "optim_args alpha=0.9"),
+    "rate twice": ({"optim_args": "lr=5"}, "lr has no effect in optim_args: set learning_rate"),
+    "decay twice": (
+        {"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"},
+        "weight_decay has no effect in optim_args: set weight_decay",
+    ),
+    "key of another": (
+        {"optim": "sgd", "optim_args": "nesterov=true,momentum=0.9,rank=8"},
+        "rank has no effect in optim_args: this optimizer does not read it",
+    ),
+    "no package": ({"optim": "lomo"}, "optim lomo (--optim): You need to install `lomo_optim`"),
+    "no tracker": ({"report_to": "clearml"}, "report_to clearml (--report_to): ClearMLCallback"),
+    "recomputation": (
+        {"activation_checkpointing": "full", "activation_checkpointing_kwargs": '{"x": 1}'},
+        'activation_checkpointing_kwargs {"x": 1} (--activation_checkpointing_kwargs): Unexpected',
+    ),
+    "old name of recomputation": (
+        {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"x": 1}'},
+        'activation_checkpointing_kwargs {"x": 1} (--gradient_checkpointing_kwargs): Unexpected',
+    ),
+    "layers": (
+        {
+            "activation_checkpointing": "full",
+            "activation_checkpointing_kwargs": '{"every_n_layers": 0}',
+        },
+        "every_n_layers has to be a whole number above 0, not 0",
+    ),
+    "debugging": (
+        {"debug": "underflow_overflow", "compile": "true"},
+        "debug underflow_overflow (--debug) does not go with compiled layers: --compile false",
+    ),
+    "copies": (
+        lambda place: place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2") or {},
+        "srun started 2 copies of this script that do not know of each other",
+    ),
 }  # fmt: skip
 FINE_TUNING = {
     "of another script": (
@@ -276,3 +336,39 @@ def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
     assert dry.value.problems == start.value.problems
     assert pretrain.main([*pretraining(place.run, **place.text(MAMBA)), "--dry_run", "true"]) == 0
     assert "checked there, where the run trains" in capsys.readouterr().out
+
+
+def test_a_dry_run_starts_no_processes_and_a_start_of_one_needs_no_backend(place, pretraining):
+    """What accelerate takes for a launch: the name of a backend, and variables of MPI."""
+    one_step = {**SHORT, "max_steps": 1, "ddp_backend": "gloo"}
+    argv = pretraining(place.run, **one_step)
+    assert pretrain.main(argv) == 0
+    shutil.rmtree(place.run)
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
+        with place.monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            assert pretrain.main([*argv, "--dry_run", "true"]) == 0
+    place.monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = pretraining(place.run, **{**one_step, "ddp_backend": "nccl"})
+    with pytest.raises(ConfigurationError, match=r"ddp_backend nccl .* processes on the CPU"):
+        pretrain.main([*argv, "--dry_run", "true"])
+
+
+def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretraining):
+    """submit.sh, inside of an salloc: those tasks are not the job's."""
+    place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    argv = [*pretraining(place.run), "--dry_run", "true"]
+    with pytest.raises(ConfigurationError, match="srun started 2 copies"):
+        pretrain.main(argv)
+    place.monkeypatch.setenv("STOKER_SUBMITTING", "1")
+    assert pretrain.main(argv) == 0
+
+
+def test_what_has_no_effect_is_logged(place, pretraining, capsys):
+    argv = pretraining(place.run, optim="sgd", adam_beta1=0.5, warmup_steps=50, dry_run="true")
+    assert pretrain.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "adam_beta1 0.5 (--adam_beta1) has no effect: optim sgd (--optim)" in out
+    assert (
+        "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out
+    )

@@ -6,6 +6,7 @@ or at fault itself ends the check. utils/config/settings.py refuses contradictio
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,22 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["fp16"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU")):
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
+
+
+def check_backend(values: SettingValues) -> Iterator[str]:
+    """Refuse a backend of torch.distributed that cannot connect the processes of this launch."""
+    import torch
+
+    backend, shown = values["ddp_backend"], values.shown("ddp_backend")
+    if backend is None:
+        return
+    on_cpu = values["use_cpu"] or is_true("ACCELERATE_USE_CPU")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        values.notes.append(f"{shown} has no effect: there is one process")
+    elif on_cpu and backend not in ("gloo", "mpi"):
+        yield f"{shown} does not connect processes on the CPU: leave it out"
+    elif backend != "nccl" and not torch.distributed.is_backend_available(backend):
+        yield f"{shown}: torch has no such backend here; leave it out"
 
 
 def check_quantization(values: SettingValues) -> Iterator[str]:
@@ -224,6 +241,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_strategy,
     check_launch_settings,
     check_precision,
+    check_backend,
     check_quantization,
     check_train_data,
     check_evaluation,

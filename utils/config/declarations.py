@@ -191,6 +191,12 @@ class SettingValues(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.declared)
 
+    def written(self, name: str) -> Any:
+        """Return a value as a recipe has it: a count is 180, not 180.0."""
+        value, default = self[name], self.declared[name].default
+        is_count = type(default) is int or name.endswith(("_steps", "_tokens", "_epochs"))
+        return int(value) if is_count and type(value) is float and value.is_integer() else value
+
     def source(self, name: str) -> str:
         """Return where a value came from: file and line, flag, why it was derived, "default"."""
         return self.given.get(name, DEFAULT).source

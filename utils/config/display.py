@@ -211,12 +211,12 @@ def config_text(values: SettingValues, every: bool) -> str:
         source, changed = values.source(name), values.changed(name)
         if values.rank(name) > 0:
             if every or changed:
-                lines.append(entry_text(name, values[name], source))
+                lines.append(entry_text(name, values.written(name), source))
         elif name in values.given and changed:
-            derived.append(entry_text(name, values[name], source))
+            derived.append(entry_text(name, values.written(name), source))
         elif every:
             whose = _whose_default(values.declared[name])
-            defaults.append(entry_text(name, values[name], f"default {whose}"))
+            defaults.append(entry_text(name, values.written(name), f"default {whose}"))
     moot = [f"# {note}" for note in values.notes if " has no effect: " in note]
     parts = ["".join(lines), "\n".join(moot)]
     for title, texts in {"Derived, and again at each start": derived, "Defaults": defaults}.items():

@@ -13,6 +13,8 @@ from utils.config.declarations import Given, SettingValues
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
+# accelerate/utils/environment.py takes these of MPI launchers, srun's among them, for a launch.
+MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # What torchrun tells a process of the others; accelerate connects to them as soon as it sees it.
 LAUNCHER_VARIABLES = (
@@ -96,7 +98,9 @@ def without_launch(is_dry_run: bool) -> Iterator[None]:
 
     In a dry run the launch too: WORLD_SIZE=8 stands for processes of which none is there.
     """
-    names = (PRECISION_VARIABLE, *(LAUNCHER_VARIABLES if is_dry_run else ()))
+    names = [PRECISION_VARIABLE]
+    if is_dry_run:
+        names += [*LAUNCHER_VARIABLES, *(n for n in os.environ if n.startswith(MPI_VARIABLES))]
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

@@ -77,12 +77,15 @@ def _parse(
     )
     # So a recipe for bf16 on GPUs is checked on a login node.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
-    instead = {"use_cpu": True, "tf32": None} if without_gpu else {}
+    instead: dict[str, Any] = {"use_cpu": True, "tf32": None} if without_gpu else {}
+    if values["dry_run"] or "LOCAL_RANK" not in os.environ:
+        instead["ddp_backend"] = None  # accelerate takes its name for a group of processes
     with without_launch(is_dry_run=values["dry_run"]):
         training = values.build(training_class, **instead)
     run, data = values.build(RunArguments), values.build(DataArguments)
     model = values.build(ModelArguments)
-    return RunSettings(run, data, model, training, values, dict(values), script)
+    resolved = {name: values.written(name) for name in values}
+    return RunSettings(run, data, model, training, values, resolved, script)
 
 
 OF_EVALUATIONS = (
@@ -154,7 +157,11 @@ CONTRADICTIONS: Rules = (
     ("stochastic_rounding", _is(True), "bf16 optim_args"),
     ("optim", _is_not(*ADAMW), "stochastic_rounding"),
     ("optim_states", _is_given, "optim_args"),
-    ("lr_scheduler_type", _is("constant"), "warmup_steps"),
+    (
+        "lr_scheduler_type",
+        _is("constant", "reduce_lr_on_plateau", "greedy"),
+        "warmup_steps",
+    ),
 )
 RULES = (*MOOT, *CONTRADICTIONS)
 
@@ -222,7 +229,8 @@ def check_contradictions(values: SettingValues) -> Iterator[str]:
         for name in _without_effect(values, cause, applies, names):
             if values[name] and not refused & {cause, name}:
                 refused.add(name)
-                yield _no_effect(values, name, cause)
+                is_off = values.rank(cause) == 0 and values[cause] in (None, False, "no", [])
+                yield _no_effect(values, name, cause) + (f": give --{cause}" if is_off else "")
 
 
 def _without_effect(

@@ -55,54 +55,121 @@ REFUSED = by_name({
     "LoRA here is for causal language models": "lora_task_type",
 })  # fmt: skip
 
-# What TRL, axolotl, LLaMA-Factory, torchtune and argparse scripts call a setting: our name of it,
-# or what to do instead.
+# What other toolkits, older transformers and argparse scripts call a setting: our name of it, or
+# what to do instead.
 OTHER_NAMES = by_name({
-    "per_device_train_batch_size": "batch_size micro_batch_size per_device_batch_size",
-    "num_train_epochs": "epochs num_epochs",
-    "max_steps": "max_iters max_steps_per_epoch max_train_steps num_steps steps train_iters",
-    "max_tokens": "max_train_tokens token_budget total_tokens train_tokens training_tokens",
-    "max_grad_norm": "clip_grad grad_clip gradient_clipping",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "scheduler",
-    "optim": "optimizer",
-    "warmup_steps": "warmup num_warmup_steps",
-    "sequence_length": "block_size context_length cutoff_len max_seq_len max_seq_length "
-    "seq_len sequence_len",
-    "packing": "sample_packing",
-    "train_data": "data data_dir data_path train_dataset",
-    "eval_data": "eval_dataset test_data test_datasets val_data validation_file",
-    "init_from": "adapter_name_or_path",
-    "model_name_or_path": "base_model model model_name model_path",
-    "tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path",
+    "per_device_train_batch_size": "batch_size bs local_batch_size micro_batch_size "
+    "per_device_batch_size per_gpu_train_batch_size train_micro_batch_size",
+    "global_batch_size": "total_batch_size",
+    "num_train_epochs": "epochs max_epochs n_epochs num_epochs train_epochs",
+    "max_steps": "iters iterations max_iters max_steps_per_epoch max_train_steps n_steps num_iters "
+    "num_iterations num_steps num_train_steps num_training_steps steps steps_per_epoch "
+    "total_steps train_iters train_steps training_steps",
+    "max_tokens": "max_train_tokens num_tokens token_budget total_tokens train_tokens "
+    "training_tokens",
+    "max_grad_norm": "clip_grad clip_grad_norm clip_norm clipnorm grad_clip grad_norm_clip "
+    "gradient_clip_val gradient_clipping max_norm",
+    "learning_rate": "lr max_lr peak_lr",
+    "lr_scheduler_type": "lr_decay_style lr_schedule lr_scheduler scheduler scheduler_type",
+    "lr_scheduler_type: cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr: 1e-5}": ""
+    "cosine_min_lr_ratio eta_min final_lr lr_min min_lr min_lr_ratio",
+    "the schedule ends with the run; warmup_stable_decay takes lr_scheduler_kwargs: "
+    "{num_decay_steps: N}": "decay_lr decay_steps lr_decay_iters num_decay_steps",
+    "optim": "optimizer optimizer_name optimizer_type",
+    "warmup_steps": "lr_warmup_fraction lr_warmup_iters lr_warmup_steps num_warmup_steps warmup "
+    "warmup_iters",
+    "weight_decay": "wd",
+    "adam_beta1": "beta1 beta_1",
+    "adam_beta2": "beta2 beta_2",
+    "adam_beta1 and adam_beta2": "adam_betas betas",
+    "adam_epsilon": "adam_eps eps epsilon",
+    "sequence_length": "block_size context_length context_size context_window ctx_len cutoff_len "
+    "max_seq_len max_seq_length seq_len seq_length sequence_len",
+    "packing": "neat_packing packed sample_packing",
+    "train_data": "data data_dir data_path dataset_dir dataset_path train_dataset train_files",
+    "eval_data": "eval_dataset test_data test_datasets val_data val_dataset validation_data "
+    "validation_file",
+    "init_from": "adapter_name_or_path load load_checkpoint",
+    "resume_from_checkpoint": "ckpt_path resume resume_from resume_path",
+    "model_name_or_path": "base_model hf_path model model_id model_name model_path "
+    "pretrained_model pretrained_model_name_or_path",
+    "model_config": "config_name model_config_path",
+    "model_config, a file with the architecture": "bias dropout hidden_dropout hidden_size n_embd "
+    "n_head n_layer num_attention_heads num_hidden_layers num_layers vocab_size",
+    "tokenizer_name_or_path": "tokenizer tokenizer_id tokenizer_name tokenizer_path",
     "pad_embeddings_to_multiple_of": "make_vocab_size_divisible_by pad_vocab_size_to_multiple_of "
     "vocab_size_multiple",
-    "dtype": "torch_dtype",
+    "dtype": "model_dtype param_dtype torch_dtype",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "tf32": "allow_tf32",
+    "use_cpu": "cpu no_cuda",
     "use_peft": "lora peft use_lora",
-    "load_in_4bit": "load_4bit qlora quantization_bit",
+    "lora_r": "lora_rank",
+    "load_in_4bit": "load_4bit qlora quantization_bit use_4bit",
     "use_bnb_nested_quant": "bnb_4bit_use_double_quant double_quantization",
-    "lora_target_modules": "lora_target",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "max_eval_sequences": "eval_batches eval_iters max_eval_samples max_val_batches",
+    "lora_target_modules": "lora_target target_modules",
+    "lora_modules_to_save": "additional_target modules_to_save",
+    "neftune_noise_alpha": "neftune neftune_alpha",
+    "activation_checkpointing": "activation_checkpoint checkpoint_activations "
+    "enable_activation_checkpointing grad_checkpointing recompute_activations "
+    "recompute_granularity use_gradient_checkpointing",
+    "activation_offloading": "enable_activation_offloading",
+    "full_determinism": "deterministic",
+    "per_device_eval_batch_size": "eval_batch_size per_gpu_eval_batch_size val_batch_size",
+    "max_eval_sequences": "eval_batches eval_iters limit_val_batches max_eval_samples "
+    "max_val_batches",
     "sample_prompts": "generation_prompts sample_prompt validation_prompts",
-    "save_steps": "save_every save_interval",
-    "eval_steps": "eval_every eval_interval",
-    "logging_steps": "log_interval log_every_n_steps",
-    "output_dir": "out_dir output_path save_dir",
+    "save_steps": "checkpoint_every checkpoint_interval checkpointing_steps ckpt_interval "
+    "every_n_train_steps save_every save_freq save_interval",
+    "save_total_limit": "keep_last_n keep_latest_k max_checkpoints save_top_k save_total",
+    "eval_steps": "eval_every eval_freq eval_interval val_check_interval val_interval",
+    "eval_strategy": "evaluation_strategy",
+    "logging_steps": "log_every log_every_n_steps log_freq log_interval log_steps",
+    "metric_for_best_model": "monitor",
+    "early_stopping_patience": "patience",
+    "output_dir": "checkpoint_dir default_root_dir dump_folder log_dir logging_dir out_dir output "
+    "output_path save save_dir",
+    "report_to": "logger metric_logger",
+    "run_name": "exp_name experiment_name wandb_name wandb_run_name",
+    "dataloader_num_workers": "data_workers num_workers",
+    "seed": "random_seed",
+    "compile": "use_compile",
+    "ema_decay": "ema",
+    "ddp_backend": "backend distributed_backend",
+    "hub_model_id": "push_to_hub_model_id",
+    "strategy, as in strategy: fsdp2 or zero2": "data_parallel_shard_degree deepspeed_config "
+    "distributed_strategy parallelism use_fsdp zero_stage",
+    "the launcher starts a process for each GPU: slurm/launch_node.sh SCRIPT ..., in jobs "
+    "slurm/submit.sh with --nodes and --gpus-per-node": "accelerator device devices gpus n_gpu "
+    "n_gpus nnodes nproc_per_node num_gpus num_nodes num_processes world_size",
+    "no tensor, pipeline or context parallelism: docs/parallelism.md has what there is": ""
+    "context_parallel_size pipeline_model_parallel_size pipeline_parallel_degree "
+    "sequence_parallel_size tensor_model_parallel_size tensor_parallel_degree "
+    "tensor_parallel_size",
     "prepare_data.py --sources tokenizes it once, then train_data names its folder": ""
-    "dataset dataset_config dataset_name datasets max_samples train_file",
-    "prepare_data.py --validation_fraction holds documents out": "val_set_size val_size",
+    "dataset dataset_config dataset_name datasets max_samples max_train_samples num_proc "
+    "preprocessing_num_workers train_file",
+    "prepare_data.py --validation_fraction holds documents out": "val_set_size val_size "
+    "validation_split",
     "prepare_data.py marks what is trained on and applies its --chat_template": ""
     "chat_template template train_on_inputs",
     "global_batch_size, from which accumulation follows, or per_device_train_batch_size": ""
+    "accumulate_grad_batches grad_accum grad_accum_steps grad_accumulation "
     "gradient_accumulation train_batch_size",
-    "warmup_steps (below 1 it is a share of all steps)": "warmup_ratio",
+    "warmup_steps (below 1 it is a share of all steps)": "warmup_fraction warmup_ratio",
+    "eval_steps and save_steps (below 1 they are a share of all steps)": ""
+    "evals_per_epoch saves_per_epoch",
     "--use_peft true for LoRA": "adapter finetuning_type",
-    "attn_implementation: flash_attention_2": "flash_attention flash_attn",
+    "attn_implementation: flash_attention_2": "flash_attention flash_attn use_flash_attn",
     "--bf16 true is mixed precision, --dtype bfloat16 keeps the weights in 2 bytes": ""
     "mixed_precision precision",
     "--report_to wandb; the project is WANDB_PROJECT in the environment": ""
-    "use_wandb wandb_project",
+    "use_wandb wandb wandb_entity wandb_log wandb_project",
+    "packing: best_fit puts documents of all lengths together": "group_by_length",
+    "HF_HOME in the environment says where downloads are kept": "cache_dir",
+    "optim: adafactor": "adafactor",
+    "--dry_run checks everything and starts nothing": "fast_dev_run",
     "name another output_dir: nothing is overwritten": "overwrite_output_dir",
     "a recipe names others with extends": "config",
 })  # fmt: skip

@@ -111,12 +111,10 @@ TOOLKITS = {
             "datasets": "sources", "pretraining_dataset": "sources", "rl": "stage",
             "test_datasets": "eval_sources", "val_set_size": "validation", "adapter": "adapter",
             "dataset_processes": "num_proc", "dataset_num_proc": "num_proc",
-            "excess_length_strategy": "overlong", "tokens": "add_tokens", "wandb_name": "run_name",
-            "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora", "bfloat16": "bf16",
-            "adam_eps": "adam_epsilon", "lr_scheduler": "lr_scheduler_type", "float16": "fp16",
-            "warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy",
-            "torch_compile": "compile", "revision_of_model": "model_revision",
-            "batch_size": "total_batch_size",
+            "excess_length_strategy": "overlong", "tokens": "add_tokens",
+            "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
+            "warmup_ratio": "warmup_steps", "torch_compile": "compile",
+            "revision_of_model": "model_revision", "batch_size": "total_batch_size",
         },
         defaults={
             "sequence_length": 512, "overlong": "drop", "lora_r": 8, "lora_alpha": 8,
@@ -130,9 +128,8 @@ TOOLKITS = {
         marks=("stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_rank"),
         names={
             "dataset": "sources", "eval_dataset": "eval_sources", "val_size": "validation",
-            "preprocessing_num_workers": "num_proc", "neat_packing": "packing",
-            "finetuning_type": "adapter", "lora_rank": "lora_r", "warmup_ratio": "warmup_steps",
-            "additional_target": "lora_modules_to_save",
+            "preprocessing_num_workers": "num_proc", "finetuning_type": "adapter",
+            "warmup_ratio": "warmup_steps",
         },
         defaults={
             "sequence_length": 2048, "overlong": "truncate", "adapter": "lora", "lora_r": 8,

@@ -4,5 +4,6 @@ plan                          steps, precision, kernels, memory and saves of a r
 run_data                      its datasets: opened, checked, packed
 memory                        bytes by device; which activations are recomputed
 memory_trace                  a training step counted on the model without data
+rehearsal                     one step of what the settings name, judged by the libraries
 forecast, suggestions         speed on GPUs elsewhere; which settings fit them best
 """

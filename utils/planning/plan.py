@@ -37,6 +37,7 @@ from utils.model.probe import CPU, ProbeError
 from utils.model.quantization import check_quantization
 from utils.model.weights import weights_dtype
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
+from utils.planning.rehearsal import rehearse
 from utils.planning.run_data import RunData
 from utils.planning.suggestions import make_planner, report_forecast
 
@@ -88,8 +89,7 @@ def plan_run(
             f"{run.global_batch_size:,}: lower it, or add data."
         )
     length, total_steps = settings.data.sequence_length, _total_steps(settings, rows)
-    training.gradient_accumulation_steps = accumulation
-    training.max_steps = total_steps
+    training.gradient_accumulation_steps, training.max_steps = accumulation, total_steps
     training.ignore_data_skip = True  # the loader starts at the step itself, see ResumeState
     order = SampleOrder(data.train.per_source, training.seed, data.weights)
     sampler = GlobalBatchSampler(
@@ -111,6 +111,7 @@ def plan_run(
         if said := settle_products("cpu"):
             logger.info("float32 products: %s", said)
     device = probe_device(settings, launch)
+    rehearse(settings, config, optimizer_states is not None, total_steps, device)
     attention = _attention(settings, data, config, device)
     loss_head = _loss_head(settings, config, bool(data.new_tokens), device)
     compiled = choose_compilation(settings, config, launch, elsewhere)

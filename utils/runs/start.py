@@ -40,7 +40,12 @@ from utils.config.errors import ConfigurationError, NoProgressError, StorageErro
 from utils.config.recipes import dump_yaml
 from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, strategy_variables
-from utils.launch.processes import LaunchFacts, check_launch, requested_strategy
+from utils.launch.processes import (
+    LaunchFacts,
+    check_connected,
+    check_launch,
+    requested_strategy,
+)
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
 from utils.model.finished_model import name_of
@@ -114,6 +119,14 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None or settings.run.assume else accelerator.type
     strategy = requested_strategy(os.environ, world_size)
+    if SUBMITTING not in os.environ and not settings.run.assume:  # a start here is meant
+        check_connected(world_size, visible_gpus=0)
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if gpus > 1 and "WORLD_SIZE" not in os.environ:
+            logger.warning(
+                "%d GPUs are visible, this dry run is of one process: start one for each with "
+                "slurm/launch_node.sh SCRIPT ...; one process is refused", gpus,
+            )  # fmt: skip
     launch = LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
     report_strategy(settings, launch)
     return launch

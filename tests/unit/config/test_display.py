@@ -90,7 +90,7 @@ def test_a_printed_config_is_a_recipe_of_the_same_values(parse_argv, tmp_path, s
             again = parse_argv(["--config", "printed.yaml", "--dry_run"], "")
             assert again.resolved == settings.resolved
             assert re.search(r"^learning_rate: 0.001 +# base.yaml:1$", text, re.M)
-            assert re.search(r"^save_steps: 30.0 +# --save_steps$", text, re.M)
+            assert re.search(r"^save_steps: 30 +# --save_steps$", text, re.M)
             assert ("# hang_timeout_s: 600" in text) is ("seed: 42" in text) is (word == "all")
         assert not more or "# eval_steps 5 (run.yaml:3) has no effect: eval_strategy no" in text
         assert more or re.search(

@@ -1,0 +1,215 @@
+"""A rehearsal of one step: the libraries judge what settings name, before any weight is loaded.
+
+A dry run and every start build the same optimizer, schedule, recomputation and trackers here.
+"""
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+
+from utils.config.checks import REPORTERS
+from utils.config.declarations import SettingValues
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.model.architecture import first_line, without_weights
+from utils.model.weights import weights_dtype
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
+SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
+# What an optimizer may leave alone, and the setting that says the same as a key of optim_args.
+OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
+SETTINGS_OF_KEYS = {
+    "lr": "learning_rate", "weight_decay": "weight_decay", "beta1": "adam_beta1",
+    "beta2": "adam_beta2", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon",
+}  # fmt: skip
+NO_REENTRY = {"use_reentrant": False}  # transformers' default, and torch wants an answer
+TRIED = ("x", "1", "0.125", "true")  # values of optim_args: numbers, words, and no number
+NEARLY_WHOLE = 0.999
+SIDE = 64  # of a stand-in's weights: bitsandbytes keeps smaller states in 32 bits
+SAMPLED_STEPS = 256
+
+
+class _Rehearsal(Trainer):
+    """The part of a Trainer that builds an optimizer and a schedule: no processes, no callbacks."""
+
+    def __init__(self, args: TrainingArguments, model: PreTrainedModel, optimizer: Any):
+        self.args, self.model, self.optimizer_cls_and_kwargs = args, model, optimizer
+        self.optimizer = self.lr_scheduler = None
+
+
+def rehearse(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    own_optimizer: bool,
+    total_steps: int,
+    device: torch.device | None,
+) -> None:
+    """Build what the settings name and take a step with it; raises ConfigurationError.
+
+    `own_optimizer`: Trainer builds none, so the schedule alone is judged. `device` is the one that
+    trains. On a login node it is None: nothing is computed there.
+    """
+    values, args = settings.values, settings.training
+    problems: list[str] = []
+    with _judged(values, "activation_checkpointing_kwargs", problems):
+        _try_recomputation(args)
+    for reporter in args.report_to or ():
+        if reporter in REPORTERS:
+            continue  # looked for by check_packages; they take seconds to import
+        with _judged(values, "report_to", problems):
+            for callback in get_reporting_integration_callbacks([reporter]):
+                callback()
+    model = _stand_in(config, weights_dtype(settings.model, config), device)
+    stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
+    trainer = _Rehearsal(args, model, stand_in)
+    with _judged(values, OPTIMIZER, problems):
+        pairs = optimizer_pairs(args.optim_args)
+        built = trainer.create_optimizer()
+        if not own_optimizer:
+            _check_effect(settings, model, pairs)
+        if device is not None:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            built.step()
+    if trainer.optimizer is not None:
+        with _judged(values, SCHEDULE, problems):
+            _try_schedule(trainer, settings, total_steps)
+    if problems:
+        raise ConfigurationError(problems)
+
+
+@contextmanager
+def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
+    """Add a line for the exception of a with block: the settings involved, a library's words."""
+    try:
+        yield
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+    except Exception as error:
+        first, *others = names.split()
+        missing = isinstance(error, ImportError)  # a package, whatever else is set
+        shown = [first, *(name for name in others if values.changed(name) and not missing)]
+        if not isinstance(error, ValueError | ImportError | RuntimeError):
+            error = TypeError(f"{type(error).__name__}: {first_line(error)}")
+        problems.append(f"{', '.join(map(values.shown, shown))}: {first_line(error)}")
+
+
+def _try_recomputation(args: TrainingArguments) -> None:
+    """Compute a product twice, as Trainer lets the layers of a model do it."""
+    given: Any = args.activation_checkpointing_kwargs  # a mapping: TrainingArguments read the text
+    keywords: dict[str, Any] = dict(given or {})
+    every = keywords.pop("every_n_layers", 1)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every_n_layers has to be a whole number above 0, not {every!r}")
+    if type(offload := keywords.pop("offload", False)) is not bool:
+        raise ValueError(f"offload has to be true or false, not {offload!r}")
+    weight = torch.ones(1, requires_grad=True)
+    with warnings.catch_warnings(action="ignore"):  # the start says the same again
+        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **(keywords or NO_REENTRY))
+        result.backward()
+
+
+def _stand_in(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None
+) -> PreTrainedModel:
+    """Return the model with small weights: of experts one, of a matrix 64 x 64 at most."""
+    model = without_weights(config)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            rows = [min(size, SIDE) for size in weight.shape[-2:]]
+            shape = [1] * (weight.ndim - len(rows)) + rows
+            module.register_parameter(
+                name, nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+            )
+    return model
+
+
+def _check_effect(settings: RunSettings, model: PreTrainedModel, pairs: dict[str, str]) -> None:
+    """Refuse keys of optim_args that the optimizer does not read; log other settings like that."""
+    values, args = settings.values, copy.copy(settings.training)
+    optimizer = values.shown("optim")
+    for name in OF_SOME_OPTIMIZERS:
+        if values.rank(name) > 0 and values.changed(name):
+            given, before = getattr(args, name), _options(args, model)
+            setattr(args, name, values.declared[name].default)
+            if _options(args, model) == before:
+                logger.info("settings: %s has no effect: %s", values.shown(name), optimizer)
+            setattr(args, name, given)
+    for key, value in pairs.items():
+        others = {name: other for name, other in pairs.items() if name != key}
+        seen = []
+        for each in (others, *({**others, key: tried} for tried in (value, *TRIED))):
+            args.optim_args = ",".join(f"{name}={other}" for name, other in each.items())
+            seen.append(_options(args, model))
+        # Trainer sets weight_decay for each group of weights, which overrules the optimizer's.
+        if key == "weight_decay" or all(options == seen[0] for options in seen):
+            setting = SETTINGS_OF_KEYS.get(key)
+            advice = (
+                f"set {setting}" if setting else "this optimizer does not read it; leave it out"
+            )
+            raise ValueError(f"{key} has no effect in optim_args: {advice}")
+
+
+def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
+    """Return what Trainer would give an optimizer beside weights, or its error as text."""
+    try:
+        _, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    except Exception as error:
+        return repr(error)
+    groups = [{**group, "params": None} for group in options.pop("params", ())]
+    for name in ("model", "optimizer_dict"):
+        options.pop(name, None)
+    return options, groups
+
+
+def optimizer_pairs(text: str | None) -> dict[str, str]:
+    """Return the pairs of optim_args; raises ValueError for anything but `KEY=VALUE,KEY=VALUE`."""
+    pairs: dict[str, str] = {}
+    for pair in text.replace(" ", "").split(",") if text else ():
+        key, _, value = pair.partition("=")
+        if not key or not value or "=" in value or key in pairs:
+            raise ValueError(
+                f"{pair!r} is no KEY=VALUE: give each key once, with commas between them, as in "
+                "momentum=0.9,nesterov=true"
+            )
+        pairs[key] = value
+    return pairs
+
+
+def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) -> None:
+    """Compute learning rates of the whole run; log it if none is as high as learning_rate."""
+    scheduler: Any = trainer.create_scheduler(total_steps)
+    if not isinstance(scheduler, LambdaLR):
+        for _ in range(3):
+            scheduler.step(1.0)  # metrics of evaluations
+        return
+    warmup = settings.training.get_warmup_steps(total_steps)
+    steps = {*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), total_steps - 1}
+    steps |= {step for step in (1, warmup - 1, warmup, warmup + 1) if 0 <= step < total_steps}
+    peak = 0.0
+    for step in sorted(steps):
+        for factor in (scale(step) for scale in scheduler.lr_lambdas):
+            if not math.isfinite(factor) or factor < 0:
+                rate = factor * settings.training.learning_rate
+                raise ValueError(f"the learning rate of step {step + 1:,} would be {rate:.3g}")
+            peak = max(peak, factor)
+    if peak < NEARLY_WHOLE:
+        logger.warning(
+            f"{settings.values.shown('lr_scheduler_type')}: the learning rate is at most "
+            f"{peak * settings.training.learning_rate:.3g} in this run, not "
+            f"{settings.training.learning_rate:g} ({total_steps:,} steps, "
+            f"{settings.values.shown('warmup_steps')})"
+        )
