@@ -4,15 +4,14 @@ Each checkpoint carries its run's config.yaml and provenance.json in the folder 
 resumes wherever it was copied to, and a start compares the settings as in the old directory.
 """
 
-import json
+import contextlib
+import dataclasses
 import logging
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from utils.checkpoints.discovery import checkpoint_problems, numbered_checkpoints
+from utils.checkpoints.discovery import best_checkpoint, checkpoint_problems, numbered_checkpoints
 from utils.checkpoints.files import (
     CONFIG,
     MANIFEST,
@@ -24,12 +23,12 @@ from utils.checkpoints.files import (
     read_manifest,
 )
 from utils.config.errors import ConfigurationError
+from utils.support.files import paths_inside
 
 logger = logging.getLogger(__name__)
 
 RECORD = "run"
 JOURNAL = "metrics.jsonl"
-STATE = "trainer_state.json"
 FLAG = "--resume_from_checkpoint"
 
 
@@ -41,7 +40,7 @@ def keep_record(output_dir: Path, checkpoint: Path) -> None:
             shutil.copyfile(output_dir / name, checkpoint / RECORD / name)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
     """A committed checkpoint outside the run's directory; `record`: its config and provenance."""
 
@@ -83,6 +82,8 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
             f"{output_dir} holds another run, which has no checkpoint yet: name another "
             f"--output_dir to resume {directory}."
         )
+    paths_inside(directory, (f"{RECORD}/{CONFIG}", f"{RECORD}/{PROVENANCE}"), FLAG)
+    paths_inside(directory.parent, (CONFIG, PROVENANCE, JOURNAL), FLAG)
     for record in (directory / RECORD, directory.parent):
         whole = (record / CONFIG).is_file() and (record / PROVENANCE).is_file()
         if whole and known_run_id(record / PROVENANCE) == manifest.run_id:
@@ -102,9 +103,12 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
     found = foreign_checkpoint(named, output_dir)
     if found is None:
         return
-    adopted = [(_linked(found.directory, output_dir), found.directory)]
-    if best := _best_beside(found, needs_best=needs_best):
-        adopted.insert(0, (_linked(best, output_dir), best))
+    partial = _verified_copy(found.directory, found.manifest, output_dir)
+    adopted = [(partial, found.directory, found.manifest)]
+    if best := _best_beside(found, best_checkpoint(partial), needs_best=needs_best):
+        step = int(best.name.rpartition("-")[2])
+        expected = dataclasses.replace(found.manifest, step=step)
+        adopted.insert(0, (_verified_copy(best, expected, output_dir), best, expected))
     places = ((found.record, CONFIG), (found.directory.parent, JOURNAL), (found.record, PROVENANCE))
     for folder, name in places:
         if (folder / name).is_file() and not (output_dir / name).exists():
@@ -112,8 +116,8 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
             shutil.copyfile(folder / name, draft)
             flush(draft)
             draft.rename(output_dir / name)
-    for partial, source in adopted:
-        partial.rename(output_dir / f"checkpoint-{read_manifest(partial).step}")
+    for partial, source, manifest in adopted:
+        partial.rename(output_dir / f"checkpoint-{manifest.step}")
         logger.info("%s %s: verified, and taken into %s", FLAG, source, output_dir)
     flush(output_dir)
 
@@ -123,49 +127,50 @@ def _newest(output_dir: Path) -> Path | None:
     return next((directory for directory in found if (directory / MANIFEST).is_file()), None)
 
 
-def _best_beside(found: ForeignCheckpoint, *, needs_best: bool) -> Path | None:
-    """Return the best checkpoint so far, if it is another one that is there."""
+def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
+    """Return where the best checkpoint so far is, if it is another one that is there."""
     directory = found.directory
-    state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-    name = Path(state["best_model_checkpoint"] or directory).name
-    best = directory.with_name(name)
-    if name in (directory.name, f"checkpoint-{found.manifest.step}"):
+    if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
         return None
-    if (best / MANIFEST).is_file():
-        return best
+    beside = directory.with_name(best.name)
+    if (beside / MANIFEST).is_file() and not beside.is_symlink():
+        return beside
     if needs_best:
         raise ConfigurationError(
-            f"{FLAG} {directory}: load_best_model_at_end needs {name} too, the best one so far: "
-            f"copy it to {directory.parent}."
+            f"{FLAG} {directory}: load_best_model_at_end needs {best.name} too, the best one so "
+            f"far: copy it to {directory.parent}."
         )
     return None
 
 
-def _linked(source: Path, output_dir: Path) -> Path:
-    """Return a verified copy under another name; hard links where the file system has them."""
-    manifest = read_manifest(source)
-    partial = output_dir / f".checkpoint-{manifest.step}.partial"
+def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
+    """Return a copy under another name, which is then verified: the source may change meanwhile.
+
+    Run and step are those of the `expected` manifest.
+    """
+    partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed here
     try:
-        for name in (*manifest.files, MANIFEST):
+        for name in (*read_manifest(source).files, MANIFEST):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            _link(source / name, partial / name)
-        problems = checkpoint_problems(partial, manifest.step, manifest.run_id)
-    except FileNotFoundError as error:
+            _copy(source / name, partial / name)
+        problems = checkpoint_problems(partial, expected.step, expected.run_id)
+    except (FileNotFoundError, DamagedCheckpointError, ConfigurationError) as error:
         problems = [str(error)]
     if problems:
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise ConfigurationError(
             f"{FLAG} {source}: it is not as it was committed ({problems[0]}): copy it again."
         )
     return partial
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source.resolve(strict=True), target)  # not the link that the Hub's cache has
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, another owner
-        shutil.copyfile(source, target)
-        flush(target)
+def _copy(source: Path, target: Path) -> None:
+    """Make a hard link to a file that only this user can change, else a copy."""
+    status = source.lstat()
+    if status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        with contextlib.suppress(OSError):  # another file system
+            os.link(source, target, follow_symlinks=False)
+            return
+    shutil.copyfile(source, target, follow_symlinks=False)
+    flush(target)

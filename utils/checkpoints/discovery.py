@@ -42,6 +42,19 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
+def best_checkpoint(directory: Path) -> Path | None:
+    """Return the best checkpoint so far, as one beside it names it; None: it names none.
+
+    By its name alone: the run may have moved, and a stranger's file may name any folder.
+    """
+    try:
+        state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
+        name = Path(state["best_model_checkpoint"] or "").name
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a resume says what is wrong with it
+    return directory.with_name(name) if CHECKPOINT_NAME.fullmatch(name) else None
+
+
 def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Manifest]]:
     """Return the committed checkpoints of this run, newest first, by their manifests alone."""
     found = []
@@ -232,9 +245,5 @@ def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]
-    try:
-        state = json.loads((newest_first[0] / "trainer_state.json").read_text(encoding="utf-8"))
-        best = Path(state["best_model_checkpoint"] or "none").name
-    except (OSError, ValueError, KeyError, TypeError):
-        best = "none"  # a resume says what is wrong with it
-    return [path for path in reversed(newest_first[keep:]) if path.name != best]
+    best = best_checkpoint(newest_first[0])
+    return [path for path in reversed(newest_first[keep:]) if path != best]

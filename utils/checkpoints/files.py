@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
-from utils.support.files import cache_path, file_states, read_cache, replace_text, write_cache
+from utils.support.files import (
+    cache_path,
+    file_states,
+    paths_inside,
+    read_cache,
+    replace_text,
+    write_cache,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +43,7 @@ PROCESSOR_FILES = (
     "audio_tokenizer_config.json", OLD_TEMPLATE,
 )  # fmt: skip
 OWN_STATE = "stoker"  # of ours among the callbacks' in a checkpoint's trainer_state.json
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it becomes part of names of files
 MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
 # Files of a model's configuration and a tokenizer; no tensors are among them.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
@@ -125,10 +133,8 @@ def file_problems(
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
     problems += [f"{name} was not committed" for name in sorted(there - records.keys())]
     for name in sorted(there & records.keys()):
-        path, committed = directory / name, records[name].size_bytes
-        if path.is_symlink() or not path.is_file():
-            problems.append(f"{name} is no regular file")
-        elif (size := path.stat().st_size) != committed:
+        committed = records[name].size_bytes
+        if (size := (directory / name).stat().st_size) != committed:
             problems.append(f"{name} has {size:,} bytes, not {committed:,}")
     if problems:
         return problems
@@ -234,15 +240,19 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
-    Raises DamagedCheckpointError if a bit of it changed, OSError if it cannot be read, and
+    It may be a stranger's: all its names are of regular files in the directory, or of none. Raises
+    DamagedCheckpointError if a bit of it changed, OSError if it cannot be read, and
     ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
+        paths_inside(directory, [MANIFEST], directory)
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         number, committed = content["format"], content.get("checkpoint")
-        as_written = text == _text(committed) and not path.is_symlink()
+        as_written = text == _text(committed)
+    except ConfigurationError as error:
+        raise DamagedCheckpointError(error.problems[0]) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
     if isinstance(number, int) and number > FORMAT:
@@ -252,8 +262,28 @@ def read_manifest(directory: Path) -> Manifest:
         )
     if not as_written:
         raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
-    files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
-    return Manifest(**committed, files=files)
+    try:
+        files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
+        manifest = Manifest(**committed, files=files)
+        paths_inside(directory, [MANIFEST, *files], path)
+        if MANIFEST in files or not _has_its_types(manifest):
+            raise TypeError("an entry has another form than Stoker writes")
+    except ConfigurationError as error:
+        raise DamagedCheckpointError(error.problems[0]) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    return manifest
+
+
+def _has_its_types(manifest: Manifest) -> bool:
+    """Return whether the run's id and all counts are such: both become parts of paths."""
+    sizes = [record.size_bytes for record in manifest.files.values()]
+    counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
+    counts += [manifest.samples, manifest.tokens]
+    counted = all(type(count) is int and count >= 0 for count in counts)
+    texts = [manifest.strategy, manifest.time, *(each.sha256 for each in manifest.files.values())]
+    named = isinstance(manifest.run_id, str) and RUN_ID.fullmatch(manifest.run_id) is not None
+    return counted and named and all(isinstance(text, str) for text in texts)
 
 
 def _text(committed: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Only known classes in a checkpoint are unpickled, whichever library loads it.
+"""Only known classes in a checkpoint are unpickled, and only its own files, whoever loads it.
 
 Trainer loads with weights_only=True; DeepSpeed and torch.distributed.checkpoint do not, which a
 variable of torch overrules. torch unpickles the metadata of sharded checkpoints without a guard:
@@ -6,6 +6,7 @@ it is read here first.
 """
 
 import io
+import json
 import os
 import pickle
 import re
@@ -18,6 +19,7 @@ from torch.serialization import add_safe_globals, set_crc32_options, skip_data
 
 from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
+from utils.support.files import paths_inside
 
 # What no library unpickles; shards are read as their metadata says.
 HARMLESS = frozenset({
@@ -57,7 +59,7 @@ def allow_known_classes(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError for a checkpoint that names anything but known classes."""
+    """Raise ConfigurationError for a checkpoint that names a class or a file it must not."""
     manifest = read_manifest(checkpoint)
     allow_known_classes(manifest.strategy)
     for name in manifest.files:
@@ -69,16 +71,24 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return why a file of a checkpoint must not be loaded; None: it may be. Raises OSError."""
-    if path.suffix in HARMLESS or path.name == "latest":  # DeepSpeed: a folder's name
-        return None
+    """Return why a file of a checkpoint must not be loaded; None: it may be.
+
+    Raises OSError, and ConfigurationError for a name of a file elsewhere.
+    """
     try:
-        with skip_data():
-            if path.name.endswith(".metadata"):
-                _read_sharded(path)
-            else:
-                torch.load(path, weights_only=True)
-    except OSError:
+        if path.name.endswith(".index.json"):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            paths_inside(path.parent, set(index["weight_map"].values()), path)
+        elif path.name.startswith("latest"):  # DeepSpeed: a folder's name
+            folder = path.read_text(encoding="utf-8").strip()
+            paths_inside(path.parent, [f"{folder}/mp_rank_00_model_states.pt"], path)
+        elif path.suffix not in HARMLESS:
+            with skip_data():
+                if path.name.endswith(".metadata"):
+                    _read_sharded(path)
+                else:
+                    torch.load(path, weights_only=True)
+    except (OSError, ConfigurationError):
         raise
     except Exception as error:  # what a stream of bytes can raise here is not bounded
         if named := re.search(r"GLOBAL (\S+)", str(error)):
@@ -99,8 +109,10 @@ def _read_sharded(metadata: Path) -> None:
     """Read metadata, and what the shards hold beside tensors, as FileSystemReader does."""
     with metadata.open("rb") as file:
         content = _MetadataUnpickler(file).load()
+    named = {info.relative_path for info in content.storage_data.values()}
+    shards = paths_inside(metadata.parent, named, metadata)
     for index, info in content.storage_data.items():
         if type(content.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
-            with (metadata.parent / info.relative_path).open("rb") as shard:
+            with shards[info.relative_path].open("rb") as shard:
                 shard.seek(info.offset)
                 torch.load(io.BytesIO(shard.read(info.length)), weights_only=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
+from utils.support.files import paths_inside
 
 TOKENS = "input_ids"
 PADDING = "attention_mask"
@@ -109,12 +110,14 @@ def data_files(directory: Path) -> list[Path]:
             "dataset and save it again."
         )
     try:
-        return [directory / entry["filename"] for entry in state["_data_files"]]
+        names = [entry["filename"] for entry in state["_data_files"]]
     except (KeyError, TypeError):
         raise ConfigurationError(
             f"{directory / STATE_FILE}: `_data_files` does not list file names; save the dataset "
             "again with `datasets` save_to_disk."
         ) from None
+    paths = paths_inside(directory, names, directory / STATE_FILE, links=True)
+    return [paths[name] for name in names]
 
 
 def read_json_object(path: Path) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -79,7 +80,15 @@ class TokenDataset:
     def tokenizer_path(self) -> Path | None:
         """Folder of the tokenizer that made the dataset, if known."""
         path = self.description.tokenizer.get("path")
-        return (self.path / path).resolve() if path else None
+        if not path:
+            return None
+        folder = Path(os.path.normpath(self.path / str(path)))
+        if not folder.is_relative_to(self.path.parent):  # a stranger's dataset
+            raise ConfigurationError(
+                f"{self.path / DESCRIPTION_FILE} names the tokenizer {path!r}, outside of "
+                f"{self.path.parent}: put it there, and write ../NAME."
+            )
+        return folder
 
     @property
     def lengths(self) -> np.ndarray:

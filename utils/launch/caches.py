@@ -16,9 +16,9 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from utils.config.errors import StorageError
+from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.signals import NODE_DIR
-from utils.support.files import cache_root
+from utils.support.files import cache_root, paths_inside
 from utils.support.host import cpu_fact, host_name
 from utils.support.notes import NOTES_DIR
 
@@ -62,8 +62,13 @@ def unpack_compiled(folder: Path) -> int:
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
-            shutil.unpack_archive(archive, folder, filter="data")
-        except (OSError, shutil.ReadError, tarfile.TarError) as error:
+            with tarfile.open(archive) as packed:
+                members = [each for each in packed if not each.isdir()]
+                paths_inside(folder, [each.name.removeprefix("./") for each in members], archive)
+                if odd := [each.name for each in members if not each.isreg()]:
+                    raise tarfile.TarError(f"{odd[0]} is a link or a device")
+                packed.extractall(folder, members, filter="data")
+        except (OSError, ConfigurationError, tarfile.TarError) as error:
             logger.warning("%s cannot be read (%s): layers compile again", archive, error)
     return _count(folder)
 

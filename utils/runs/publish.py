@@ -23,6 +23,7 @@ from typing import Any
 from utils.checkpoints.files import CONFIG, FINAL, PROCESSOR_FILES, PROVENANCE, readable
 from utils.config.errors import ConfigurationError
 from utils.launch.script import configure_logging, run_script
+from utils.support.files import paths_inside
 from utils.support.redaction import load_env_file, redact
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def files_to_publish(
         raise ConfigurationError(_why_missing(run, directory))
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     allowed = [name for name in names if _matches(name, ALLOWED)]
+    paths_inside(directory, allowed, f"the model in {directory}")
     files: dict[str, Path | bytes] = {name: directory / name for name in allowed}
     if CARD in files:
         files[CARD] = _card(run, directory, name, base_model).encode()

@@ -22,6 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
 from utils.checkpoints.adoption import keep_record
+from utils.checkpoints.discovery import best_checkpoint
 from utils.checkpoints.files import OWN_STATE, read_manifest
 from utils.data.order import PADDING_SEQUENCE
 from utils.support.collectives import gathered
@@ -101,6 +102,9 @@ class ResumeState(TrainerCallback):
     ) -> None:
         """Restore what the checkpoint holds."""
         saved, loader = _saved(state), kwargs["train_dataloader"]
+        if state.global_step:  # the checkpoint names the best one where it once was
+            best = best_checkpoint(self.trainer.checkpoints.directory(state.global_step))
+            state.best_model_checkpoint = str(best) if best and best.is_dir() else None
         loader.batch_sampler.resume_at(state.global_step)
         if "tokens" in saved:
             loader.tokens_seen.resume(state.global_step, saved["tokens"])

@@ -377,8 +377,7 @@ class PackedTrainer(Trainer):
         """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
         if self.watch.stopped or self.state.best_model_checkpoint is None:
             return
-        # By its name alone: the run directory may have moved since it was written.
-        best = self.checkpoints.output_dir / Path(self.state.best_model_checkpoint).name
+        best = Path(self.state.best_model_checkpoint)
         self.checkpoints.check(best)
         with loadable_checkpoint(self, str(best)) as loadable:
             self.state.best_model_checkpoint = loadable
