@@ -230,6 +230,12 @@ def test_what_cannot_be_published_is_refused_with_what_to_type(hub, finished):
         assert f"run/final/{file}:2: it holds what looks like a token" in shown
         assert secret not in shown
         (run_dir / "final" / file).unlink()
+    (run_dir / "final" / "vocab.json").symlink_to(finished / "elsewhere.json")
+    (finished / "elsewhere.json").write_text("{}")
+    code, shown = run(hub, finished, *publish, "run", "me/x")
+    assert code == 2
+    assert "run/final names 'vocab.json', where run/final/vocab.json is a link" in shown
+    (run_dir / "final" / "vocab.json").unlink()
     shutil.move(run_dir / "final", run_dir / "checkpoint-1")
     code, shown = run(hub, finished, *publish, "run", "me/x")
     assert "run has no final/ yet, which the end of a run writes: resume it first" in shown

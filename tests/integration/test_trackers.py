@@ -17,6 +17,14 @@ from wandb_server import wandb_server
 
 from utils.callbacks.journal import read_journal
 
+# Every way to write them has these words in it.
+WORDS = ("Xq7canary", "Yq8canary", "Zq9canary")
+SECRETS = {
+    "HF_TOKEN": f"hf_{WORDS[0]}{'c' * 30}",
+    "MY_SECRET": f"quo\"te's \\{WORDS[1]}\\n+/%é<&>: #",
+    "CLUSTER_PASSWORD": f"{WORDS[2]}-0123",
+}
+
 
 @pytest.fixture
 def tracked(pretraining, workspace, tmp_path):
@@ -25,10 +33,15 @@ def tracked(pretraining, workspace, tmp_path):
     def run(tracker):
         pytest.importorskip(tracker)
         evaluated = {"eval_data": f"heldout={workspace / 'heldout'}", "eval_steps": 3}
-        argv = pretraining(tmp_path / "run", report_to=tracker, **evaluated)
+        secrets = " and ".join(SECRETS.values())
+        argv = pretraining(
+            tmp_path / "run", report_to=tracker, **evaluated, run_name=secrets,
+            hub_model_id=f"me/{SECRETS['CLUSTER_PASSWORD']}", sample_prompts=f"t9 {secrets}",
+            sample_max_new_tokens=2, push_to_hub=True,
+        )  # fmt: skip
         words = [sys.executable, str(ROOT / "pretrain.py"), *argv]
         environment = quiet_environment(
-            {"HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_" + "c" * 30, "WANDB_MODE": "offline"}
+            {"HOME": str(tmp_path / "home"), "WANDB_MODE": "offline", **SECRETS}
         )
         (tmp_path / "elsewhere").mkdir()
         shown = ""
@@ -47,8 +60,11 @@ def tracked(pretraining, workspace, tmp_path):
         assert not list((tmp_path / "elsewhere").iterdir()), "all is in the run directory"
         assert "as a scalar" not in shown
         assert "dropped this attribute" not in shown
+        assert "changed since" not in shown, "a masked setting is the same as before"
         for path in (tmp_path / "run").rglob("*"):
-            assert path.is_dir() or b"c" * 30 not in path.read_bytes(), path
+            content = path.read_bytes() if path.is_file() else b""
+            assert not [word for word in WORDS if word.encode() in content], path
+        assert not [word for word in WORDS if word in shown]
         lines = read_journal(tmp_path / "run" / "metrics.jsonl")
         wanted = [
             {line["step"]: line[key] for line in lines if key in line}

@@ -19,6 +19,7 @@ from transformers import (
 from typing_extensions import override
 
 from utils.callbacks.journal import Journal
+from utils.support.redaction import redacted
 
 if TYPE_CHECKING:
     from utils.data.prepare.prompts import Prompt
@@ -112,7 +113,7 @@ class Samples:
                 rows.append({"prompt": prompt.text, "completion": completion})
         if not trainer.is_world_process_zero():
             return
-        step = trainer.state.global_step
+        step, rows = trainer.state.global_step, redacted(rows)
         for row in rows:
             shown = {name: json.dumps(text, ensure_ascii=False) for name, text in row.items()}
             logger.info("sample (step %d): %s -> %s", step, shown["prompt"], shown["completion"])

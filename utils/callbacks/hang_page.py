@@ -13,7 +13,6 @@ import torch
 
 from utils.support.files import replace_text
 from utils.support.notes import Note, place, thread_frames
-from utils.support.redaction import redact
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
@@ -40,7 +39,7 @@ def leave_record(output_dir: Path, note: Note) -> None:
     (output_dir / FOLDER).mkdir(exist_ok=True)
     path = output_dir / FOLDER / f"rank-{note.rank}.json"
     text = json.dumps({**known, "collectives": entries[-200:]}, indent=1)
-    replace_text(path, redact(text))
+    replace_text(path, text)
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
@@ -112,7 +111,7 @@ def write_page(
         part += ["\n    ".join([f"  {name}", *stack]) for name, stack in record["stacks"].items()]
         alike.setdefault("\n".join(part), []).append(rank)
     lines += [f"\n{_named(ranks, hosts)}: {text}" for text, ranks in alike.items()]
-    replace_text(output_dir / PAGE, redact("\n".join(lines)) + "\n")
+    replace_text(output_dir / PAGE, "\n".join([*lines, ""]))
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ from utils.checkpoints.files import readable
 from utils.support.files import replace_text
 from utils.support.host import global_rank, host_name, memory_room_bytes
 from utils.support.notes import place
-from utils.support.redaction import redact
 
 # By functions of ours in the traceback; without any of them it is training.
 PHASES = {"evaluate": "eval", "_save_checkpoint": "save", "finish": "save", "export_final": "save"}
@@ -46,7 +45,7 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
     def add(part: Callable[..., str], *args: Any) -> None:
         try:
             parts.append(part(*args))
-            replace_text(page, redact("\n\n".join(parts)))  # a launcher may end this process soon
+            replace_text(page, "\n\n".join(parts))  # a launcher may end this process soon
         except Exception as failure:  # memory is short, the disk may be
             parts.append(f"(a part is missing: {failure!r})")
 

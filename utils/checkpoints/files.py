@@ -233,7 +233,7 @@ class Manifest:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Commit the checkpoint in `directory`, whose files are flushed already; raises OSError."""
     flush(directory.parent)  # the entry of the directory itself
-    replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)))
+    replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
 
 

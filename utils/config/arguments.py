@@ -16,6 +16,7 @@ from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting, shown
 from utils.config.errors import ConfigurationError
+from utils.support.redaction import redacted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -244,6 +245,10 @@ class _ChangedDefaults:
         super().__post_init__()  # type: ignore[misc] # the libraries' class comes after this one
         if self.device.type == "cpu":  # type: ignore[attr-defined]
             self.dataloader_pin_memory = False  # nothing to copy to; torch would only warn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as trackers get them, without known secrets."""
+        return redacted(super().to_dict())  # type: ignore[misc]
 
 
 @dataclass

@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from utils.config.declarations import Given
+from utils.support.redaction import MASK
 
+MASKED_NOTE = f"# Secrets are masked as {MASK}."  # in the config.yaml of a run
 EXTENDS = "extends"
 
 # What an unquoted scalar may be besides a string.
@@ -132,4 +134,11 @@ def _with_extended(
             yield from _with_extended(file, (*parents, path), problems)
         else:
             problems.append(f"{path}:{line}: {EXTENDS}: expected recipe files, not {entry!r}")
+    if MASKED_NOTE in path.read_text(encoding="utf-8-sig"):
+        problems += [
+            f"{path}:{line}: {name} held a secret, which the run masked as {MASK}: give the value "
+            f"in a copy of the file, without its line {MASKED_NOTE!r}"
+            for name, (value, line) in settings.items()
+            if MASK in str(value)
+        ]
     yield path, settings

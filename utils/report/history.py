@@ -33,7 +33,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_file
 from utils.support.journal_file import FILE_NAME, NOT_FINITE, STARTS
 from utils.support.notes import name_of_job, verdict_of
-from utils.support.redaction import redact
+from utils.support.redaction import redact, redacted
 from utils.support.run_lock import FOLDER, WATCH_S, look_at_run_lock
 
 # Pages that a run writes for people when memory runs out, when it hangs, and of its profile.
@@ -181,15 +181,6 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
     lowest = first + np.where(missing, np.inf, parts).argmin(axis=1)
     highest = first + np.where(missing, -np.inf, parts).argmax(axis=1)
     return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
-
-
-def redacted(value: Any) -> Any:
-    """Return JSON with every known secret replaced."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {key: redacted(each) for key, each in value.items()}
-    return [redacted(each) for each in value] if isinstance(value, list) else value
 
 
 def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from utils.model.stages import own_checkpoint
 from utils.model.weights import base_weights, model_contents
 from utils.planning.run_data import RunData
 from utils.runs.provenance import package_versions
+from utils.support.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,8 @@ def accepted_changes(
         )
     # A setting that came with a later version of Stoker had its default before.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
-    old, new = defaults | in_force(output_dir, starts), settings.resolved
+    # The first start masked secrets in what it wrote.
+    old, new = redacted(defaults | in_force(output_dir, starts)), redacted(settings.resolved)
     resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}

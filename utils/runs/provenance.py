@@ -20,7 +20,7 @@ from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.launch.slurm import job_times
 from utils.support.files import replace_text
-from utils.support.redaction import redact
+from utils.support.redaction import redact, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def prepare_trackers(settings: RunSettings, output_dir: Path, run_id: str, step:
     """
     args, place, default = settings.training, output_dir.absolute(), os.environ.setdefault
     reporters = set(args.report_to or ())
+    args.run_name = redact(args.run_name) if args.run_name else None
     if args.run_name is None and reporters & {"mlflow", "trackio"}:
         args.run_name = f"{place.name}-{run_id[:6]}"  # trackio resumes by name alone
     if "trackio" in reporters:
@@ -59,8 +60,9 @@ def prepare_trackers(settings: RunSettings, output_dir: Path, run_id: str, step:
 
         prepare_wandb(output_dir, run_id)
         # Trainer takes the run that it finds, and adds its own settings alone.
-        config = json.dumps({**settings.resolved, "git": git_state(_REPOSITORY)}, default=str)
-        wandb.init(name=args.run_name, config={"stoker": json.loads(redact(config))})
+        config = redacted({**settings.resolved, "git": git_state(_REPOSITORY)})
+        config = json.loads(json.dumps(config, default=str))
+        wandb.init(name=args.run_name, config={"stoker": config})
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:
@@ -147,7 +149,7 @@ def write_provenance(
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
-        "argv": [redact(word) for word in sys.argv],
+        "argv": redacted(sys.argv),
         "python": platform.python_version(),
         "git": git_state(_REPOSITORY),
         "launch": {

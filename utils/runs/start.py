@@ -37,7 +37,7 @@ from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
-from utils.config.recipes import dump_yaml
+from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, strategy_variables
 from utils.launch.processes import (
@@ -61,7 +61,7 @@ from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import replace_text
 from utils.support.host import global_rank
 from utils.support.notes import mark_run_started
-from utils.support.redaction import load_env_file
+from utils.support.redaction import load_env_file, redacted
 from utils.support.run_lock import leave_run_lock, take_run_lock
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,10 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
     remove_stale_requests(output_dir)
     if not starts:
         text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
-        replace_text(output_dir / CONFIG, text + dump_yaml(dict(settings.resolved)))
+        resolved = redacted(settings.resolved)
+        if resolved != settings.resolved:
+            text += f"{MASKED_NOTE}\n"
+        replace_text(output_dir / CONFIG, text + dump_yaml(resolved))
     assert plan.attention is not None, "only a dry run leaves it open"
     write_provenance(
         output_dir / PROVENANCE,

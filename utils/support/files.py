@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from utils.config.errors import ConfigurationError
 from utils.support.host import host_name
+from utils.support.redaction import redact
 
 CACHE_FORMAT = 1
 LONGEST_NAME = 1000  # of a path inside a folder; systems take 4096 bytes with the folder
@@ -26,13 +27,16 @@ Content = TypeVar("Content")
 logger = logging.getLogger(__name__)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step, flushed before it is named; OSError leaves no draft."""
+def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
+    """Write `text` to `path` in one step, flushed before it is named; OSError leaves no draft.
+
+    Without known secrets, unless the text has to be `exact` because a digest vouches for it.
+    """
     # Several processes, on several hosts, may write the same file at once.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(text if exact else redact(text))
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

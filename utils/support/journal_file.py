@@ -12,19 +12,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from utils.support.redaction import redacted
+
 FILE_NAME = "metrics.jsonl"
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
 STARTS = ("started", "resumed")
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return what a log may hold as JSON: numbers of numpy and torch too, NOT_FINITE as text."""
+    """Return what a log may hold as JSON: numbers of numpy and torch too, NOT_FINITE as text.
+
+    Known secrets are masked.
+    """
 
     def plain(other: Any) -> Any:
         return other.item() if hasattr(other, "item") else str(other)
 
     numbers = json.loads(json.dumps(value, default=plain), parse_constant=str)
-    return json.dumps(numbers, indent=indent, allow_nan=False)
+    return json.dumps(redacted(numbers), indent=indent, allow_nan=False)
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

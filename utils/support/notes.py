@@ -20,6 +20,7 @@ from typing import Any
 
 from utils.config.errors import OutOfMemoryError, StorageError
 from utils.support.host import global_rank, host_name
+from utils.support.redaction import redact, redacted
 
 _ROOT = Path(__file__).parents[2]
 NOTES_DIR = "STOKER_NOTES_DIR"
@@ -72,7 +73,7 @@ def leave_note(
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
-    _create(f"rank-{rank}.json", json.dumps(dataclasses.asdict(note)))
+    _create(f"rank-{rank}.json", json.dumps(redacted(dataclasses.asdict(note))))
     return note
 
 
@@ -84,7 +85,7 @@ def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
 
 def leave_verdict(text: str, exit_code: int) -> bool:
     """Write why the whole job ends and its exit code; False: one is there, or no directory."""
-    first = _create(VERDICT, text.rstrip() + "\n")
+    first = _create(VERDICT, redact(text.rstrip()) + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 

@@ -1,5 +1,7 @@
 """Secrets: taken from the environment or a private `.env` file, and kept out of every output."""
 
+import html
+import json
 import logging
 import os
 import re
@@ -7,8 +9,14 @@ import stat
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+import yaml
 
 from utils.config.errors import ConfigurationError
 
@@ -17,10 +25,13 @@ logger = logging.getLogger(__name__)
 TOKEN_NAMES = ("WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN")
 MASK = "***"
 
-_SECRET_NAME = re.compile(r"(_TOKEN|_API_KEY|_SECRET|_PASSWORD)$")
-# Below this length a value is more likely a word of ordinary text ("true") than a secret.
+_SECRET_NAME = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|(ACCESS|SECRET|PRIVATE)_KEY)$", re.IGNORECASE
+)
+# A shorter value is more likely a word or a number of ordinary text ("true", "2026") than a
+# secret. Masking it would damage every file, and services issue longer ones.
 _SHORTEST_SECRET = 8
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")  # also within a longer word
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
@@ -69,12 +80,64 @@ def _read_private(path: Path) -> str:
 
 def redact(text: str) -> str:
     """Replace every known secret in `text`: by value (secret names in the environment) or form."""
-    secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
+    return _masked(text, _secret_forms(_secrets()))
+
+
+def redacted(value: Any) -> Any:
+    """Return plain data with every known secret replaced, for a file or a tracker.
+
+    Before the data is encoded: YAML breaks long texts, and so a secret, over lines.
+    """
+    forms = _secret_forms(_secrets())
+
+    def mask(part: Any) -> Any:
+        if isinstance(part, str):
+            return _masked(part, forms)
+        if isinstance(part, Mapping):
+            return {mask(key): mask(each) for key, each in part.items()}
+        return [mask(each) for each in part] if isinstance(part, (list, tuple)) else part
+
+    return mask(value)
+
+
+def _secrets() -> tuple[str, ...]:
+    """Return the secrets in the environment; a key of several lines is in logs line by line."""
+    values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
+    parts = {part.strip() for value in values for part in (value, *value.splitlines())}
+    return tuple(sorted(part for part in parts if len(part) >= _SHORTEST_SECRET))
+
+
+@cache
+def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return how texts write these secrets: as they are, or escaped once or twice."""
+    forms = set(secrets)
+    for _ in range(2):  # twice: an error message that quotes JSON, in a line of JSON
+        forms |= {escape(form) for form in forms for escape in _ESCAPES}
     # Longest first: a secret may contain another one.
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= _SHORTEST_SECRET:
-            text = text.replace(secret, MASK)
+    return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _masked(text: str, forms: tuple[str, ...]) -> str:
+    for form in forms:
+        text = text.replace(form, MASK)
     return _HUB_TOKEN.sub(MASK, text)
+
+
+# JSON, Python, YAML, HTML (of the standard library and of Jinja), and addresses.
+_ESCAPES: tuple[Callable[[str], str], ...] = (
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: repr(text)[1:-1],
+    lambda text: repr(text + "'" + '"')[1:-4],
+    lambda text: text.replace("'", "''"),
+    lambda text: yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2],
+    lambda text: html.escape(text, quote=False),
+    html.escape,
+    lambda text: html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"),
+    lambda text: quote(text, errors="replace"),
+    lambda text: quote(text, safe="", errors="replace"),
+    lambda text: quote_plus(text, errors="replace"),
+)
 
 
 def install_redaction() -> None:

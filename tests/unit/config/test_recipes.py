@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.config.recipes import YamlError, dump_yaml, load_mapping, read_recipes
+from utils.config.recipes import MASKED_NOTE, YamlError, dump_yaml, load_mapping, read_recipes
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,15 @@ def test_later_files_replace_whole_values_and_win_over_what_they_extend(recipe):
     assert {name: value for name, (value, _) in found.items()} == {
         "who": "right", "deep": "left", "root": 1, "right": 1, "top": 1,
     }  # fmt: skip
+
+
+def test_a_mask_is_not_taken_for_the_value(recipe):
+    text = "run_name: my ***\nseed: 1\nsample_prompts: ['***']\n"
+    assert read(recipe("a.yaml", text))["run_name"] == ("my ***", "a.yaml:1"), "somebody's own"
+    problems = read_recipes([recipe("config.yaml", f"# A run's.\n{MASKED_NOTE}\n{text}")])[1]
+    assert [problem.split(" held a secret, ")[0] for problem in problems] == [
+        "config.yaml:3: run_name", "config.yaml:5: sample_prompts",
+    ]  # fmt: skip
 
 
 def test_faults_of_files_are_all_named(recipe, tmp_path):

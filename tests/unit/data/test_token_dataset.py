@@ -93,6 +93,9 @@ def test_a_folder_that_holds_no_dataset_is_refused(tmp_path):
         ('{"_data_files": "x"}', "does not list file names"),
         ('{"_indices_files": [{"filename": "i.arrow"}]}', "flatten_indices"),
         ('{"_data_files": []}', "holds no documents"),
+        ('{"_data_files": [{"filename": "../../b.arrow"}]}', "no path inside .*nothing was read"),
+        ('{"_data_files": [{"filename": "/etc/passwd"}]}', "no path inside .*nothing was read"),
+        ('{"_data_files": [{"filename": 1}]}', "no file's name"),
         ("{", "not a JSON object"),
     ):
         (path / "state.json").write_text(state)
@@ -297,6 +300,14 @@ def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch)
     opened = open_token_dataset(tmp_path / "out")
     assert (opened.statistics, opened.fingerprint) == (described.statistics, described.fingerprint)
     assert opened.tokenizer_path == tmp_path / "out" / "tokenizer"
+    for away in ("/etc", "../../tokenizer", "../tokenizer/../../tokenizer"):
+        (path / "stoker.json").write_text(json.dumps(content | {"tokenizer": {"path": away}}))
+        with pytest.raises(ConfigurationError, match=rf"names the tokenizer '{away}', outside of"):
+            _ = open_token_dataset(tmp_path / "out").tokenizer_path
+    (path / "stoker.json").write_text(json.dumps(content))
+    (path / "data-00000-of-00001.arrow").rename(tmp_path / "kept.arrow")
+    (path / "data-00000-of-00001.arrow").symlink_to(tmp_path / "kept.arrow")
+    assert documents_of(open_token_dataset(path)) == documents_of(described), "the user's own link"
     assert opened.description.preparation == {"sources": []}
     assert not (tmp_path / "cache").exists()
 

@@ -58,6 +58,15 @@ def test_a_bad_archive_is_replaced_and_no_room_is_a_line(tmp_path, caplog, small
     job(tmp_path / "1")
     assert "cannot be read" in caplog.text
     assert not list(tmp_path.rglob("outside"))
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+        with tarfile.open(archive_path(), "w") as tar:
+            tar.add(tmp_path / "evil", "whole")
+            member = tarfile.TarInfo("other")
+            member.type, member.linkname = kind, "whole"
+            tar.addfile(member)
+        caplog.clear()
+        assert job(tmp_path / f"kind {kind!r}") == {}, "nothing of it is unpacked"
+        assert "cannot be read (other is a link or a device)" in caplog.text
     archive_path().write_bytes(b"no archive" * 200)
     job(tmp_path / "2", a="1")
     assert job(tmp_path / "3") == {"a": "1"}

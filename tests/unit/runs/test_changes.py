@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from utils.runs.changes import (
     OF_THIS_START,
     accepted_changes,
 )
+from utils.support.redaction import redacted
 
 GIVEN = {
     "train_data": ["data/a"], "model_config": "model.yaml", "tokenizer_name_or_path": "tokenizer",
@@ -235,6 +237,26 @@ def test_the_best_value_of_one_metric_is_compared_with_no_other(runs):
         changed = {**JUDGED, "metric_for_best_model": metric}
         (problem,) = refused(runs, **changed, accept=["metric_for_best_model"])
         assert "cannot resume: its metric_for_best_model is " in problem
+
+
+def test_a_masked_secret_is_no_change(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MY_SECRET", "quo\"te's \\ and: more")
+    run = Runs(tmp_path, parse_pretraining)
+    given = {
+        "run_name": f"run {os.environ['MY_SECRET']}", "hub_model_id": "me/hf_" + "c" * 30,
+        "report_to": "tensorboard", "push_to_hub": True,
+    }  # fmt: skip
+    run.start(**given)
+    for text in (dump_yaml(redacted(load_plain(tmp_path))), dump_yaml(load_plain(tmp_path))):
+        (tmp_path / "config.yaml").write_text(text)  # as it is written, and as it once was
+        assert run.start(**given) == {}
+    assert warned(caplog) == []
+    record = run.start(**{**given, "run_name": f"another {os.environ['MY_SECRET']}"})
+    assert record["changed"] == {"run_name": "another ***"}
+
+
+def load_plain(run: Path) -> dict:
+    return {name: value for name, (value, _) in load_file(run / "config.yaml").items()}
 
 
 def test_a_missing_setting_and_a_broken_config(runs):
