@@ -140,7 +140,7 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all that runs under it, as a power cut would."""
         slurmd = self.daemons[f"slurmd {node}"]
-        processes = [slurmd.pid, *_of_node(node)]
+        processes = [slurmd.pid, *self._of_node(node)]
         for blow in (signal.SIGSTOP, signal.SIGKILL):  # or one reports that another was killed
             for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -226,6 +226,22 @@ class SlurmCluster:
                 env=self.environment(), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
+    def _of_node(self, node: str) -> set[int]:
+        """The processes of jobs on a node: tasks, all they started, and Slurm's step daemons."""
+        # Another cluster on this machine has a node of the same name.
+        marks = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.config}".encode()}
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                is_step = Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd")
+            except OSError:
+                continue  # ended meanwhile
+            if marks <= set(environment):
+                found |= {int(process.name), parent} if is_step else {int(process.name)}
+        return found
+
     def _nodes_are_idle(self) -> bool:
         shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
         return shown.stdout.split() == [word for node in NODES for word in (node, "idle")]
@@ -237,22 +253,6 @@ class SlurmCluster:
         parts = [self.run("sinfo", "--Node", "--long", check=False).stdout]
         parts += [path.read_text()[-1500:] for path in sorted(self.directory.glob("*.log"))]
         return "\n".join(parts)
-
-
-def _of_node(node: str) -> set[int]:
-    """The processes of jobs on a node: tasks, all they started, and Slurm's step daemons."""
-    mark = f"SLURMD_NODENAME={node}".encode()
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            is_step = Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd")
-        except OSError:
-            continue  # ended meanwhile
-        if mark in environment:
-            found |= {int(process.name), parent} if is_step else {int(process.name)}
-    return found
 
 
 def free_ports(count: int) -> list[int]:
