@@ -27,6 +27,7 @@ from utils.checkpoints.files import FINAL, PROVENANCE, known_run_id
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.rows import document_fields
 from utils.launch.script import configure_environment, run_script
+from utils.support.foreign import foreign, read_object
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
@@ -171,13 +172,15 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import find_adapter_config_file
 
-    from utils.model.architecture import causal_lm_class
+    from utils.model.architecture import causal_lm_class, without_weights
+    from utils.model.finished_model import check_token_ids
+    from utils.model.weights import check_without_loading
     from utils.model.xlstm import accept_kernel_names, choose_kernels
 
     base, config = path, {}
-    try:
+    with foreign(path, "the model cannot be loaded"):
         if adapter := find_adapter_config_file(path):
-            config = json.loads(Path(adapter).read_text(encoding="utf-8"))
+            config = read_object(Path(adapter))
             base = find_model(config["base_model_name_or_path"])
             say(f"{path} is an adapter of {base}.")
         bare = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
@@ -188,10 +191,14 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         accept_kernel_names()
         model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         choose_kernels(model_config, torch.device(device).type)
+        without_weights(model_config)  # refuses one that takes hours to build
+        if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
+            check_without_loading(base, exact=False, config=model_config)
         loaded: Any = causal_lm_class(model_config).from_pretrained(
             base, config=model_config, dtype=dtype, device_map=device, output_loading_info=True
         )
         model, info = loaded
+        check_token_ids(model.generation_config)
         if config.get("trainable_token_indices"):  # as many rows as training gave the new tokens
             model.resize_token_embeddings(
                 len(tokenizer), pad_to_multiple_of=64, mean_resizing=False
@@ -200,11 +207,6 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, path)
-    except ConfigurationError:
-        raise
-    except Exception as error:  # what libraries raise at damaged files is not bounded
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ConfigurationError(f"{path} cannot be loaded: {reason}") from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigurationError(f"{base} lacks tensors of the model: {', '.join(missing[:5])}.")
     return model.eval(), tokenizer
@@ -215,10 +217,10 @@ class ChatModel:
 
     def __init__(self, given: argparse.Namespace):
         """Load what `given` names and settle how it generates; raises as `load` does."""
-        path = find_model(given.model)
+        path = self.path = find_model(given.model)
         import transformers
 
-        from utils.data.prepare.chat_templates import RENDERING_ERRORS, ChatTemplate
+        from utils.data.prepare.chat_templates import ChatTemplate
         from utils.data.prepare.tokenizer import end_of_turn_id
 
         if not sys.stderr.isatty():
@@ -231,7 +233,7 @@ class ChatModel:
         ends = [*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id]
         if tokenizer.chat_template is not None:
             self.template = ChatTemplate(tokenizer)
-            with contextlib.suppress(*RENDERING_ERRORS):  # of one that could not be trained with
+            with contextlib.suppress(Exception):  # of one that could not be trained with
                 ends.append(end_of_turn_id(tokenizer))  # checkpoints do not have it in their files
         settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -251,24 +253,22 @@ class ChatModel:
 
     def rendered(self, chat: Chat) -> str:
         """Return the text that the model is to continue; raises ConfigurationError."""
-        from utils.data.prepare.chat_templates import PROBE, RENDERING_ERRORS
+        from utils.data.prepare.chat_templates import PROBE
         from utils.data.prepare.documents import ChatDocument
 
         messages, tools, options = map(chat.get, ("messages", "tools", "chat_template_kwargs"))
         assert messages, "as_chat sees to it"
-        try:
-            if self.template is not None:
+        asked = f"{messages[-1]['content']!r:.40} cannot be asked"
+        if self.template is not None:
+            with foreign(self.path, f"{asked}, its chat template refuses it"):
                 adapted = self.template.adapted(messages)
                 return self.template.render(ChatDocument(adapted, PROBE, tools, options), True)
-            if len(messages) > 1 or tools or options:
-                raise ValueError(
-                    "without a chat template the model continues one text; it takes no system "
-                    "text, earlier messages, tools or --chat_template_kwargs."
-                )
-            return str(messages[0]["content"])
-        except RENDERING_ERRORS as error:
-            last = str(messages[-1]["content"])
-            raise ConfigurationError(f"{last!r:.40} cannot be asked: {error}") from error
+        if len(messages) > 1 or tools or options:
+            raise ConfigurationError(
+                f"{asked}: without a chat template the model continues one text; it takes no "
+                "system text, earlier messages, tools or --chat_template_kwargs."
+            )
+        return str(messages[0]["content"])
 
     def answer(self, texts: Sequence[str], *, streamed: bool = False) -> list[str]:
         """Return what the model says after each text; one alone is `streamed`, Ctrl-C ends it.
@@ -289,7 +289,9 @@ class ChatModel:
         if positions := getattr(self.model.config.get_text_config(), "max_position_embeddings", 0):
             room = min(room, positions - length)
         if not length or room < 1:
-            raise ConfigurationError(f"{length:,} tokens do not fit {positions:,} positions.")
+            raise ConfigurationError(
+                f"{self.path}: {length:,} tokens do not fit {positions:,} positions."
+            )
         watched: dict[str, Any] = {}
         pressed: list[bool] = []
         before = signal.getsignal(signal.SIGINT)
@@ -303,7 +305,8 @@ class ChatModel:
             }
             signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
         try:
-            output = self.model.generate(**inputs, **watched, max_new_tokens=room)[:, length:]
+            with foreign(self.path, "the model does not generate"):
+                output = self.model.generate(**inputs, **watched, max_new_tokens=room)[:, length:]
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 "out of GPU memory: a smaller --batch_size or --max_new_tokens, or --device auto."

@@ -120,7 +120,7 @@ def test_what_fails_says_what_to_type_and_fails_no_run(finished, stand_in, caplo
     assert "Couldn't reach the data on the Hub" in capfd.readouterr().err
     assert not (finished / "lm_eval.json").exists()
     (finished / "final/config.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"final cannot be loaded: .* not a valid JSON"):
+    with pytest.raises(ConfigurationError, match=r"final: the model .*config\.json is not JSON"):
         evaluate.main([str(finished), "--tasks", "a"])
     with pytest.raises(ConfigurationError, match="has no final/"):
         evaluate.main([str(finished.parent), "--tasks", "a"])

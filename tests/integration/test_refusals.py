@@ -235,7 +235,7 @@ FINE_TUNING = {
             "model_name_or_path": place.path / "none",
             "tokenizer_name_or_path": place.workspace / "tokenizer",
         },
-        "no model could be found",
+        "no model can be made of it",
     ),
     "long chat": ({"sequence_length": 32}, "more than sequence_length 32"),
 }  # fmt: skip

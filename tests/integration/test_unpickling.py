@@ -57,7 +57,7 @@ TRICKS = {
     "nested": ({"trust_remote_code": True, "text_config": {"auto_map": AUTO_MAP}}, "text_config"),
     "architecture": (
         {"model_type": "evil", "auto_map": AUTO_MAP},
-        r"no model could be found|can be loaded|evil",
+        r"no model can be made of it|can be loaded|evil",
     ),
 }
 

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
+from utils.support.foreign import foreign
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ADVICE = (
+    "A folder needs tokenizer.json; a Hub name needs a connection or a cached copy; a tokenizer's "
+    "own code is not run."
+)
+MOST_IDS = 1 << 24  # sixty times the largest published vocabulary
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
@@ -28,21 +34,21 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
     is_folder = Path(name_or_path).is_dir()
     if not is_folder and re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name_or_path) is None:
         raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
-    try:
+    with foreign(name_or_path, "no tokenizer can be loaded from there", ADVICE):
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=is_folder or is_cached, trust_remote_code=False
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ConfigurationError(
-            f"tokenizer_name_or_path: {name_or_path}: no tokenizer can be loaded from there: "
-            f"{reason} (a folder needs tokenizer.json; a Hub name needs a connection or a cached "
-            "copy; tokenizers that bring their own code are not run)"
-        ) from error
-    if tokenizer.eos_token_id is None:
+        size, end = vocabulary_size(tokenizer), tokenizer.eos_token_id
+    if end is None:
         raise ConfigurationError(
             f"tokenizer_name_or_path: {name_or_path}: the tokenizer has no eos_token, so the end "
             "of a document could not be marked; set one and save the tokenizer again"
+        )
+    if size > MOST_IDS:
+        raise ConfigurationError(
+            f"tokenizer_name_or_path: {name_or_path}: its {len(tokenizer):,} tokens have ids up to "
+            f"{size - 1:,}, and a model needs a row for each id up to the largest: mend the ids in "
+            "tokenizer.json"
         )
     return tokenizer
 

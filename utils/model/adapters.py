@@ -24,6 +24,7 @@ from utils.model.architecture import (
     text_model_of,
     without_weights,
 )
+from utils.support.foreign import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -102,20 +103,14 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
 
 def check_model(config: PreTrainedConfig) -> None:
     """Raise ConfigurationError unless the model can be built, with a head on its text model."""
-    try:
+    kind = f"model type {config.model_type!r}"
+    with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
         built = without_weights(config)
-    except ConfigurationError:
-        raise
-    except (*MISFITS, ImportError) as error:
-        why = " ".join(str(error).split())  # a package that is missing is named in its last line
-        raise ConfigurationError(
-            f"model type {config.model_type!r}: transformers cannot build this model: {why}"
-        ) from error
     text, head = text_model_of(built), built.get_output_embeddings()
     if head is None or not any(module is text for module in built.modules()):
         raise ConfigurationError(
-            f"model type {config.model_type!r}: {type(built).__name__} has no text model with a "
-            "last layer that transformers names: use another architecture."
+            f"{kind}: {type(built).__name__} has no text model with a last layer that transformers "
+            "names: use another architecture."
         )
 
 

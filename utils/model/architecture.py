@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from utils.config.errors import ConfigurationError
+from utils.support.foreign import limits
 
 # What each is called differs by architecture; the attribute that a config has is the one meant.
 EXPERTS_PER_TOKEN = (
@@ -129,11 +130,13 @@ def text_model_of(model: PreTrainedModel) -> Any:
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model on the meta device, to look at.
 
-    An attention that the configuration names is not loaded: its code would run.
+    An attention that the configuration names is not loaded: its code would run. Raises any
+    Exception for a model that cannot be built, a ConfigurationError for one that is too large.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
-    with torch.device("meta"):
+    name = config.name_or_path or f"a model of type {config.model_type}"
+    with limits(f"building {name}"), torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
     return built
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -41,13 +40,10 @@ from utils.data.tokenizers import (
     load_tokenizer,
     vocabulary_size,
 )
-from utils.model.architecture import first_line
 from utils.model.stages import stage_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# What transformers raises for values that an architecture cannot have.
-UNUSABLE = (ValueError, TypeError, KeyError, StrictDataclassError)
 # What libraries write into every published file; one of them tells it from a file somebody wrote.
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
 # These say nothing of the model that is built.
@@ -119,10 +115,7 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         settings["text_config"] = {**defaults, **settings["text_config"]}
     else:
         settings = {**defaults, **settings}
-    try:
-        config = AutoConfig.for_model(model_type, **settings)
-    except UNUSABLE as error:
-        raise ConfigurationError(f"--model_config {path}: {first_line(error)}") from error
+    config = AutoConfig.for_model(model_type, **settings)
     unused = _unused(values, config)
     if unused and any(name in values for name in WRITTEN_BY_LIBRARIES):
         logger.info("%s: transformers' %s uses no %s", path, model_type, ", ".join(unused))

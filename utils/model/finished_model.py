@@ -15,14 +15,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from utils.checkpoints.files import OLD_TEMPLATE, PROCESSOR_FILES, PROVENANCE, earlier_starts
-from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
-from utils.model.architecture import first_line
 from utils.model.stages import stage_of
 from utils.model.xlstm import NATIVE
+from utils.support.foreign import foreign
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,18 +33,23 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
     """
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     revision = settings.model.model_revision or "main"
-    try:
-        if source:
-            return GenerationConfig.from_pretrained(source, revision=revision)
-    except (OSError, ValueError, TypeError) as error:
-        if not isinstance(error, OSError) or (Path(source) / GENERATION_CONFIG_NAME).is_file():
-            raise ConfigurationError(
-                f"{source}: its {GENERATION_CONFIG_NAME} cannot be read ({first_line(error)}): "
-                "mend it or delete it."
-            ) from error
+    if file := _cached(source, GENERATION_CONFIG_NAME, revision):
+        with foreign(file, "it cannot be used", "Mend it or delete it."):
+            found = GenerationConfig.from_pretrained(source, revision=revision)
+            check_token_ids(found)
+            return found
     config = copy.deepcopy(config)
     config.use_cache = True  # off while training on packed documents, which says nothing
     return GenerationConfig.from_model_config(config)
+
+
+def check_token_ids(found: GenerationConfig) -> None:
+    """Raise ValueError where settings name a token by anything but its id."""
+    for name in TOKEN_IDS:
+        value = getattr(found, name)
+        ids = value if isinstance(value, list) else [0 if value is None else value]
+        if not all(type(each) is int for each in ids):
+            raise ValueError(f"{name} is {value!r}, not a token's id or a list of ids")
 
 
 def finished_generation(
@@ -94,20 +99,25 @@ def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> Pub
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     revision = settings.model.model_revision or "main"
     found: dict[str, bytes] = {}
-    for name in PROCESSOR_FILES if source else ():
-        path = cached_file(
-            source, name, revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        if path is not None:
-            found[name] = Path(path).read_bytes()
+    for name in PROCESSOR_FILES:
+        if path := _cached(source, name, revision):
+            found[name] = path.read_bytes()
     kernels: dict[str, Any] = {}
     if config.model_type == "xlstm":
         given = source or str(settings.model.model_config)
         values, _ = PreTrainedConfig.get_config_dict(given, revision=revision)
         kernels = {name: values[name] for name in NATIVE if name in values}
     return PublishedFiles(found, kernels)
+
+
+def _cached(source: str, name: str, revision: str) -> Path | None:
+    """Return a file of a folder or of a model on the Hub; None: it has no such file."""
+    path = source and cached_file(
+        source, name, revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return Path(path) if path else None
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:

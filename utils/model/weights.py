@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -28,20 +27,21 @@ from utils.model.adapters import check_model, freeze_unused
 from utils.model.architecture import (
     WITHOUT_GRADIENT,
     causal_lm_class,
-    first_line,
     gets_gradient,
     give_token_types,
     is_multimodal,
     text_model_config,
 )
 from utils.model.attention import AttentionChoice
-from utils.model.config import UNUSABLE, add_rows, config_from_file, fit_embedding, read_config_file
+from utils.model.config import add_rows, config_from_file, fit_embedding, read_config_file
 from utils.model.finished_model import generation_settings, read_published_files
 from utils.model.probe import probe_config, torch_operators
 from utils.model.quantization import compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_training
 from utils.support.collectives import on_every_rank, on_rank_0
+from utils.support.files import paths_inside
+from utils.support.foreign import foreign, limits, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
 
 def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model, and transformers' account of the tensors that do not fit."""
-    try:
+    with foreign(path, "the weights cannot be read"):
+        check_index(path)
         loaded: Any = causal_lm_class(arguments["config"]).from_pretrained(
             path,
             **arguments,
@@ -101,13 +102,17 @@ def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dic
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise  # the storage's
-        raise ConfigurationError(
-            f"the weights in {path} cannot be read: {first_line(error)}"
-        ) from error
     return loaded
+
+
+def check_index(path: str) -> None:
+    """Raise ConfigurationError where the index of sharded weights names files elsewhere."""
+    for index in Path(path).glob("*.index.json"):
+        if not index.with_name(index.name.removesuffix(".index.json")).exists():  # else unused
+            files = read_object(index).get("weight_map")
+            if not isinstance(files, dict):
+                raise ConfigurationError(f"{index} has no weight_map from tensors to files.")
+            paths_inside(index.parent, files.values(), index, links=True)
 
 
 def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
@@ -131,7 +136,17 @@ def load_model_config(
     unknown one, and one with too few positions.
     """
     accept_kernel_names()
-    config = _given_config(settings, tokenizer)
+    source = str(
+        settings.model.model_config or stage_of(settings) or settings.model.model_name_or_path
+    )
+    with foreign(source, "no model can be made of it (of a run, its final/ is one)"):
+        return _checked_config(settings, source, tokenizer)
+
+
+def _checked_config(
+    settings: RunSettings, source: str, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
+    config = _given_config(settings, source, tokenizer)
     causal_lm_class(config)  # refuses what is no decoder before its parts are looked for
     choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
@@ -182,19 +197,15 @@ def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _given_config(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    model = settings.model
-    if model.model_config is not None:
-        return config_from_file(Path(model.model_config), tokenizer)
-    path = str(stage_of(settings) or model.model_name_or_path)
-    try:
+def _given_config(
+    settings: RunSettings, source: str, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
+    with limits(source):
+        if settings.model.model_config is not None:
+            return config_from_file(Path(source), tokenizer)
         return AutoConfig.from_pretrained(
-            path, revision=model.model_revision, trust_remote_code=False
+            source, revision=settings.model.model_revision, trust_remote_code=False
         )
-    except (OSError, *UNUSABLE) as error:
-        raise ConfigurationError(
-            f"no model could be found at {path} (of a run, its final/ is one): {first_line(error)}"
-        ) from error
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:

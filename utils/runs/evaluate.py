@@ -25,6 +25,7 @@ from utils.config.precision import LAUNCHER_VARIABLES
 from utils.launch.script import configure_logging, run_script
 from utils.runs.publish import RESULTS
 from utils.support.files import replace_text
+from utils.support.foreign import foreign
 from utils.support.redaction import load_env_file
 
 logger = logging.getLogger(__name__)
@@ -56,17 +57,15 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
     import torch
     from transformers import AutoConfig
 
-    from utils.model.architecture import first_line, is_multimodal
+    from utils.model.architecture import is_multimodal
 
     if not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):
         raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
-    try:
-        config = AutoConfig.from_pretrained(run / FINAL)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{run / FINAL} cannot be loaded: {first_line(error)}") from error
-    if "--model" not in flags and is_multimodal(config):
+    with foreign(run / FINAL, "the model cannot be loaded"):
+        several_inputs = is_multimodal(AutoConfig.from_pretrained(run / FINAL))
+    if "--model" not in flags and several_inputs:
         raise ConfigurationError(
             f"{run / FINAL}: lm_eval's own loader takes no model for images or sound: add "
             f"--model vllm --model_args pretrained={run / FINAL}, after pip install vllm."

@@ -71,7 +71,7 @@ def test_what_is_never_valid_is_refused_with_the_file(tmp_path):
     with pytest.raises(ConfigurationError, match=r"generation_config\.json"):
         generation_settings(settings, config)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json: it cannot be used"):
         generation_settings(settings, config)
 
 

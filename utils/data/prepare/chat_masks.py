@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_templates import (
     NOBODY,
-    RENDERING_ERRORS,
     TAGS,
     ChatTemplate,
     MarkedChat,
@@ -27,6 +27,7 @@ from utils.data.prepare.chat_templates import (
 from utils.data.prepare.chat_turns import ASSISTANT, LEADING_TAGS, TurnDelimiter
 from utils.data.prepare.documents import ChatDocument, Message
 from utils.data.prepare.rows import UnusableRowError
+from utils.support.foreign import limits, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,13 +65,13 @@ class ChatMasks:
         UnusableRowError where the template does not fit the chat.
         """
         try:
-            return self._masked(
-                replace(document, messages=self.template.adapted(document.messages))
-            )
-        except UnusableRowError:
+            with limits(f"{document.location}: the chat template"):
+                adapted = self.template.adapted(document.messages)
+                return self._masked(replace(document, messages=adapted))
+        except (UnusableRowError, ConfigurationError):
             raise
-        except RENDERING_ERRORS as error:
-            message = f"the chat template refuses this conversation ({error})"
+        except Exception as error:
+            message = f"the chat template refuses this conversation ({reason(error)})"
             raise UnusableRowError("template_refused", message) from error
 
     def _masked(self, chat: ChatDocument) -> MaskedChat:

@@ -16,17 +16,15 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError
-
+from utils.config.errors import ConfigurationError
 from utils.data.prepare.documents import ChatDocument, Message
 from utils.data.prepare.records import Location
 from utils.data.prepare.rows import UnusableRowError
+from utils.support.foreign import foreign, limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What a template may raise on a conversation it was not written for (roles out of order, ...).
-RENDERING_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 # The names that a message's reasoning goes by; templates read the first and the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 PROBE = Location("a probe")  # where a chat is from that tries a template out
@@ -49,17 +47,23 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
         from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
-        self.source = tokenizer.get_chat_template()
-        self.has_markers = GENERATION.search(self.source) is not None
-        self._variables = dict(tokenizer.special_tokens_map)
-        # Compiled anew, not taken from transformers' cache: its date is for this object alone.
-        self._compiled: Any = _cached_compile_jinja_template(self.source)
+        self._origin = f"the chat template of {tokenizer.name_or_path}"
+        with foreign(self._origin, "not valid Jinja"), limits(self._origin):
+            self.source = tokenizer.get_chat_template()
+            self.has_markers = GENERATION.search(self.source) is not None
+            self._variables = dict(tokenizer.special_tokens_map)
+            # Compiled anew, not taken from transformers' cache: its date is for this object alone.
+            self._compiled: Any = _cached_compile_jinja_template(self.source)
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
 
     def render(self, chat: ChatDocument, generation_prompt: bool = False) -> str:
-        """Return the rendering; raises one of RENDERING_ERRORS when the template refuses it."""
-        return str(self._compiled.render(**self._given(chat, generation_prompt)))
+        """Return the rendering; raises any Exception when the template refuses the chat.
+
+        It is a ConfigurationError where the template computes too long or takes too much memory.
+        """
+        with limits(self._origin):
+            return str(self._compiled.render(**self._given(chat, generation_prompt)))
 
     def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
         """Return (rendering, [(start, stop) of each {% generation %} block]), in characters."""
@@ -131,7 +135,9 @@ class ChatTemplate:
             chat = ChatDocument([question, {"role": "assistant", **reply}], PROBE, tools)
             try:
                 return self.render(chat)
-            except RENDERING_ERRORS:
+            except ConfigurationError:
+                raise
+            except Exception:  # noqa: S112 - the template refuses this form
                 continue
         return ""
 
@@ -192,7 +198,7 @@ class MarkedChat:
             self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
             try:
                 rendering = template.render(replace(chat, messages=self.messages))
-            except RENDERING_ERRORS:
+            except Exception:
                 rendering = ""  # the template refuses the marks, not the chat
             self.text, self.marks = self._find(rendering)
             if self.text == text:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from utils.data.prepare.chat_templates import RENDERING_ERRORS, TAGS, ChatTemplate, MarkedChat
+from utils.data.prepare.chat_templates import TAGS, ChatTemplate, MarkedChat
 from utils.data.prepare.documents import Message
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class TurnDelimiter:
             question = self._tail(chat, [asked]).rpartition(PROBE)[2]
             ended = self._tail(chat, [asked, said]).rpartition(PROBE)[2]
             _, following, _ = self._tail(chat, [asked, said, more]).rsplit(PROBE, 2)
-        except RENDERING_ERRORS:
+        except Exception:  # the template refuses these messages
             return ""
         start = len(_shared(ended, following))
         for text in (ended, following):  # not from within a token
@@ -207,8 +207,8 @@ class TurnDelimiter:
         given = [message, {**message, "tool_calls": [*message["tool_calls"]] * 2}]
         try:
             once, twice = (self._rendered(chat, [*chat.messages[:turn], m]) for m in given)
-        except RENDERING_ERRORS:
-            return end  # it takes one call only
+        except Exception:  # the template takes one call only
+            return end
         bare, prompt = self._openings(chat, self._question()) or ("", "")
         header = prompt.removeprefix(bare).strip()
         is_turn = header and token + header in twice and len(message["tool_calls"]) == 1
@@ -281,15 +281,15 @@ class TurnDelimiter:
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
             return self._tail(chat, [*chat.messages[:turn], probe])
-        except RENDERING_ERRORS:
+        except Exception:  # the template refuses these messages
             return ""
 
     def _openings(self, chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
         """Return what follows messages without and with a generation prompt; None if refused."""
         try:
             return self._tail(chat, messages), self._tail(chat, messages, generation_prompt=True)
-        except RENDERING_ERRORS:
-            return None  # nothing comes before, or nothing that may end a chat
+        except Exception:  # the template refuses no messages, or these as the last ones
+            return None
 
     def _tail(
         self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
+from utils.support.foreign import foreign
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FAILS = "its tokenizer does not turn text into tokens"
 # A longer text is tokenized in pieces: a tokenizer needs about 100 bytes of memory per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
 CUTS_SEARCHED_CHARACTERS = 1 << 16  # before the end of a piece
@@ -79,13 +81,14 @@ def encode(
     """Return the ids of each text."""
     if not texts:
         return []  # a tokenizer takes no empty list
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # silences "longer than the model's maximum": packing splits texts
-    )
+    with foreign(tokenizer.name_or_path, TOKENIZER_FAILS):
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # silences "longer than the model's maximum": packing splits texts
+        )
     return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
@@ -95,14 +98,15 @@ def encode_with_offsets(
     """Yield the ids of each text, and (tokens, 2) where in it each token starts and stops."""
     if not texts:
         return
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        return_offsets_mapping=True,
-        verbose=False,
-    )
+    with foreign(tokenizer.name_or_path, TOKENIZER_FAILS):
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         yield np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 

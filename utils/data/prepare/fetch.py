@@ -27,6 +27,7 @@ from utils.data.prepare.hub import PARQUET_BRANCH, HubCache, Kind, files_of_spli
 from utils.data.prepare.plan import plan_preparation
 from utils.data.prepare.tokenizer import given_tokenizer
 from utils.launch.script import run_script
+from utils.support.foreign import foreign
 from utils.support.host import host_name
 
 if TYPE_CHECKING:
@@ -291,7 +292,8 @@ def _check_model(cache: HubCache, given: str) -> None:
     files = cache.files_of_model(name, revision.resolved, weights=True, ask=False)
     if missing := [file for file in files if not (snapshot / file).exists()]:
         raise FileNotFoundError(f"{len(missing)} of {len(files)} files are missing: {missing[0]}")
-    AutoConfig.from_pretrained(name, revision=revision.resolved, trust_remote_code=False)
+    with foreign(given, "its configuration cannot be loaded"):
+        AutoConfig.from_pretrained(name, revision=revision.resolved, trust_remote_code=False)
     logger.info(f"{given}: {len(files)} files of commit {revision.resolved[:10]}")
 
 

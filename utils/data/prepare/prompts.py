@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare.chat_templates import PROBE, RENDERING_ERRORS, ChatTemplate
+from utils.data.prepare.chat_templates import PROBE, ChatTemplate
 from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.encoding import prompt_ids
 from utils.data.prepare.rows import document_fields
+from utils.support.foreign import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +46,10 @@ def load_prompts(
                     f"{most_tokens:,} before what it adds (sample_max_new_tokens)"
                 )
             prompts.append(prompt)
-        except RENDERING_ERRORS as error:  # ValueError is one
-            problems.append(f"sample_prompts {where}: {error}")
+        except ConfigurationError:
+            raise  # every other prompt would take as long
+        except Exception as error:  # of the template too
+            problems.append(f"sample_prompts {where}: {reason(error)}")
     if problems:
         raise ConfigurationError(problems)
     return prompts
@@ -72,7 +75,7 @@ def _lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _prompt(
     fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
 ) -> Prompt:
-    """Return the prompt of a line; raises one of RENDERING_ERRORS."""
+    """Return the prompt of a line; raises any Exception."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     asked = record.get("messages", record.get("prompt"))
     if isinstance(asked, str) and template is None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.data.prepare.chat_masks import ASSISTANT, ChatMasks, MaskedChat
-from utils.data.prepare.chat_templates import RENDERING_ERRORS
 from utils.data.prepare.documents import ChatDocument, CompletionDocument, Document, TextDocument
 from utils.data.prepare.encoding import (
     LARGEST_PIECE_CHARACTERS,
@@ -249,7 +248,7 @@ class DocumentTokenizer:
             return False
         template = self._masks.template
         before = replace(document, messages=template.adapted(document.messages[:last]))
-        with suppress(*RENDERING_ERRORS):
+        with suppress(Exception):  # a template may refuse a chat without its answer
             prompt = template.render(before, generation_prompt=True).rstrip()
             return any(thought.end() == len(prompt) for thought in EMPTY_THOUGHT.finditer(prompt))
         return False

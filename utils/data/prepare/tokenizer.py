@@ -9,16 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.prepare.chat_templates import GENERATION, PROBE, RENDERING_ERRORS, TOOL
+from utils.data.prepare.chat_templates import GENERATION, PROBE, TOOL
 from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.plan import PreparationPlan
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
 from utils.data.prepare.workspace import partial_name
 from utils.data.tokenizers import load_tokenizer
+from utils.support.foreign import foreign, limits, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +47,10 @@ def given_tokenizer(
     defaults = arguments.chat_template_kwargs or {}
     if plan.needs_chat_template or arguments.chat_template is not None:
         date = plan.settings.template_date
-        attach_template(tokenizer, arguments.chat_template, date, defaults)
         of_sources = [rows.chat_template_kwargs or {} for rows in plan.settings.sources]
-        _warn_of_unread(tokenizer, dict.fromkeys(name for each in of_sources for name in each))
+        with foreign(arguments.tokenizer_name_or_path, "its chat template cannot be used"):
+            attach_template(tokenizer, arguments.chat_template, date, defaults)
+            _warn_of_unread(tokenizer, dict.fromkeys(name for each in of_sources for name in each))
     elif defaults:
         logger.info("chat_template_kwargs have no effect: no chat template renders these documents")
     return tokenizer
@@ -95,7 +95,7 @@ def attach_template(
     that and the date that it prints are logged. Raises ConfigurationError without a template, or
     where no chat could be trained on.
     """
-    origin = template_file or "the tokenizer's chat template"
+    origin = template_file or f"the chat template of {tokenizer.name_or_path}"
     if template_file is not None:
         tokenizer.chat_template = read_chat_template(template_file)
     if tokenizer.chat_template is None:
@@ -111,9 +111,9 @@ def attach_template(
         )
     try:
         _trained_probe(tokenizer)
-    except RENDERING_ERRORS as problem:
+    except Exception as problem:
         raise ConfigurationError(
-            f"{origin} cannot be trained with: {problem}. {_advice(tokenizer)}"
+            f"{origin} cannot be trained with: {reason(problem)}. {_advice(tokenizer)}"
         ) from problem
     if masks_from(tokenizer) == "derived":
         logger.info(
@@ -196,12 +196,9 @@ def read_chat_template(path: str) -> str:
     """Read a Jinja file; raises ConfigurationError when it is missing or no valid Jinja."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    try:
+    with foreign(path, "not valid Jinja"), limits(path):
         template = Path(path).read_text(encoding="utf-8")
         _compile_jinja_template(template)
-    except (OSError, UnicodeDecodeError, TemplateError) as error:
-        problem = "not valid Jinja" if isinstance(error, TemplateError) else "cannot be read"
-        raise ConfigurationError(f"chat_template: {path}: {problem} ({error})") from error
     return template
 
 

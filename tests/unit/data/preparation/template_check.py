@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
-from utils.data.prepare.chat_templates import RENDERING_ERRORS, ChatTemplate
+from utils.data.prepare.chat_templates import ChatTemplate
 from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.rows import UnusableRowError
 
@@ -217,7 +217,7 @@ class TemplateCheck:
         )
         try:
             return self.masks.template.render(given, prompt)
-        except RENDERING_ERRORS:
+        except Exception:
             return None
 
     def _behind_words(self, chat: ChatDocument, stop: int, text: str) -> str:
@@ -319,7 +319,7 @@ def needs_tools(kind: Kind, masks: ChatMasks) -> bool:
         return False
     try:
         masks.template.render(ChatDocument(masks.template.adapted([ASK]), PLACE, None, None))
-    except RENDERING_ERRORS:
+    except Exception:
         return True
     return False
 
@@ -340,7 +340,7 @@ def renderings(template: str) -> str:
     for name, tools, prompt in product(SHOWN, (True, False), (True, False)):
         chat = document(KINDS[name], tools)
         chat = replace(chat, messages=rendered.adapted(chat.messages))
-        with suppress(*RENDERING_ERRORS):
+        with suppress(Exception):
             texts.append(rendered.render(chat, prompt))
     return "\n".join(texts)
 

@@ -1,0 +1,152 @@
+"""Foreign files: what libraries make of a model, a tokenizer or a chat template of somebody else.
+
+Libraries raise errors of every type at a damaged file, compute for hours, or wait for a pipe. Here
+each of these becomes a ConfigurationError that names the file.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from utils.config.errors import ConfigurationError
+from utils.support.notes import memory_error, storage_error
+
+# Published templates render a chat in a millisecond. A model of 671 billion parameters is built
+# without its weights in a fifth of a second.
+CPU_LIMIT_S = 30.0
+MEMORY_LIMIT_BYTES = 4 << 30
+LONGEST_REASON = 400
+_READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetensors")
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception: no library may go on after it."""
+
+
+@contextlib.contextmanager
+def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
+    """Read files of somebody else in a with block: any error of a library refuses them.
+
+    `what` is a file, or a folder or a Hub name whose files are read. The ConfigurationError names
+    it, says in `problem` what does not work, and names a folder's damaged files. Errors of storage
+    and memory pass.
+    """
+    folder = Path(what)
+    try:
+        _refuse_special_files(folder)
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, _TimeIsUp):
+        raise
+    except ConfigurationError as error:
+        if str(what) in str(error):
+            raise
+        raise type(error)([f"{what}: {each}" for each in error.problems]) from error
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        if storage_error(error) or memory_error(error):
+            raise
+        found = [*_damaged_files(folder), reason(error)]
+        text = f"{what}: {problem}: {'; '.join(found)}. {advice}"
+        raise ConfigurationError(text.rstrip()) from error
+
+
+@contextlib.contextmanager
+def limits(what: str | Path) -> Iterator[None]:
+    """Raise ConfigurationError where a with block computes too long or takes too much memory.
+
+    The limits are CPU_LIMIT_S, which other processes on the machine do not use up, and
+    MEMORY_LIMIT_BYTES. Inside another limit that one holds. Threads get no signals: they have none.
+    """
+    in_thread = threading.current_thread() is not threading.main_thread()
+    if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _TimeIsUp
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - for every chat
+        most = int(file.read(64).split()[0]) * resource.getpagesize() + MEMORY_LIMIT_BYTES
+    if before[0] == resource.RLIM_INFINITY or most < before[0]:
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)
+    try:
+        yield
+    except _TimeIsUp:
+        raise ConfigurationError(f"{what} takes more than {CPU_LIMIT_S:g} s of CPU time.") from None
+    except (MemoryError, RuntimeError) as error:  # torch's is a RuntimeError
+        if memory_error(error) is None:
+            raise
+        raise ConfigurationError(f"{what}: {reason(error)}.") from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def reason(error: BaseException) -> str:
+    """Return what a library says is wrong, in one line; its type where it says a word at most."""
+    if isinstance(error, MemoryError):
+        return f"more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory is needed"
+    text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
+    text = " ".join(text.split())
+    said = text if " " in text else f"{type(error).__name__} {text}"
+    return (said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}...").rstrip(" .")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises ConfigurationError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # also: not UTF-8, nested too deep
+        raise ConfigurationError(f"{path} is not JSON: {reason(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} holds {json.dumps(content)[:40]}, not a JSON object")
+    return content
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder that libraries read, or the file itself."""
+    with contextlib.suppress(OSError, ValueError):  # a name that no system takes
+        if folder.is_dir():
+            return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
+    return [folder]
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Raise ConfigurationError for a pipe or a device, which may never end, or a broken link.
+
+    Libraries would wait for some of them, and go on without others.
+    """
+    for path in _files(folder):
+        if os.path.lexists(path) and path != folder and not path.is_file():
+            raise ConfigurationError(
+                f"{path} is a folder, a pipe, a device or a broken link: put the file there, or "
+                "delete it."
+            )
+
+
+def _damaged_files(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with each JSON file and each header of tensors in a folder."""
+    for path in _files(folder):
+        try:
+            if path.suffix == ".json":
+                read_object(path)
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "np"):  # reads the header
+                    pass
+        except ConfigurationError as error:
+            yield error.problems[0]
+        except Exception as error:  # of the safetensors library
+            yield f"{path}: {reason(error)}"
