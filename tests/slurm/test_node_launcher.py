@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import ROOT, wait_until
+from launching import ROOT, processes_of, wait_until
 from slurm_cluster import SlurmCluster
 from training_jobs import job_environment
 
@@ -32,12 +32,13 @@ def main():
     configure_environment()
     rank = int(os.environ.get("RANK", "0"))
     said = {name: os.environ.get(name) for name in NAMES} | {"rest": rest}
-    if action == "reduce":
+    if action in ("reduce", "lose launcher in a collective"):
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
         said["sum"] = total.item()
+    if action == "reduce":
         dist.destroy_process_group()
     draft = folder / f".{rank}"
     draft.write_text(json.dumps(said))
@@ -52,6 +53,17 @@ def main():
             time.sleep(0.1)
         time.sleep(1)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+    if action.startswith("lose launcher"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that trains survives it as well
+        while len(list(folder.glob("*.json"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.1)
+        if rest == [os.environ["SLURMD_NODENAME"]] and os.environ["LOCAL_RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGKILL)
+        while True:
+            time.sleep(0.1)
+            if action != "lose launcher":
+                dist.all_reduce(total)
     if action == "stop":
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         while not (Path(os.environ["STOKER_NODE_DIR"]) / "STOP").exists():
@@ -181,6 +193,25 @@ def test_the_cause_is_told_from_its_consequences(slurm, worker, tmp_path, action
     assert done.code == code, done.output
     assert re.match(cause, done.verdict), done.verdict
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("node", "action", "cause"),
+    [
+        ("n1", "lose launcher", "n2 lost the launcher of another node: |$"),
+        ("n1", "lose launcher in a collective", r"rank \d on n2 lost another rank"),
+        ("n2", "lose launcher in a collective", r"rank \d on n1 lost another rank"),
+    ],
+)
+def test_a_launcher_that_dies_is_a_lost_rank(slurm, worker, tmp_path, node, action, cause):
+    """Its ranks die as well. The first node's launcher held the store of all launchers.
+
+    Slurm may kill the other launcher before its verdict. The job script takes that for 76.
+    """
+    done = srun(slurm, tmp_path, *TWO_NODES, NODE, worker, tmp_path, action, node)
+    assert done.code in (76, 137), done.output
+    assert re.match(cause, done.verdict), done.verdict
+    wait_until(lambda: not processes_of(tmp_path), "ranks are left")
 
 
 def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path):

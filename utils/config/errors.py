@@ -15,7 +15,7 @@ class ExitCode(IntEnum):
     UNFIT = 69  # this machine, or what was allocated of the cluster, cannot run it
     STORAGE = 74  # no space, no inodes, no permission; everything older is intact
     STOPPED = 75  # stopped early with a checkpoint: start again to resume
-    LOST_RANK = 76  # a rank hung or was killed by a signal
+    LOST_RANK = 76  # a rank hung; a rank, its helper or its launcher was killed
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
     OUT_OF_MEMORY = 79  # of a device or a host: the same settings would end so again
@@ -64,6 +64,13 @@ class NoProgressError(ConfigurationError):
 
     exit_code = ExitCode.NO_PROGRESS
     kind = "no progress"
+
+
+class LostProcessError(ConfigurationError):
+    """A helper process that was killed; names the host. The same settings may work again."""
+
+    exit_code = ExitCode.LOST_RANK
+    kind = "lost process"
 
 
 class NotFiniteError(ConfigurationError):

@@ -20,11 +20,17 @@ from utils.launch.caches import enter_node_directory, pack_compiled, unpack_comp
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import configure_logging, missing_package, write_report
-from utils.launch.signals import STOP
+from utils.launch.signals import LAUNCHER, STOP
 from utils.launch.slurm import Allocation, read_allocation
-from utils.launch.verdict import Verdict, note_worker_ends, read_verdict, wait_for_verdict
-from utils.support.host import host_name
-from utils.support.notes import NOTES_DIR, RUN_STARTED, leave_verdict, read_notes
+from utils.launch.verdict import (
+    SILENT,
+    Verdict,
+    note_worker_ends,
+    read_verdict,
+    wait_for_verdict,
+)
+from utils.support.host import host_name, memory_kills
+from utils.support.notes import NOTES_DIR, RUN_STARTED, last_line, leave_verdict, read_notes
 
 logger = logging.getLogger("launch_node")
 
@@ -165,8 +171,8 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return what the processes of this node read: threads, and the CPU without a GPU."""
-    added = {}
+    """Return what this node's processes read: their launcher, threads, the CPU without a GPU."""
+    added = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         # An equal share of the cores that Slurm gave, or of all.
         given = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
@@ -180,11 +186,14 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
 def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
     """Run the processes of this node to their end, and say how they, or those elsewhere, ended."""
     from accelerate.commands.launch import launch_command
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     failed: dict[int, int] | None = None
+    lost = SILENT
+    kills = memory_kills()
     logging.disable(logging.ERROR)  # torchrun's own account of an end hides the cause
     try:
         launch_command(arguments)
@@ -194,13 +203,18 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         failed = {0: error.returncode}
     except SignalException as error:
         raise KeyboardInterrupt from error
-    except (RendezvousError, ValueError, ConnectionError, ImportError) as error:
-        raise UnfitClusterError(f"{host_name()}: accelerate launch: {error}") from error
+    except (RendezvousError, DistError, ConnectionError, ValueError, ImportError) as error:
+        reason = error.__cause__ or error
+        unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
+        if unfit or arguments.num_machines == 1:
+            raise UnfitClusterError(f"{host_name()}: accelerate launch: {reason}") from error
+        # The nodes met a moment before the start: a launcher has ended since.
+        failed, lost = {}, f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
         logging.disable(logging.NOTSET)
     if failed is not None:
-        note_worker_ends(failed, signals.asked)
-        return wait_for_verdict(several_nodes=arguments.num_machines > 1)
+        note_worker_ends(failed, signals.asked, memory_ran_out=memory_kills() > kills)
+        return wait_for_verdict(arguments.num_machines > 1, lost)
     stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
     return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
 

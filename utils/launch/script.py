@@ -18,9 +18,16 @@ from pathlib import Path
 
 from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
 from utils.launch.notify import tell
-from utils.launch.signals import NODE_DIR
-from utils.support.host import global_rank, host_name
-from utils.support.notes import last_line, leave_note, memory_error, runs_begun, storage_error
+from utils.launch.signals import NODE_DIR, end_with_launcher, is_launcher
+from utils.support.host import global_rank, host_name, memory_kills
+from utils.support.notes import (
+    last_line,
+    leave_note,
+    lost_process,
+    memory_error,
+    runs_begun,
+    storage_error,
+)
 from utils.support.redaction import install_redaction, redact
 from utils.support.run_lock import held_runs, note_error
 
@@ -143,6 +150,7 @@ def run_script(main: Callable[[], int | None]) -> int:
     A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
     ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
     """
+    end_with_launcher()
     ending: int | None = None  # until main has returned or raised what is answered for here
     last_words = ""
     failed: list[Path] = []  # runs whose page nobody else writes
@@ -196,6 +204,7 @@ def write_report(run: Path) -> None:
 
 
 def _run(main: Callable[[], int | None]) -> int:
+    kills = memory_kills()
     try:
         code = main() or 0
     except Answer as answer:
@@ -208,7 +217,13 @@ def _run(main: Callable[[], int | None]) -> int:
         note_error("interrupted from the keyboard (Ctrl-C), without a checkpoint")
         raise
     except Exception as error:
-        refusal = memory_error(error) or storage_error(error) or missing_package(error)
+        killed = memory_kills() > kills
+        refusal = (
+            memory_error(error, killed)
+            or storage_error(error)
+            or lost_process(error)
+            or missing_package(error)
+        )
         return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
     if code == ExitCode.STOPPED:
         leave_note("stopped", code, "stopped with a checkpoint")
@@ -278,7 +293,7 @@ def _speak_last(lines: list[str]) -> None:
             Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")
             return
         launcher = os.getppid()
-        if b"accelerate" in Path(f"/proc/{launcher}/cmdline").read_bytes():
+        if is_launcher(launcher):
             # The command line of a process that has ended is empty.
             waiting = 'grep -qs . "/proc/$1/cmdline" && [ "$tries" -lt 50 ]'
             script = f"tries=0; while {waiting}; do sleep 0.1; tries=$((tries+1)); done"

@@ -7,6 +7,7 @@ appears, and waiting would only hold the job up. Where a user starts the process
 launch_node.sh there is no directory, and SIGTERM and SIGUSR1 are requests to stop.
 """
 
+import ctypes
 import os
 import signal
 import threading
@@ -15,6 +16,17 @@ from pathlib import Path
 
 NODE_DIR = "STOKER_NODE_DIR"
 STOP = "STOP"
+LAUNCHER = "STOKER_LAUNCHER"  # the process id of slurm/launch_node.sh's launcher
+# Programs and modules that start ranks without launch_node.sh, as their command lines name them.
+_LAUNCHERS = (
+    *("accelerate", "torchrun", "accelerate.commands.launch", "torch.distributed.run"),
+    *(
+        "accelerate.commands.accelerate_cli",
+        "torch.distributed.launch",
+        "deepspeed.launcher.launch",
+    ),
+)
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # How long the launcher, which gets the same signal, may take to leave its file.
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
@@ -45,6 +57,37 @@ def install_stop_signals() -> None:
         signal.siginterrupt(number, False)
     if os.environ.get(NODE_DIR):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it only repeats what the file says
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this rank when its launcher dies; nothing without a launcher.
+
+    A rank without a launcher would train on: nobody sees its end, and no new start gets its run.
+    """
+    parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
+    if parent == launcher or is_launcher(parent):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        orphaned = os.getppid() != parent  # the launcher died before that call
+    elif launcher:
+        orphaned = not _command_line(launcher)  # else a script of the user's is between
+    else:
+        orphaned = parent == 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if orphaned:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_launcher(process: int) -> bool:
+    """Whether a process is `accelerate launch` or torchrun."""
+    return any(Path(word).name in _LAUNCHERS for word in _command_line(process))
+
+
+def _command_line(process: int) -> list[str]:
+    """Return the words of a process's command line; none once the process has ended."""
+    try:
+        line = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return os.fsdecode(line).split("\0")[:-1]
 
 
 def stop_request() -> str | None:

@@ -23,6 +23,11 @@ _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 CONSEQUENCE = 4  # the likelihood of an end that followed from another one
 # Longer than torchrun takes on another node to end the workers beside the one that died.
 WAIT_FOR_CAUSES_S = 8.0
+OUT_OF_MEMORY = (
+    ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
+    "(sbatch --mem), or use fewer data workers (--dataloader_num_workers)."
+)
+SILENT = "a process of the job ended without a word; see above"
 SHOWN = 4  # ranks of many that are at fault together
 
 
@@ -34,26 +39,35 @@ class Verdict:
     exit_code: int
 
 
-def note_worker_ends(exit_codes: Mapping[int, int], asked_to_stop: bool) -> None:
+def note_worker_ends(
+    exit_codes: Mapping[int, int], asked_to_stop: bool, memory_ran_out: bool
+) -> None:
     """Leave a note for each rank that ended with this exit code and left none itself.
 
     Negative codes are signals, as subprocess has them. A process that Slurm's stop signal reaches
-    before it can answer ends by it: it is stopped, too.
+    before it can answer ends by it: it is stopped, too. `memory_ran_out` tells whether the kernel
+    killed a process of this job for lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
         name = names.get(code, f"signal {-code}")
-        if code == ExitCode.STOPPED or (asked_to_stop and name in ("SIGUSR1", "SIGTERM")):
+        if code == ExitCode.STOPPED:
             leave_note("stopped", ExitCode.STOPPED, "stopped", rank)
+        elif asked_to_stop and name in ("SIGUSR1", "SIGTERM"):
+            leave_note("stopped", ExitCode.STOPPED, f"stopped by {name} before it could save", rank)
         elif code < 0:
-            hint = " (out of memory? sacct -j JOBID -o MaxRSS,ReqMem and dmesg tell)"
-            leave_note("killed", ExitCode.LOST_RANK, name + hint * (name == "SIGKILL"), rank)
+            of_memory = memory_ran_out and name == "SIGKILL"
+            end = ExitCode.OUT_OF_MEMORY if of_memory else ExitCode.LOST_RANK
+            leave_note("killed", end, name + OUT_OF_MEMORY * of_memory, rank)
         elif code:
             leave_note("failed", code, f"exit code {code}; what it printed is above", rank)
 
 
-def wait_for_verdict(several_nodes: bool) -> Verdict:
-    """Name the cause of a failed end, waiting for other nodes' notes if ours are consequences."""
+def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
+    """Name the cause of a failed end, waiting for other nodes' notes if ours are consequences.
+
+    `silent` is the sentence where no rank left a note.
+    """
     directory = notes_directory()
     assert directory is not None, "the launcher's environment names one"
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
@@ -62,7 +76,7 @@ def wait_for_verdict(several_nodes: bool) -> Verdict:
             return left
         notes = read_notes(directory)
         if any(_likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
-            return judge(notes)
+            return judge(notes, silent)
         time.sleep(0.1)
 
 
@@ -78,11 +92,11 @@ def read_verdict() -> Verdict | None:
         return None
 
 
-def judge(notes: Iterable[Note]) -> Verdict:
+def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     """Choose the cause among the notes of all ranks, the earliest of the likeliest kind."""
     by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
     if not by_likelihood:
-        return Verdict("a process of the job ended without a word; see above", ExitCode.LOST_RANK)
+        return Verdict(silent, ExitCode.LOST_RANK)
     cause = by_likelihood[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)

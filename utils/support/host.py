@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -28,21 +29,37 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
     Slurm limits a job's memory by control groups, around its step, job and user; what is in
     /dev/shm counts, file pages that the kernel would drop first do not. `root` is for tests.
     """
-    memory = (root / "proc/meminfo").read_text(encoding="utf-8")
-    available_kib = re.findall(r"^MemAvailable: *([0-9]+) kB$", memory, re.MULTILINE)[0]
-    rooms = [float(available_kib) * 1024]
-    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, names = "", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # version 1 of control groups
+    rooms = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
+    for version, groups in _memory_groups(root):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            mount = "memory"
-        else:
-            continue
-        group = root / "sys/fs/cgroup" / mount / path.lstrip("/")
-        rooms += [_room(directory, *names) for directory in (group, *group.parents)]
+        rooms += [_room(group, *names) for group in groups]
     return int(max(0, min(rooms)))
+
+
+def memory_kills(root: Path = Path("/")) -> int:
+    """Return how many processes of this control group the kernel has killed for lack of memory.
+
+    Count in the process's own group. The kernel counts there whichever limit was reached, and the
+    groups around it hold other jobs. Count on the whole host where no group counts.
+    """
+    for version, groups in _memory_groups(root):
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        if counting := [group / name for group in groups if (group / name).is_file()]:
+            return _numbers(counting[0]).get("oom_kill", 0)
+    return _numbers(root / "proc/vmstat").get("oom_kill", 0)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
+    """Yield the version of control groups and this process's group with all around it."""
+    known = root / "proc/self/cgroup"
+    for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        mount = "memory" if "memory" in controllers.split(",") else ""  # of version 1
+        if mount or controllers == "":
+            group = root / "sys/fs/cgroup" / mount / path.lstrip("/")
+            yield 1 if mount else 2, [group, *group.parents]
 
 
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
@@ -51,6 +68,13 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
         return float("inf")  # the root; in a container the path may be the host's
     allowed = (group / limit).read_text(encoding="utf-8").strip()
     used = int((group / usage).read_text(encoding="utf-8"))
-    lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-    statistics = dict(line.split() for line in lines)
-    return float(allowed.replace("max", "inf")) - used + int(statistics.get(droppable, 0))
+    statistics = _numbers(group / "memory.stat")
+    return float(allowed.replace("max", "inf")) - used + statistics.get(droppable, 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Read a file of the kernel with a name and a number on each line; empty without the file."""
+    if not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return {words[0]: int(words[1]) for words in map(str.split, lines)}

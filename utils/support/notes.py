@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.config.errors import OutOfMemoryError, StorageError
+from utils.config.errors import LostProcessError, OutOfMemoryError, StorageError
 from utils.support.host import global_rank, host_name
 from utils.support.redaction import redact, redacted
 
@@ -33,8 +34,9 @@ _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
-# The last one is of a data worker, which the kernel or Slurm kills for lack of memory.
-_MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED", "signal: Killed"
+_MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED"
+# torch's of a data worker, datasets' and Python's of a process of a pool. None says who killed it.
+_LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
 runs_begun: list[Path] = []  # by this process, as rank 0
 # Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.
 memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
@@ -183,9 +185,14 @@ def storage_error(error: BaseException) -> StorageError | None:
     )
 
 
-def memory_error(error: BaseException) -> OutOfMemoryError | None:
-    """Return `error` as an OutOfMemoryError when memory ran out, written up by a run; else None."""
-    if (cause := _cause(error, _lacks_memory)) is None:
+def memory_error(error: BaseException, killed: bool) -> OutOfMemoryError | None:
+    """Return `error` as an OutOfMemoryError when memory ran out, written up by a run; else None.
+
+    `killed` tells whether the kernel killed a process of this job for lack of memory. Without that
+    evidence a lost helper process is a LostProcessError, see below.
+    """
+    cause = _cause(error, lambda one: _lacks_memory(one) or (killed and _lost_process(one)))
+    if cause is None:
         return None
     whose = "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
     words = ""
@@ -194,21 +201,43 @@ def memory_error(error: BaseException) -> OutOfMemoryError | None:
     return OutOfMemoryError(words or f"{host_name()} ({whose}): {last_line(error)}")
 
 
+def lost_process(error: BaseException) -> LostProcessError | None:
+    """Return `error` as a LostProcessError when a data worker was killed; None when it is not."""
+    if (cause := _cause(error, _lost_process)) is None:
+        return None
+    return LostProcessError(
+        f"{host_name()}: {last_line(cause)}. The kernel reports no lack of memory. Start the same "
+        "command again: it resumes from the newest checkpoint."
+    )
+
+
 def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
     """Look through what it was raised from: torch closes a half-written archive with another."""
     while error is not None and not fits(error):
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or any(text in str(error) for text in _MEMORY_TEXTS)
+    said = _of_a_library(error) and any(text in str(error) for text in _MEMORY_TEXTS)
+    return isinstance(error, MemoryError) or said
+
+
+def _lost_process(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and bool(_LOST_PROCESS.search(str(error)))
 
 
 def _storage_fault(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return os.strerror(error.errno)
+    said = _STORAGE_TEXTS if _of_a_library(error) else ()
+    return next((text for text in said if text in str(error)), None)
+
+
+def _of_a_library(error: BaseException) -> bool:
+    """Whether the error may be a library's words for a fault of the machine.
+
+    Any other error may quote a user's text, which holds any words.
+    """
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
-    if untyped or "safetensors" in type(error).__module__.lower():
-        return next((text for text in _STORAGE_TEXTS if text in str(error)), None)
-    return None
+    return untyped or "safetensors" in type(error).__module__.lower()

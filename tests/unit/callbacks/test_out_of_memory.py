@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 from utils.callbacks.out_of_memory import report
+from utils.launch import script
 from utils.launch.script import run_script
 from utils.support import notes
 
@@ -100,7 +101,6 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
     ("error", "whose"),
     [
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "GPU"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "host"),
         (OSError(12, "Cannot allocate memory"), "host"),
         (MemoryError(), "host"),
     ],
@@ -132,3 +132,43 @@ def test_without_a_trainer_or_a_disk_there_are_words_still(trainer, tmp_path, ca
     assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
     assert "n2: out of memory (GPU), train, step 7" in capsys.readouterr().err
     assert run_script(lambda: load(RuntimeError("not of memory"))) == 1
+
+
+WORKER = "DataLoader worker (pid 7) is killed by signal: Killed. "
+
+
+@pytest.mark.parametrize(
+    ("error", "kills", "code"),
+    [
+        (RuntimeError(WORKER), (0, 0), 76),
+        (RuntimeError(WORKER), (3, 3), 76),
+        (RuntimeError(WORKER), (3, 4), 79),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), (0, 0), 76),
+        (RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code"), (0, 0), 1),
+        (RuntimeError("One of the subprocesses has abruptly died during map"), (0, 0), 76),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible "
+                      "that dataloader's workers are out of shared memory."), (0, 0), 76),
+        (ValueError("document 5, 'CUDA out of memory', has no text"), (0, 1), 1),
+        (KeyError(WORKER), (0, 1), 1),
+    ],
+)  # fmt: skip
+def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
+    trainer, monkeypatch, capsys, error, kills, code
+):
+    """Killed processes may work next time; what quotes these words is another fault."""
+    counts = iter(kills)
+    monkeypatch.setattr(script, "memory_kills", lambda: next(counts))
+    assert fail(trainer, error) == code
+    said = capsys.readouterr().err
+    assert ("lost process (1 problem)" in said) == (code == 76), said
+    assert ("out of memory (1 problem)" in said) == (code == 79), said
+
+
+def test_what_is_raised_from_nothing_is_not_out_of_memory(trainer):
+    def main():
+        try:
+            training_step(trainer, BATCH, MemoryError())
+        except MemoryError:
+            raise ValueError("another fault") from None
+
+    assert run_script(main) == 1

@@ -1,5 +1,6 @@
 """slurm/launch_node.sh outside of Slurm; tests/slurm/test_node_launcher.py has it inside."""
 
+import argparse
 import os
 import shutil
 import signal
@@ -7,12 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
-from launching import ROOT, quiet_environment
+from launching import ROOT, quiet_environment, wait_until
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from utils.launch import node
+from utils.config.errors import UnfitClusterError
+from utils.launch import node, verdict
 from utils.launch.slurm import Allocation
+from utils.support.notes import leave_note
 
 LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """
@@ -67,10 +74,12 @@ def test_the_exit_code_of_a_single_process_passes(worker, tmp_path):
     assert "worker None True ['code', '5', '$$', '${local_rank}']" in done.stdout
 
 
-def start(tmp_path: Path, worker: Path, **changes: str) -> subprocess.Popen:
-    """Launch the worker and wait until it says that it runs."""
+def start(
+    tmp_path: Path, worker: Path, command: list[str] | None = None, **changes: str
+) -> subprocess.Popen:
+    """Launch the worker, by launch_node.sh or a command, and wait until it says that it runs."""
     process = subprocess.Popen(
-        [str(LAUNCH_NODE), str(worker), "stop", str(tmp_path / "up")],
+        command or [str(LAUNCH_NODE), str(worker), "stop", str(tmp_path / "up")],
         env=environment(tmp_path, **changes), cwd=tmp_path,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -100,6 +109,29 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
         time.sleep(0.1)
     assert not remains.exists()
     assert not list(tmp_path.glob("stoker-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["launch_node.sh", "accelerate", "torchrun"])
+def test_no_rank_outlives_its_launcher(worker, tmp_path, launcher):
+    """With SIGKILL, which leaves the launcher no time to end its ranks."""
+    up = ("stop", str(tmp_path / "up"))
+    modules = {
+        "accelerate": [
+            "accelerate.commands.accelerate_cli",
+            "launch",
+            "--cpu",
+            "--num_processes=1",
+        ],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    }
+    command = [sys.executable, "-m", *modules.get(launcher, []), str(worker), *up]
+    command = command if launcher in modules else None
+    process = start(tmp_path, worker, command, STOKER_NODE_DIR=str(tmp_path))
+    rank = psutil.Process(int((tmp_path / "up").read_text()))
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: not rank.is_running() or rank.status() == "zombie", "a rank is left")
 
 
 @pytest.mark.slow
@@ -191,3 +223,45 @@ def test_cores_are_shared_equally(monkeypatch):
         added = node.process_environment(Allocation(("n1", "n2"), 0, 4, None, "n1", 20000))
         assert added.get("OMP_NUM_THREADS") == threads
         assert added["ACCELERATE_USE_CPU"] == "true"
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+LOST_STORE = caused(RendezvousConnectionError("see inner"), DistNetworkError("Broken pipe"))
+TAKEN_PORT = caused(RendezvousConnectionError("see inner"), DistNetworkError("name: EADDRINUSE"))
+
+
+@pytest.mark.parametrize(
+    ("error", "nodes", "code", "text"),
+    [
+        (LOST_STORE, 2, 76, "n2 lost the launcher of another node: "),
+        (DistNetworkError("Broken pipe"), 2, 76, "n2 lost the launcher of another node: "),
+        (ConnectionResetError("reset"), 2, 76, "n2 lost the launcher of another node: "),
+        (LOST_STORE, 1, 69, "n2: accelerate launch: Broken pipe"),
+        (TAKEN_PORT, 2, 69, "n2: accelerate launch: name: EADDRINUSE"),
+        (ImportError("no such library"), 2, 69, "n2: accelerate launch: no such library"),
+        (ValueError("no such option"), 2, 69, "n2: accelerate launch: no such option"),
+    ],
+)
+def test_a_lost_launcher_is_no_unfit_cluster(monkeypatch, tmp_path, error, nodes, code, text):
+    """The nodes met before the start. Only a fault of this node's launch is the cluster's."""
+
+    def fail(_arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
+    monkeypatch.setattr(verdict, "WAIT_FOR_CAUSES_S", 0.1)
+    monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    arguments, signals = argparse.Namespace(num_machines=nodes), SimpleNamespace(asked=False)
+    try:
+        found = node.run_processes(arguments, signals)
+    except UnfitClusterError as refusal:
+        found = verdict.Verdict(refusal.problems[0], refusal.exit_code)
+    assert (found.exit_code, found.text.startswith(text)) == (code, True), found
+    leave_note("killed", 76, "SIGSEGV", rank=3)
+    if code == 76:
+        assert node.run_processes(arguments, signals).text == "rank 3 on n2 was killed by SIGSEGV"

@@ -57,21 +57,25 @@ def test_the_cause_is_chosen_over_what_followed_from_it(consequence, cause, text
 
 
 def test_each_end_of_a_process_is_noted_but_not_over_its_own_words(notes_dir):
+    """SIGKILL means lack of memory with the kernel's word for it alone."""
     write(notes_dir, note("failed", "KeyError: 'x'", 0))
-    note_worker_ends({0: 1, 1: -9, 2: 3, 3: 75, 4: -10, 5: -120}, asked_to_stop=False)
-    note_worker_ends({6: -10, 7: -15, 8: -9}, asked_to_stop=True)
+    ends = {0: 1, 1: -9, 2: 3, 3: 75, 4: -10, 5: -120}
+    note_worker_ends(ends, asked_to_stop=False, memory_ran_out=False)
+    note_worker_ends({6: -10, 7: -15, 8: -11, 9: -9}, asked_to_stop=True, memory_ran_out=True)
     found = {one.rank: (one.kind, one.exit_code, one.text) for one in read_notes(notes_dir)}
-    killed = "SIGKILL (out of memory? sacct -j JOBID -o MaxRSS,ReqMem and dmesg tell)"
+    lacked = found.pop(9)
+    assert lacked[:2] == ("killed", 79)
+    assert "SIGKILL: the kernel killed a process of this job because the host's memo" in lacked[2]
     assert [found[rank] for rank in range(9)] == [
         ("failed", 1, "KeyError: 'x'"),
-        ("killed", 76, killed),
+        ("killed", 76, "SIGKILL"),
         ("failed", 3, "exit code 3; what it printed is above"),
         ("stopped", 75, "stopped"),
         ("killed", 76, "SIGUSR1"),
         ("killed", 76, "signal 120"),
-        ("stopped", 75, "stopped"),
-        ("stopped", 75, "stopped"),
-        ("killed", 76, killed),
+        ("stopped", 75, "stopped by SIGUSR1 before it could save"),
+        ("stopped", 75, "stopped by SIGTERM before it could save"),
+        ("killed", 76, "SIGSEGV"),
     ]
 
 

@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from utils.support.host import memory_room_bytes
+from utils.support.host import memory_kills, memory_room_bytes
 
 GIB = 2**30
 JOB, STEP = "sys/fs/cgroup/slurm/job_7", "sys/fs/cgroup/slurm/job_7/step_0"
@@ -24,12 +26,47 @@ VERSION_1 = {
 }
 
 
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
 @pytest.mark.parametrize("files", [VERSION_2, VERSION_1], ids=["version 2", "version 1"])
 def test_the_tightest_group_counts_and_file_pages_do_not(tmp_path, files):
     """Slurm limits the job and the step within it."""
     files |= {"proc/meminfo": f"MemAvailable: {99 * 2**20} kB\n"}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write(tmp_path, files)
     assert memory_room_bytes(tmp_path) == GIB + GIB // 2
     assert memory_room_bytes() > 2**20, "of this host"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        VERSION_2 | {f"{STEP}/memory.events": "oom 9\noom_kill 2\n"},
+        VERSION_2 | {f"{JOB}/memory.events": "oom_kill 2\n"},  # the step has no group for memory
+        VERSION_1 | {f"{OLD}/memory.oom_control": "under_oom 0\noom_kill 2\n"},
+        # As in a container, where the group's path is the host's.
+        {
+            "proc/self/cgroup": "4:memory:/docker/a\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 2\n",
+        },
+        {"proc/vmstat": "nr_free_pages 5\noom_kill 2\n"},  # a kernel without control groups
+    ],
+    ids=["version 2", "of the job", "version 1", "container", "no groups"],
+)
+def test_kills_are_counted_in_the_nearest_group(tmp_path, files):
+    """The groups around it and the host count those of other jobs as well."""
+    others = {
+        "sys/fs/cgroup/memory.events": "oom_kill 7\n",
+        "sys/fs/cgroup/memory/slurm/memory.oom_control": "oom_kill 7\n",
+        f"{JOB}/step_1/memory.events": "oom_kill 7\n",
+    }
+    write(tmp_path, {"proc/vmstat": "oom_kill 7\n"} | others | files)
+    assert memory_kills(tmp_path) == 2
+
+
+def test_an_old_kernel_counts_no_kills(tmp_path):
+    write(tmp_path, VERSION_1 | {f"{OLD}/memory.oom_control": "under_oom 0\n"})
+    assert memory_kills(tmp_path) == 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.config.preparation import TRAIN
 from utils.data.prepare.documents import (
     ChatDocument,
@@ -35,6 +35,7 @@ from utils.data.prepare.records import BadRow, read_records
 from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
 from utils.data.prepare.values import ASSISTANT, NOTHING
 from utils.data.prepare.workspace import UnitCounts, Workspace, partial_name
+from utils.support.host import memory_kills
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,6 +90,7 @@ def _run_in_processes(
     executor = ProcessPoolExecutor(
         num_proc, mp_context=context, initializer=_start_worker, initargs=(worker,)
     )
+    kills = memory_kills()
     try:
         futures = {executor.submit(_run_unit, unit): unit for unit in units}
         for future in as_completed(futures):
@@ -97,10 +99,13 @@ def _run_in_processes(
                 raise ConfigurationError(found)
             yield futures[future], found
     except BrokenProcessPool as error:
-        raise ConfigurationError(
-            "a worker process was killed, most likely because the machine ran out of memory: run "
-            f"the same command again with fewer than --num_proc {num_proc} (finished work is kept)"
-        ) from error
+        again = "run the same command again (finished work is kept)"
+        if memory_kills() > kills:
+            raise OutOfMemoryError(
+                "the kernel killed a worker process because this machine's memory ran out: "
+                f"{again}, with fewer than --num_proc {num_proc}"
+            ) from error
+        raise LostProcessError(f"a worker process was killed: {again}") from error
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import preparation_samples as samples
 import pytest
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.data.prepare import units
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,10 @@ def test_a_bad_row_of_a_worker_names_its_line_and_a_killed_worker_ends_the_run_w
     assert len(caught.value.problems) == 1
     assert not caught.value.problems[0].startswith("-")
     monkeypatch.setattr(units, "_run_unit", _killed)
-    with pytest.raises(ConfigurationError, match=r"a worker process was killed.*fewer than --num"):
+    with pytest.raises(LostProcessError, match="a worker process was killed: run the same command"):
+        prepare("killed", sources=[source], num_proc=2)
+    monkeypatch.setattr(units, "memory_kills", iter([3, 4]).__next__)
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out: .*fewer than --num_proc 2"):
         prepare("killed", sources=[source], num_proc=2)
 
 
