@@ -185,7 +185,7 @@ def storage_error(error: BaseException) -> StorageError | None:
     )
 
 
-def memory_error(error: BaseException, killed: bool) -> OutOfMemoryError | None:
+def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
     """Return `error` as an OutOfMemoryError when memory ran out, written up by a run; else None.
 
     `killed` tells whether the kernel killed a process of this job for lack of memory. Without that
