@@ -209,8 +209,11 @@ PRETRAINING = {
         "every_n_layers has to be a whole number above 0, not 0",
     ),
     "debugging": (
-        {"debug": "underflow_overflow", "compile": "true"},
-        "debug underflow_overflow (--debug) does not go with compiled layers: --compile false",
+        {"debug": "underflow_overflow", "compile": "true", "loss_head": "fused"},
+        (
+            "debug underflow_overflow (--debug) needs --compile false",
+            "debug underflow_overflow (--debug) needs --loss_head logits",
+        ),
     ),
     "copies": (
         lambda place: place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2") or {},

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
-from utils.config.declarations import Check, SettingValues, UnusableSettingError
+from utils.config.declarations import Check, SettingValues, UnusableSettingError, shown
 from utils.config.launch_settings import check_launch_settings
 from utils.config.precision import is_true
 from utils.config.strategy import check_strategy
@@ -21,6 +21,11 @@ from utils.config.unknown_names import unknown_name
 
 # They need a metric_for_best_model.
 BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
+
+
+# The debugger cannot look into compiled layers, nor at the fused head's truth values.
+DEBUGGER = "underflow_overflow"
+DEBUGGED = {"compile": False, "loss_head": "logits"}
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
@@ -48,6 +53,14 @@ def check_run(values: SettingValues) -> Iterator[str]:
         if name not in values:
             source = values.source("accept_changes")
             yield f"accept_changes ({source}): {unknown_name(name, values)}"
+
+
+def check_debugging(values: SettingValues) -> Iterator[str]:
+    """Refuse a debugger of layers whose numbers it cannot read."""
+    if DEBUGGER in values["debug"]:
+        for name, needed in DEBUGGED.items():
+            if values[name] != needed:
+                yield f"{values.shown('debug')} needs --{name} {shown(needed)}"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
@@ -135,7 +148,7 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
 # Numbers by the range they have to lie in; NaN lies in none.
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: 0 <= value < math.inf,
-     "dataloader_num_workers early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
+     "early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
      "save_minutes warmup_steps weight_decay"),
     ("above 0", lambda value: 0 < value < math.inf,
      "adam_epsilon eval_steps learning_rate logging_steps neftune_noise_alpha num_train_epochs "
@@ -147,6 +160,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
      "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
      "per_device_train_batch_size sample_max_new_tokens"),
+    ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
     # The newest of two checkpoints may be damaged; a single token has no next one.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
@@ -240,6 +254,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_run,
     check_strategy,
     check_launch_settings,
+    check_debugging,
     check_precision,
     check_backend,
     check_quantization,

@@ -21,6 +21,8 @@ from utils.config.arguments import (
 )
 from utils.config.checks import (
     BEST_MODEL_JUDGES,
+    DEBUGGED,
+    DEBUGGER,
     FINE_TUNING_CHECKS,
     PRETRAINING_CHECKS,
     schedule_fault,
@@ -69,7 +71,7 @@ def _parse(
     settle = (
         *(stand_for_launch, rename_checkpointing, choose_length, leave_out_overruled),
         *(derive_batch_sizes, derive_evaluation, derive_best_metric, derive_saves_of_the_best),
-        *(settle_precision, let_recipe_decide, leave_out_moot),
+        *(derive_for_debugging, settle_precision, let_recipe_decide, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
     values = read_settings(
@@ -273,6 +275,14 @@ def derive_batch_sizes(values: SettingValues) -> None:
     if 0 < smaller < micro and may_change:
         why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)
+
+
+def derive_for_debugging(values: SettingValues) -> None:
+    """Derive what the debugger needs: it reads the numbers that each layer takes and returns."""
+    if DEBUGGER in values["debug"]:
+        for name, value in DEBUGGED.items():
+            if values.rank(name) == 0:
+                values.derive(name, value, values.shown("debug"))
 
 
 def derive_evaluation(values: SettingValues) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.debug_utils import DebugOption
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.checkpoints.files import PROVENANCE, earlier_starts
@@ -141,12 +140,7 @@ def choose_compilation(
     another machine. Raises ConfigurationError where it is required but unavailable.
     """
     compiled, why = settings.model.compile, ""
-    if DebugOption.UNDERFLOW_OVERFLOW in settings.training.debug:  # looks at each layer's numbers
-        debug = settings.values.shown("debug")
-        if compiled:
-            raise ConfigurationError(f"{debug} does not go with compiled layers: --compile false")
-        compiled, why = False, f"as {debug} looks into layers"
-    elif compiled is None:
+    if compiled is None:
         output_dir = Path(str(settings.training.output_dir))
         starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
         if starts:

@@ -20,7 +20,7 @@ CONTRADICTIONS = [
     ({"init_optimizer": "true"}, r"init_optimizer true .* no effect: init_from null \(default\)"),
     ({**LORA, "init_optimizer": "true", "model_name_or_path": None, "init_from": "runs/a"},
      "init_optimizer true .* has no effect: use_peft true"),
-    ({"lora_r": "4"}, r"lora_r 4 .* has no effect: use_peft false \(default\)"),
+    ({"lora_r": "4"}, r"lora_r 4 .* has no effect: use_peft false \(default\): give --use_peft$"),
     ({"push_to_hub": "true", "hub_model_id": "me/x/y"}, "hub_model_id me/x/y .*: give OWNER/NAME"),
     ({"bf16": "true", "fp16": "true"}, ["fp16 true .* no effect: bf16", "needs a GPU, this run"]),
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
@@ -60,6 +60,8 @@ CONTRADICTIONS = [
     ({**EVALUATED, "eval_strategy": "no", "load_best_model_at_end": "true", "eval_steps": None},
      "load_best_model_at_end true .* has no effect: eval_strategy no"),
     ({"lr_scheduler_type": "constant", "warmup_steps": "5"}, "warmup_steps 5 .* no effect: lr_sch"),
+    ({**PLATEAU, "metric_for_best_model": "a_loss", "warmup_steps": "5"},
+     "warmup_steps 5 .* has no effect: lr_scheduler_type reduce_lr_on_plateau"),
     ({"optim": "sgd", "dtype": "bfloat16", "stochastic_rounding": "true"},
      "stochastic_rounding true .* has no effect: optim sgd"),
 ]  # fmt: skip

@@ -96,6 +96,8 @@ def test_a_printed_config_is_a_recipe_of_the_same_values(parse_argv, tmp_path, s
         assert more or re.search(
             r"^# eval_strategy: steps +# eval_data a=x y b .* given$", text, re.M
         )
+        assert more or re.search(r"^eval_steps: 5 +# run.yaml:3$", text, re.M)
+        assert re.search(r"^# +num_train_epochs: 3 +# default", text, re.M) or word != "all"
     assert "# learning_rate" not in text
     assert "# weight_decay: 0.0 " in text
 

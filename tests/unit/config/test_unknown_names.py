@@ -17,7 +17,7 @@ from utils.config.command_line import read_settings
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.config.unknown_names import OTHER_NAMES, REFUSED, unknown_name
+from utils.config.unknown_names import OTHER_NAMES, REFUSED, by_name, unknown_name
 
 CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
 KNOWN = declared_settings(CLASSES)
@@ -35,6 +35,46 @@ def test_what_was_meant_is_named():
         assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", KNOWN)
     preparation = ["sources", "seed", "tokenizer_name_or_path"]
     assert "--help all lists all" in unknown_name("--lr", preparation)
+
+
+# What users of axolotl, LLaMA-Factory, nanoGPT, torchtune, torchtitan, Megatron-LM, Lightning,
+# Keras and older transformers type, by our name.
+ELSEWHERE = {
+    "max_steps": "num_train_steps num_training_steps max_iters train_iters max_train_steps steps "
+    "total_steps steps_per_epoch max_steps_per_epoch",
+    "num_train_epochs": "epochs max_epochs num_epochs",
+    "per_device_train_batch_size": "micro_batch_size batch_size local_batch_size "
+    "per_gpu_train_batch_size",
+    "learning_rate": "lr max_lr", "weight_decay": "wd", "adam_beta1": "beta1",
+    "seed": "random_seed",
+    "warmup_steps": "warmup_iters lr_warmup_iters num_warmup_steps lr_warmup_fraction",
+    "max_grad_norm": "grad_clip clip_grad gradient_clip_val clip_grad_norm clipnorm max_norm",
+    "lr_scheduler_type": "lr_scheduler lr_decay_style scheduler",
+    "sequence_length": "block_size seq_len seq_length cutoff_len sequence_len max_seq_len",
+    "eval_steps": "eval_interval val_check_interval", "eval_strategy": "evaluation_strategy",
+    "save_steps": "save_interval checkpointing_steps every_n_train_steps ckpt_interval",
+    "logging_steps": "log_interval log_every_n_steps", "max_eval_sequences": "eval_iters",
+    "output_dir": "out_dir save dump_folder default_root_dir", "packing": "neat_packing packed",
+    "lora_r": "lora_rank", "lora_target_modules": "lora_target", "use_cpu": "no_cuda",
+    "activation_checkpointing": "recompute_granularity enable_activation_checkpointing",
+    "early_stopping_patience": "patience", "dataloader_num_workers": "num_workers",
+    "resume_from_checkpoint": "ckpt_path resume", "save_total_limit": "save_top_k",
+    "run_name": "wandb_name", "dtype": "torch_dtype", "optim": "optimizer",
+}  # fmt: skip
+
+
+def test_a_name_of_another_toolkit_is_answered_with_ours():
+    named = by_name(ELSEWHERE)
+    assert len(named) > 60
+    for name, ours in named.items():
+        assert unknown_name(f"--{name}", KNOWN) == f"unknown setting --{name}: here it is --{ours}"
+    for name, said in {
+        "min_lr": "cosine_with_min_lr", "n_layer": "model_config", "devices": "launch_node.sh",
+        "accumulate_grad_batches": "global_batch_size", "tensor_model_parallel_size": "parallelism",
+        "zero_stage": "strategy: fsdp2", "validation_split": "--validation_fraction",
+        "adafactor": "optim: adafactor", "wandb_entity": "--report_to wandb",
+    }.items():  # fmt: skip
+        assert said in unknown_name(f"--{name}", KNOWN), name
 
 
 def names(argument_class):
