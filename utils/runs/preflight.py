@@ -18,7 +18,9 @@ from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.plan import RunPlan
 from utils.support.collectives import on_every_rank, on_rank_0
+from utils.support.files import paths_inside
 from utils.support.host import host_name
+from utils.support.journal_file import FILE_NAME
 from utils.support.run_lock import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -114,6 +116,9 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 def known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
+    # Not through links in the directory of a stranger's run.
+    written = (CONFIG, PROVENANCE, FILE_NAME, f"{FOLDER}/owner-1")
+    paths_inside(output_dir, written, f"--output_dir {output_dir}")
     if (output_dir / CONFIG).is_file() and (output_dir / PROVENANCE).is_file():
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()

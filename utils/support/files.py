@@ -35,7 +35,8 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
     # Several processes, on several hosts, may write the same file at once.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("x", encoding="utf-8") as file:  # not through a stranger's link
             file.write(text if exact else redact(text))
             file.flush()
             os.fsync(file.fileno())

@@ -119,7 +119,9 @@ def test_a_manifest_that_names_what_is_not_in_its_folder_is_refused(name, theirs
     assert resume_point(theirs.parent, RUN) == theirs.with_name("checkpoint-4")
 
 
-@pytest.mark.parametrize("kind", ["link", "folder link", "pipe", "manifest", "record", "journal"])
+@pytest.mark.parametrize(
+    "kind", ["link", "folder link", "pipe", "manifest", "record", "unlisted record", "journal"]
+)
 def test_links_and_pipes_are_refused_before_they_are_read(kind, theirs, tmp_path):
     (outside := tmp_path / "outside").mkdir()
     for name in ("optimizer.pt", "config.yaml", "__0_0.distcp", "metrics.jsonl"):
@@ -137,13 +139,24 @@ def test_links_and_pipes_are_refused_before_they_are_read(kind, theirs, tmp_path
     elif kind == "manifest":
         (theirs / "manifest.json").rename(outside / "manifest.json")
         (theirs / "manifest.json").symlink_to(outside / "manifest.json")
-    elif kind == "record":
+    elif "record" in kind:
+        if kind == "unlisted record":
+            files = read_manifest(theirs).files.items()
+            kept = {name: record for name, record in files if name != "run/config.yaml"}
+            vouch(theirs, step=6, files=kept)
         (theirs / "run" / "config.yaml").unlink()
         (theirs / "run" / "config.yaml").symlink_to(outside / "config.yaml")
     else:
         (theirs.parent / "metrics.jsonl").unlink()
         (theirs.parent / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
-    refused(theirs, "is a link|is no file")
+    refused(theirs, r"is a link|is no file")
+
+
+def test_a_manifest_that_is_a_pipe_holds_nobody_up(theirs):
+    (theirs / "manifest.json").unlink()
+    os.mkfifo(theirs / "manifest.json")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is no file"):
+        read_manifest(theirs)
 
 
 @pytest.mark.parametrize(

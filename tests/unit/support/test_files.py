@@ -6,6 +6,7 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.support.files import paths_inside, replace_text
+from utils.support.host import host_name
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
@@ -65,3 +66,14 @@ def test_two_names_of_what_may_be_one_file_are_refused(foreign, pair):
     with pytest.raises(ConfigurationError, match="which some file systems take for"):
         paths_inside(foreign, pair, "index.json")
     assert paths_inside(foreign, [pair[0], pair[0]], "index.json"), "named twice, as by an index"
+
+
+def test_a_write_does_not_go_through_a_link_in_a_strangers_folder(tmp_path):
+    (tmp_path / "victim").write_text("intact")
+    (tmp_path / "file").symlink_to(tmp_path / "victim")
+    draft = f".file.{host_name()}.{os.getpid()}.tmp"
+    (tmp_path / draft).symlink_to(tmp_path / "victim")
+    replace_text(tmp_path / "file", "new")
+    assert (tmp_path / "victim").read_text() == "intact"
+    assert (tmp_path / "file").read_text() == "new"
+    assert not (tmp_path / "file").is_symlink()

@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from utils.config.errors import ConfigurationError
+from utils.data.columns import STATE_FILE, read_json_object
 from utils.data.prepare.hints import CHATS
 from utils.data.prepare.messages import are_messages
 from utils.data.prepare.rows import detect_formats
 from utils.data.prepare.sources import SourceFile, open_source
+from utils.support.files import paths_inside
 
 ROWS_PER_READ = 64
 
@@ -330,6 +332,11 @@ def _read_datasets(part: FilePart, columns: Sequence[str] | None) -> Records:
 def _load_folder(path: str) -> Any:
     from datasets import load_from_disk
 
+    state = Path(path) / STATE_FILE
+    kinds = ("_data_files", "_indices_files", "_indices_data_files")
+    files = [file for kind in kinds for file in read_json_object(state).get(kind) or ()]
+    names = [file.get("filename") if isinstance(file, dict) else None for file in files]
+    paths_inside(Path(path), names, state, links=True)
     return load_from_disk(path, keep_in_memory=False)
 
 

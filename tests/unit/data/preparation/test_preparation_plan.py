@@ -1,5 +1,6 @@
 """What a preparation is to do, before any work: formats, entries of recipes, splits of folders."""
 
+import json
 import re
 from pathlib import Path
 
@@ -199,3 +200,15 @@ def test_plain_names_folders_and_a_dataset_dict_tell_splits_too(tmp_path):
         evaluated = [f"validation={folder}"]
         assert taken(folder, eval_sources=evaluated, split="validation") == [validation]
     assert taken({"path": str(both), "split": "train_sft"}) == ["train_sft"]
+
+
+@pytest.mark.parametrize("kind", ["_data_files", "_indices_files"])
+def test_a_folder_of_save_to_disk_that_names_files_elsewhere_is_not_read(kind, tmp_path):
+    table = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    for name in ("secret", "foreign"):
+        table.save_to_disk(str(tmp_path / name))
+    state = tmp_path / "foreign" / "state.json"
+    named = "../secret/data-00000-of-00001.arrow"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {kind: [{"filename": named}]}))
+    with pytest.raises(ConfigurationError, match=rf"names '{named}', which is no path inside"):
+        plan(tmp_path / "foreign")
