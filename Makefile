@@ -7,6 +7,7 @@
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
+# make soak       an hour of runs on a real Slurm, something killed every minute, into benchmarks/results/exactness/soak.json
 # make lint       ruff, mypy, shellcheck, hadolint
 # make site       README.md and docs/ as a site in site/; refuses broken links and anchors
 # make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
@@ -23,7 +24,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-oldest test-exhaustive slurm-cycles lint lock lock-docs site
+.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-oldest test-exhaustive slurm-cycles soak lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +95,11 @@ ALONE := tests/slurm/test_interruptions.py tests/slurm/test_refused_jobs.py
 test-slurm: $(VENV)/.test
 	$(BIN)/pytest --durations=5 -rs $(ALONE)
 	$(BIN)/pytest -n 2 --dist loadfile --durations=10 -rs $(addprefix --ignore=,$(ALONE)) tests/slurm
+
+# SOAK_ARGS="--minutes 3" is a trial.
+SOAK_ARGS ?=
+soak: $(VENV)/.test
+	PYTHONPATH=.:tests/integration:tests/slurm $(BIN)/python tests/slurm/soak.py $(SOAK_ARGS)
 
 slurm-cycles: $(VENV)/.test
 	rm -f benchmarks/results/slurm_cycles.json

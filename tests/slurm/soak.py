@@ -1,0 +1,458 @@
+"""An hour of runs on a real Slurm, something killed every minute; the ends are bit for bit the same.
+
+    make soak                                an hour, into benchmarks/results/exactness/soak.json
+    make soak SOAK_ARGS="--minutes 3"        a trial; the file is not written
+
+Pretraining and fine-tuning with LoRA take turns, on two nodes of one rank and one data worker each.
+When the time is over the last run ends undisturbed. Needs root, slurm-wlm and munge, as make test-slurm.
+Exits with 1, and leaves the runs and logs, when anything was lost or needed a person.
+"""
+
+import argparse
+import collections
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tiny
+import torch
+import transformers
+from launching import ROOT, processes_of, wait_until
+from slurm_cluster import Job, SlurmCluster
+from training_jobs import SMALL, cycles, job_environment, raw_journal
+
+from benchmarks.hardware.circumstances import current_commit
+from utils.checkpoints.discovery import checkpoint_problems, numbered_checkpoints
+from utils.checkpoints.files import MANIFEST
+
+RESULT = ROOT / "benchmarks/results/exactness/soak.json"
+MINUTE_S = 60.0
+FROZEN_S = 5.0
+STEPS, SAVE_STEPS = 240, 2
+MOST_STEPS = 8  # between a start and what ends it; a start may be killed only after its first step
+SLOWLY = {"STOKER_TEST_STEP_DELAY_S": "0.4"}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+SETTINGS: dict[str, object] = tiny.RUN | {
+    "per_device_train_batch_size": 1, "max_steps": STEPS, "save_steps": SAVE_STEPS,
+    "save_total_limit": 3, "dataloader_num_workers": 1, "weight_decay": 0.1,
+    "eval_strategy": "steps", "eval_steps": 40, "learning_rate": 1e-3,
+}  # fmt: skip
+COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
+SCRIPTS = {"pretraining": "pretrain.py", "LoRA": "sft_train.py"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a job, as /proc shows it."""
+
+    pid: int
+    parent: int
+    argv: list[str]
+    environment: dict[str, str]
+
+
+@dataclass
+class Run:
+    """A run directory, and the jobs that were submitted for it."""
+
+    kind: str
+    directory: Path
+    argv: list[str]
+    jobs: list[Job] = field(default_factory=list)
+    checkpoints: int = 0  # committed ones that were verified after a kill
+
+    @property
+    def job(self) -> Job:
+        return self.jobs[-1]
+
+    @property
+    def finished(self) -> bool:
+        return (self.directory / "final/model.safetensors").exists()
+
+    def steps(self) -> int:
+        """How many steps were logged so far, those too that were done again."""
+        return sum(line["event"] == "train" for line in raw_journal(self.directory))
+
+    def newest(self) -> int:
+        """The step of the newest committed checkpoint, by its manifest alone."""
+        found = numbered_checkpoints(self.directory)
+        return next((step for step, path in found if (path / MANIFEST).exists()), 0)
+
+    def verify(self, at_least: int) -> None:
+        """Read every committed checkpoint; the newest is of step `at_least` or a later one."""
+        if not at_least:
+            return
+        run_id = json.loads((self.directory / "provenance.json").read_text())["run_id"]
+        whole = []
+        for step, path in numbered_checkpoints(self.directory):
+            if not (path / MANIFEST).exists():
+                continue
+            problems = checkpoint_problems(path, step, run_id)
+            if path.exists():  # else rotation took it meanwhile
+                assert not problems, f"{path}: {problems}"
+                whole.append(step)
+        assert whole, f"{self.directory}: checkpoint-{at_least} is gone"
+        assert whole[0] >= at_least, f"{self.directory}: {at_least} is lost, there are {whole}"
+        self.checkpoints += len(whole)
+
+
+def processes(job: Job) -> list[Process]:
+    """All processes of a job on this machine, by the job id in their environment."""
+    mark, found = f"SLURM_JOB_ID={job.id}".encode(), []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            variables = (directory / "environ").read_bytes().split(b"\0")
+            if mark not in variables:
+                continue
+            pairs = (text.decode(errors="replace").partition("=") for text in variables)
+            argv = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            parent = (directory / "stat").read_text().rpartition(")")[2].split()[1]
+            environment = {name: value for name, _, value in pairs}
+            found.append(Process(int(directory.name), int(parent), argv, environment))
+    return found
+
+
+def batch_script(job: Job) -> list[Process]:
+    scripts = [one for one in processes(job) if any(a.endswith("slurm_script") for a in one.argv)]
+    pids = {one.pid for one in scripts}
+    return [one for one in scripts if one.parent not in pids]  # without its subshells
+
+
+def srun(job: Job) -> list[Process]:
+    shells = {one.pid for one in batch_script(job)}
+    found = [one for one in processes(job) if Path(one.argv[0]).name == "srun"]
+    return [one for one in found if one.parent in shells]
+
+
+def launcher(job: Job, node: int) -> list[Process]:
+    found = [one for one in processes(job) if "utils.launch.node" in one.argv]
+    return [one for one in found if one.environment.get("SLURM_NODEID") == str(node)]
+
+
+def ranks(job: Job) -> list[Process]:
+    launchers = {one.pid for node in (0, 1) for one in launcher(job, node)}
+    found = [one for one in processes(job) if "RANK" in one.environment]
+    return [one for one in found if one.parent in launchers]
+
+
+def data_workers(job: Job) -> list[Process]:
+    known = {one.pid: one.argv for one in ranks(job)}
+    return [one for one in processes(job) if known.get(one.parent) == one.argv]
+
+
+class Soak:
+    """Disturbs runs, one kind after another; `kinds` are in a new random order every round."""
+
+    def __init__(self, slurm: SlurmCluster, files: Path, chance: random.Random):
+        self.slurm, self.files, self.chance = slurm, files, chance
+        one_of = self.kill_one_of
+        self.kinds: dict[str, Callable[[Run], None]] = {
+            "kill -9 of a rank": one_of(ranks),
+            "kill -9 of a data worker": one_of(data_workers),
+            "kill -9 of the first node's launcher": one_of(lambda job: launcher(job, 0)),
+            "kill -9 of the second node's launcher": one_of(lambda job: launcher(job, 1)),
+            "kill -9 of srun": one_of(srun),
+            "kill -9 of the batch script": one_of(batch_script),
+            "node lost": self.lose_a_node,
+            "slurmd restarted": self.restart_slurmd,
+            "a rank frozen for 5 s": self.freeze,
+            "scancel --signal=TERM": lambda run: self.scancel(run, "--signal=TERM"),
+            "USR1, as at the time limit": lambda run: self.scancel(run, "--batch", "--signal=USR1"),
+            "touch STOP": lambda run: (run.directory / "STOP").touch(),
+            "scontrol requeue": lambda run: self.requeue(run),
+        }
+        self.figures = {
+            name: collections.Counter(dict.fromkeys(("kills", "starts_again", "by_hand"), 0))
+            for name in self.kinds
+        }
+        self.worst: dict[str, int] = dict.fromkeys(self.kinds, 0)
+        self.problems: list[str] = []
+        self.next_kill = time.monotonic() + MINUTE_S
+
+    def run_to_its_end(self, run: Run, kinds: Iterator[str], deadline: float) -> None:
+        """Submit the run and disturb it once a minute until it is finished or time is over."""
+        self.submit(run)
+        while self.comes_so_far(run, deadline):
+            name = next(kinds)
+            known, newest, starts = len(cycles(run.directory)), run.newest(), self.starts(run)
+            self.next_kill = time.monotonic() + MINUTE_S
+            self.say(f"{name}: {run.directory.name}, checkpoint-{newest}")
+            try:
+                self.kinds[name](run)
+                self.verify(run, name, newest)
+            except (AssertionError, TimeoutError, OSError) as error:
+                self.problem(f"{name}: {error}\n{run.job.output()[-6000:]}")
+            self.await_progress(run, name)
+            found = cycles(run.directory)[known:]
+            figures = self.figures[name]
+            figures["kills"] += 1
+            figures["starts_again"] += self.starts(run) - starts
+            figures["lost_steps"] += sum(cycle.lost_steps for cycle in found)
+            figures["lost_s"] += round(sum(cycle.seconds for cycle in found))
+            self.worst[name] = max([self.worst[name], *(cycle.lost_steps for cycle in found)])
+
+    def comes_so_far(self, run: Run, deadline: float) -> bool:
+        """Wait for the next kill's minute and some steps; whether there is a run to kill then."""
+        wanted = run.steps() + self.chance.randrange(1, MOST_STEPS)
+
+        def due() -> bool:
+            return time.monotonic() > self.next_kill and run.steps() >= wanted
+
+        over = lambda: time.monotonic() > deadline  # noqa: E731
+        ended = lambda: self.slurm.state(run.job) in ENDED  # noqa: E731
+        wait_until(lambda: ended() or due() or over(), "no step", run.job.output, 900)
+        if over() or ended():
+            state = self.slurm.wait(run.job, 900)
+            if state != "COMPLETED" or not run.finished:
+                self.problem(f"{run.directory.name} ended as {state}\n{run.job.output()[-6000:]}")
+            return False
+        return True
+
+    def verify(self, run: Run, name: str, newest: int) -> None:
+        """Check the run's checkpoints, without its processes where the kind ends them."""
+        if name not in ("slurmd restarted", "a rank frozen for 5 s"):
+            wait_until(lambda: not processes_of(run.directory), "processes are left")
+        run.verify(newest)
+
+    def await_progress(self, run: Run, name: str) -> None:
+        """Wait for a new step; a job that will not make one is submitted again."""
+        steps = run.steps()
+
+        def settled() -> bool:
+            return run.steps() > steps or self.slurm.state(run.job) in ENDED
+
+        try:
+            wait_until(settled, f"after {name}: no new step", run.job.output, 600)
+        except TimeoutError as error:
+            self.problem(str(error))
+            self.slurm.run("scancel", run.job.id)
+            self.slurm.wait(run.job)
+        if run.steps() > steps or run.finished:
+            return
+        self.figures[name]["by_hand"] += 1
+        if name != "kill -9 of the batch script":  # nobody is left to requeue it
+            state = self.slurm.state(run.job)
+            self.problem(f"after {name}: {state}, not requeued\n{run.job.output()[-6000:]}")
+        self.submit(run)
+        wait_until(settled, f"after {name}, submitted again: no new step", run.job.output, 600)
+
+    def submit(self, run: Run) -> None:
+        """Submit the run's command once more."""
+        log = run.directory.with_suffix(f".{len(run.jobs)}.log")
+        environment = job_environment(
+            {
+                "STOKER_PROCESSES_PER_NODE": "1",
+                "ACCELERATE_CONFIG": "accelerate_configs/multi_gpu.yaml",
+                "XDG_CACHE_HOME": str(self.files / "cache"),
+            } | ({} if run.directory.name.startswith("whole") else SLOWLY),
+            "multi_gpu",
+        )  # fmt: skip
+        job = self.slurm.submit(
+            *SMALL, "--time=60", "--nodes=2", "--gpus-per-node=1", "slurm/multinode_job.sh",
+            SCRIPTS[run.kind], *run.argv, cwd=ROOT, log=log, env=environment,
+        )  # fmt: skip
+        run.jobs.append(job)
+
+    def kill_one_of(self, find: Callable[[Job], list[Process]]) -> Callable[[Run], None]:
+        def kill(run: Run) -> None:
+            os.kill(self.pick(run, find).pid, signal.SIGKILL)
+
+        return kill
+
+    def pick(self, run: Run, find: Callable[[Job], list[Process]]) -> Process:
+        found: list[Process] = []
+
+        def some() -> bool:
+            found[:] = find(run.job)
+            return bool(found)
+
+        wait_until(some, "no such process", timeout_s=60)
+        return self.chance.choice(found)
+
+    def lose_a_node(self, run: Run) -> None:
+        node = self.chance.choice(("n1", "n2"))
+        restarts = self.restarts(run)
+        self.slurm.kill_node(node)
+        wait_until(lambda: self.restarts(run) > restarts, "not requeued", run.job.output)
+        self.slurm.start_node(node)
+
+    def restart_slurmd(self, run: Run) -> None:
+        node = self.chance.choice(("n1", "n2"))
+        self.slurm.stop_node(node)
+        self.slurm.start_node(node)
+
+    def freeze(self, run: Run) -> None:
+        rank = self.pick(run, ranks)
+        os.kill(rank.pid, signal.SIGSTOP)
+        time.sleep(FROZEN_S)
+        os.kill(rank.pid, signal.SIGCONT)
+
+    def scancel(self, run: Run, *options: str) -> None:
+        self.slurm.run("scancel", *options, run.job.id)
+
+    def requeue(self, run: Run) -> None:
+        self.slurm.run("scontrol", "requeue", run.job.id)
+
+    def restarts(self, run: Run) -> int:
+        return int(self.slurm.fields(run.job).get("Restarts", 0))
+
+    def starts(self, run: Run) -> int:
+        return len(tiny.starts(run.directory))
+
+    def problem(self, text: str) -> None:
+        self.problems.append(text)
+        self.say(f"PROBLEM {text}")
+
+    def say(self, text: str) -> None:
+        print(f"{datetime.datetime.now():%H:%M:%S}  {text}", flush=True)
+
+
+def make_inputs(files: Path) -> dict[str, dict[str, object]]:
+    """Make data and models; return the settings of both kinds of run."""
+    tiny.make_tokenizer(files / "tokenizer")
+    model = tiny.make_model_config(files / "model.json", attention_dropout=0.1)
+    columns = {
+        "documents": {"input_ids": tiny.documents(400, seed=0)},
+        "heldout": {"input_ids": tiny.documents(31, seed=1)},
+        "chats": tiny.masked(tiny.documents(400, seed=2)),
+        "chats_heldout": tiny.masked(tiny.documents(23, seed=3)),
+    }
+    for name, rows in columns.items():
+        tiny.save(files / name, rows)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(model)
+    base = files / "base"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    tiny.make_tokenizer(base)
+    pretraining = {
+        "train_data": files / "documents", "eval_data": f"heldout={files / 'heldout'}",
+        "tokenizer_name_or_path": files / "tokenizer", "model_config": model, "async_save": "true",
+    }  # fmt: skip
+    adapters = {
+        "train_data": files / "chats", "eval_data": f"heldout={files / 'chats_heldout'}",
+        "model_name_or_path": base, "use_peft": "true", "lora_r": 4, "lora_dropout": 0.1,
+    }  # fmt: skip
+    return {"pretraining": SETTINGS | pretraining, "LoRA": SETTINGS | adapters}
+
+
+def outcome(run: Path) -> list[object]:
+    """What must be the same at the end: logged figures of every step, evaluations, weights."""
+    lines = [[line[name] for name in COMPARED] for line in tiny.train_lines(run)]
+    return [lines, tiny.evaluations(run, "heldout"), tiny.weights(run)]
+
+
+def endings(runs: list[Run]) -> collections.Counter[str]:
+    """How many starts ended in which way, by the last line of each in the jobs' logs."""
+    ways = {
+        "75": r"stop[^;]*; requeued, start", "76": r"; requeued, start",
+        "Slurm's own requeue": "Slurm has requeued it itself", "0": r"job \d+: done",
+    }  # fmt: skip
+    found: collections.Counter[str] = collections.Counter()
+    for log in (job.output() for run in runs for job in run.jobs):
+        for start in re.split(r"(?m)^.*job \d+, start \d+: ", log)[1:]:
+            refused = re.findall(r"failed with exit code (\d+)", start)
+            way = next((way for way, mark in ways.items() if re.search(mark, start)), None)
+            found[refused[0] if refused else way or "killed with the batch script"] += 1
+    return found
+
+
+def soak(slurm: SlurmCluster, files: Path, minutes: float, seed: int) -> tuple[dict, list[str]]:
+    """Return the figures, and what went wrong."""
+    chance = random.Random(seed)
+    work = Soak(slurm, files, chance)
+    settings = make_inputs(files)
+
+    def new_run(kind: str, name: str) -> Run:
+        directory = files / f"{name}-{kind}"
+        return Run(kind, directory, tiny.flags(**settings[kind], output_dir=directory))
+
+    whole = {}
+    for kind in SCRIPTS:
+        run = new_run(kind, "whole")
+        work.submit(run)
+        assert slurm.wait(run.job, 900) == "COMPLETED", run.job.output()
+        whole[kind] = outcome(run.directory)
+    rounds = (chance.sample(sorted(work.kinds), len(work.kinds)) for _ in itertools.count())
+    kinds = itertools.chain.from_iterable(rounds)
+    begun, runs, equal = time.monotonic(), [], 0
+    work.next_kill = begun + MINUTE_S
+    for number, kind in enumerate(itertools.cycle(SCRIPTS)):
+        if time.monotonic() > begun + minutes * MINUTE_S:
+            break
+        run = new_run(kind, f"run{number}")
+        runs.append(run)
+        work.run_to_its_end(run, kinds, begun + minutes * MINUTE_S)
+        if run.finished and outcome(run.directory) == whole[kind]:
+            equal += 1
+        else:
+            work.problem(f"{run.directory.name} did not end as the undisturbed one")
+        work.say(f"{run.directory.name}: finished, {equal} of {len(runs)} runs are equal")
+    rows = {
+        name: dict(figures) | {"most_lost_steps": work.worst[name]}
+        for name, figures in work.figures.items()
+    }
+    totals = {
+        "minutes": round((time.monotonic() - begun) / MINUTE_S, 1), "seed": seed,
+        "kills": sum(row["kills"] for row in rows.values()),
+        "starts": sum(work.starts(run) for run in runs), "runs": len(runs),
+        "runs_that_ended_as_the_undisturbed_one": equal,
+        "steps_of_a_run": STEPS, "save_steps": SAVE_STEPS,
+        "committed_checkpoints_verified_after_kills": sum(run.checkpoints for run in runs),
+        "problems": len(work.problems),
+    }  # fmt: skip
+    totals |= {f"starts_that_ended_with_{way}": n for way, n in endings(runs).most_common()}
+    return rows | totals, work.problems
+
+
+def main() -> int:
+    """Run the soak; write its figures when it took the hour."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="stoker-soak-"))
+    slurm = SlurmCluster(directory / "slurm")
+    commit = current_commit()
+    (directory / "slurm").mkdir()
+    (directory / "files").mkdir()
+    try:
+        slurm.start()
+        figures, problems = soak(slurm, directory / "files", arguments.minutes, arguments.seed)
+    finally:
+        slurm.stop()
+    record = {
+        "made_by": "make soak",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **figures,
+    }
+    text = json.dumps(record, indent=2) + "\n"
+    print(text)
+    if arguments.minutes >= 60:
+        RESULT.write_text(text)
+    if problems:
+        print(f"{len(problems)} problem(s), see above; runs and logs: {directory}")
+        return 1
+    shutil.rmtree(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
