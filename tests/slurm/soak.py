@@ -1,11 +1,11 @@
-"""An hour of runs on a real Slurm, something killed every minute; the ends are bit for bit the same.
+"""An hour of runs on a real Slurm, something killed every minute; all end bit for bit the same.
 
-    make soak                                an hour, into benchmarks/results/exactness/soak.json
-    make soak SOAK_ARGS="--minutes 3"        a trial; the file is not written
+    make soak                                      into benchmarks/results/exactness/soak.json
+    make soak SOAK_ARGS="--minutes 3 --every 20"   a trial; the file is not written
 
 Pretraining and fine-tuning with LoRA take turns, on two nodes of one rank and one data worker each.
-When the time is over the last run ends undisturbed. Needs root, slurm-wlm and munge, as make test-slurm.
-Exits with 1, and leaves the runs and logs, when anything was lost or needed a person.
+When the time is over the last run ends undisturbed. Needs root, slurm-wlm and munge. Exits with 1,
+and leaves the runs and logs, when anything was lost or needed a person.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from utils.checkpoints.discovery import checkpoint_problems, numbered_checkpoint
 from utils.checkpoints.files import MANIFEST
 
 RESULT = ROOT / "benchmarks/results/exactness/soak.json"
-MINUTE_S = 60.0
+TAIL = 1500  # characters of a log, beside a problem
 FROZEN_S = 5.0
 STEPS, SAVE_STEPS = 240, 2
 MOST_STEPS = 8  # between a start and what ends it; a start may be killed only after its first step
@@ -51,6 +51,7 @@ SETTINGS: dict[str, object] = tiny.RUN | {
     "eval_strategy": "steps", "eval_steps": 40, "learning_rate": 1e-3,
 }  # fmt: skip
 COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
+FIGURES = ("kills", "starts_again", "by_hand", "lost_steps", "lost_s")
 SCRIPTS = {"pretraining": "pretrain.py", "LoRA": "sft_train.py"}
 
 
@@ -156,8 +157,8 @@ def data_workers(job: Job) -> list[Process]:
 class Soak:
     """Disturbs runs, one kind after another; `kinds` are in a new random order every round."""
 
-    def __init__(self, slurm: SlurmCluster, files: Path, chance: random.Random):
-        self.slurm, self.files, self.chance = slurm, files, chance
+    def __init__(self, slurm: SlurmCluster, files: Path, chance: random.Random, every_s: float):
+        self.slurm, self.files, self.chance, self.every_s = slurm, files, chance, every_s
         one_of = self.kill_one_of
         self.kinds: dict[str, Callable[[Run], None]] = {
             "kill -9 of a rank": one_of(ranks),
@@ -172,15 +173,12 @@ class Soak:
             "scancel --signal=TERM": lambda run: self.scancel(run, "--signal=TERM"),
             "USR1, as at the time limit": lambda run: self.scancel(run, "--batch", "--signal=USR1"),
             "touch STOP": lambda run: (run.directory / "STOP").touch(),
-            "scontrol requeue": lambda run: self.requeue(run),
+            "scontrol requeue": self.requeue,
         }
-        self.figures = {
-            name: collections.Counter(dict.fromkeys(("kills", "starts_again", "by_hand"), 0))
-            for name in self.kinds
-        }
+        self.figures = {name: collections.Counter(dict.fromkeys(FIGURES, 0)) for name in self.kinds}
         self.worst: dict[str, int] = dict.fromkeys(self.kinds, 0)
         self.problems: list[str] = []
-        self.next_kill = time.monotonic() + MINUTE_S
+        self.next_kill = time.monotonic() + every_s
 
     def run_to_its_end(self, run: Run, kinds: Iterator[str], deadline: float) -> None:
         """Submit the run and disturb it once a minute until it is finished or time is over."""
@@ -188,13 +186,13 @@ class Soak:
         while self.comes_so_far(run, deadline):
             name = next(kinds)
             known, newest, starts = len(cycles(run.directory)), run.newest(), self.starts(run)
-            self.next_kill = time.monotonic() + MINUTE_S
+            self.next_kill = time.monotonic() + self.every_s
             self.say(f"{name}: {run.directory.name}, checkpoint-{newest}")
             try:
                 self.kinds[name](run)
                 self.verify(run, name, newest)
             except (AssertionError, TimeoutError, OSError) as error:
-                self.problem(f"{name}: {error}\n{run.job.output()[-6000:]}")
+                self.problem(f"{name}: {error}\n{run.job.output()[-TAIL:]}")
             self.await_progress(run, name)
             found = cycles(run.directory)[known:]
             figures = self.figures[name]
@@ -217,7 +215,7 @@ class Soak:
         if over() or ended():
             state = self.slurm.wait(run.job, 900)
             if state != "COMPLETED" or not run.finished:
-                self.problem(f"{run.directory.name} ended as {state}\n{run.job.output()[-6000:]}")
+                self.problem(f"{run.directory.name} ended as {state}\n{run.job.output()[-TAIL:]}")
             return False
         return True
 
@@ -245,7 +243,7 @@ class Soak:
         self.figures[name]["by_hand"] += 1
         if name != "kill -9 of the batch script":  # nobody is left to requeue it
             state = self.slurm.state(run.job)
-            self.problem(f"after {name}: {state}, not requeued\n{run.job.output()[-6000:]}")
+            self.problem(f"after {name}: {state}, not requeued\n{run.job.output()[-TAIL:]}")
         self.submit(run)
         wait_until(settled, f"after {name}, submitted again: no new step", run.job.output, 600)
 
@@ -289,7 +287,7 @@ class Soak:
         wait_until(lambda: self.restarts(run) > restarts, "not requeued", run.job.output)
         self.slurm.start_node(node)
 
-    def restart_slurmd(self, run: Run) -> None:
+    def restart_slurmd(self, _: Run) -> None:
         node = self.chance.choice(("n1", "n2"))
         self.slurm.stop_node(node)
         self.slurm.start_node(node)
@@ -369,10 +367,12 @@ def endings(runs: list[Run]) -> collections.Counter[str]:
     return found
 
 
-def soak(slurm: SlurmCluster, files: Path, minutes: float, seed: int) -> tuple[dict, list[str]]:
+def soak(
+    slurm: SlurmCluster, files: Path, minutes: float, every_s: float, seed: int
+) -> tuple[dict[str, object], list[str]]:
     """Return the figures, and what went wrong."""
     chance = random.Random(seed)
-    work = Soak(slurm, files, chance)
+    work = Soak(slurm, files, chance, every_s)
     settings = make_inputs(files)
 
     def new_run(kind: str, name: str) -> Run:
@@ -388,13 +388,13 @@ def soak(slurm: SlurmCluster, files: Path, minutes: float, seed: int) -> tuple[d
     rounds = (chance.sample(sorted(work.kinds), len(work.kinds)) for _ in itertools.count())
     kinds = itertools.chain.from_iterable(rounds)
     begun, runs, equal = time.monotonic(), [], 0
-    work.next_kill = begun + MINUTE_S
+    work.next_kill = begun + every_s
     for number, kind in enumerate(itertools.cycle(SCRIPTS)):
-        if time.monotonic() > begun + minutes * MINUTE_S:
+        if time.monotonic() > begun + minutes * 60:
             break
         run = new_run(kind, f"run{number}")
         runs.append(run)
-        work.run_to_its_end(run, kinds, begun + minutes * MINUTE_S)
+        work.run_to_its_end(run, kinds, begun + minutes * 60)
         if run.finished and outcome(run.directory) == whole[kind]:
             equal += 1
         else:
@@ -405,7 +405,7 @@ def soak(slurm: SlurmCluster, files: Path, minutes: float, seed: int) -> tuple[d
         for name, figures in work.figures.items()
     }
     totals = {
-        "minutes": round((time.monotonic() - begun) / MINUTE_S, 1), "seed": seed,
+        "minutes": round((time.monotonic() - begun) / 60, 1), "seed": seed,
         "kills": sum(row["kills"] for row in rows.values()),
         "starts": sum(work.starts(run) for run in runs), "runs": len(runs),
         "runs_that_ended_as_the_undisturbed_one": equal,
@@ -414,6 +414,9 @@ def soak(slurm: SlurmCluster, files: Path, minutes: float, seed: int) -> tuple[d
         "problems": len(work.problems),
     }  # fmt: skip
     totals |= {f"starts_that_ended_with_{way}": n for way, n in endings(runs).most_common()}
+    for job in (job for run in runs for job in run.jobs):
+        for notes in (ROOT / ".stoker").glob(f"job-{job.id}.*"):
+            shutil.rmtree(notes)
     return rows | totals, work.problems
 
 
@@ -421,6 +424,7 @@ def main() -> int:
     """Run the soak; write its figures when it took the hour."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--every", type=float, default=60, help="seconds between kills")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="stoker-soak-"))
@@ -430,7 +434,9 @@ def main() -> int:
     (directory / "files").mkdir()
     try:
         slurm.start()
-        figures, problems = soak(slurm, directory / "files", arguments.minutes, arguments.seed)
+        figures, problems = soak(
+            slurm, directory / "files", arguments.minutes, arguments.every, arguments.seed
+        )
     finally:
         slurm.stop()
     record = {
