@@ -3,6 +3,7 @@
 # make test       lint, types, shell and every test; installs what it needs
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
+# make test-gpu   the tests marked `gpu`, on one GPU, in at most four minutes; each failure is printed when it happens
 # make test-oldest  the tests but those on Slurm, with the oldest transformers that pyproject.toml allows
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
@@ -24,7 +25,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-oldest test-exhaustive slurm-cycles soak lint lock lock-docs site
+.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive slurm-cycles soak lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -107,6 +108,18 @@ slurm-cycles: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# With GPU_PYTHON=python3 nothing is installed: that Python needs torch, the packages of
+# requirements.lock, pytest and pytest-xdist. A test needs about a core and a GB of the GPU's memory.
+# After the limit ending what runs takes up to 20 s more.
+GPU_PYTHON ?=
+GPU_WORKERS ?= 12
+GPU_LIMIT_S ?= 220
+test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)
+	$(or $(GPU_PYTHON),$(BIN)/python) -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU"'
+	TORCHINDUCTOR_COMPILE_THREADS=2 timeout --signal=INT --kill-after=20 $(GPU_LIMIT_S) \
+	  $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal --at-once -rsfE --tb=short --durations=10 \
+	  -o faulthandler_timeout=120 --junitxml=test-gpu.xml $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own. The facts in
 # tests/published are those of the locked version.
