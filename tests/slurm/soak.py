@@ -363,7 +363,7 @@ def endings(runs: list[Run]) -> collections.Counter[str]:
         for start in re.split(r"(?m)^.*job \d+, start \d+: ", log)[1:]:
             refused = re.findall(r"failed with exit code (\d+)", start)
             way = next((way for way, mark in ways.items() if re.search(mark, start)), None)
-            found[refused[0] if refused else way or "killed with the batch script"] += 1
+            found[refused[0] if refused else way or "no last line"] += 1
     return found
 
 
@@ -442,7 +442,7 @@ def main() -> int:
     record = {
         "made_by": "make soak",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit,
+        "commit": " to ".join(dict.fromkeys([commit, current_commit()])),
         "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
         "python": platform.python_version(),
         "torch": torch.__version__,
