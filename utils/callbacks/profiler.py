@@ -42,10 +42,10 @@ class ProfilerWindow(TrainerCallback):
         """Leave out the steps that are behind this start."""
         self.device, begun = args.device, state.global_step + 1
         self.first = max(self.first, begun)
-        if not state.is_world_process_zero:
-            self.stop = 0
-        elif self.first >= self.stop:
+        self.records = state.is_world_process_zero
+        if self.first >= self.stop:
             logger.info("profile: none, this start begins after step %d", begun - 1)
+            self.stop = 0
         elif self.first == begun:
             self.remarks = "; the first step of a start compiles and allocates, choose later ones"
 
@@ -81,7 +81,7 @@ class ProfilerWindow(TrainerCallback):
         self._finish(state.global_step)
 
     def _begin(self, step: int) -> None:
-        if self.mark is not None or not self.first <= step < self.stop:
+        if not self.records or self.mark is not None or not self.first <= step < self.stop:
             return
         try:
             if self.profiler is None:
@@ -95,14 +95,21 @@ class ProfilerWindow(TrainerCallback):
             self.mark.__enter__()
         except RuntimeError as error:  # of CUPTI: no permission, or another profiler has it
             logger.warning("profile: torch's profiler does not run here: %s", error)
-            self.stop = 0
+            self.records = False
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _finish(self, last: int) -> None:
+        """Close the window, collective over ranks; rank 0 writes what it showed."""
+        if not self.first <= last < self.stop:
+            return
         profiler, self.profiler, self.stop = self.profiler, None, 0
+        if self.device.type == "cpu" and torch.distributed.is_initialized():
+            # gloo's threads end their events only after DDP has the gradients, in memory that
+            # profiler.stop() frees. A barrier waits for all earlier work of this rank.
+            torch.distributed.barrier()
         if profiler is None:
             return
         trace = self.directory / f"steps{self.first}-{last}-rank0.json.gz"
