@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.files import FINAL, PROVENANCE, known_run_id
+from utils.checkpoints.files import FINAL, PROVENANCE
+from utils.checkpoints.record import known_run_id
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.rows import document_fields
 from utils.launch.script import configure_environment, run_script

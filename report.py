@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from utils.launch.script import run_script
+from utils.support.journal_file import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # it would walk through a million parsed lines again and again
     given = parse_arguments(argv, __doc__)
     page = write_pages(run_directories(given), given.output, given.png)
-    sys.stdout.write(f"{page}\n" + (f"{given.png}\n" if given.png else ""))
+    for path in filter(None, (page, given.png)):
+        sys.stdout.write(f"{printable(str(path))}\n")
     return 0
 
 

@@ -13,7 +13,8 @@ from launching import run_two_processes
 import pretrain
 import sft_train
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.files import MANIFEST, known_run_id
+from utils.checkpoints.files import MANIFEST
+from utils.checkpoints.record import known_run_id
 
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive

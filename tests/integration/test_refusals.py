@@ -84,6 +84,13 @@ def no_room(place: Place) -> dict[str, object]:
     return {}
 
 
+def broken_record(place: Place) -> dict[str, object]:
+    changes = place.rewritten("provenance.json", lambda _: "{")
+    for directory in place.run.glob("checkpoint-*"):
+        shutil.rmtree(directory)
+    return changes
+
+
 def weights_as_pickle(place: Place) -> dict[str, object]:
     (place.path / "stage").mkdir()
     (place.path / "stage/pytorch_model.bin").write_bytes(b"")
@@ -110,17 +117,14 @@ PRETRAINING = {
     "foreign directory": (foreign_directory, "holds no run of Stoker"),
     "finished, checkpoints gone": (finished_without_checkpoints, "finished run without checkpo"),
     "no room": (no_room, "will be there at once"),
-    "broken record": (
-        lambda place: place.rewritten("provenance.json", lambda _: "{"),
-        "is not the JSON that an earlier start wrote",
-    ),
+    "broken record": (broken_record, "no checkpoint here has a whole copy"),
     "all checkpoints damaged": (
         lambda place: place.rewritten("checkpoint-*/config.json", lambda text: text + " "),
         "no committed checkpoint of this run is whole",
     ),
     "checkpoint of a run": (
         lambda place: place.rewritten(
-            "provenance.json", lambda text: json.dumps(json.loads(text) | {"run_id": "other"})
+            "provenance.json", lambda _: json.dumps({"run_id": "other", "starts": []})
         ),
         "is a checkpoint of another run",
     ),

@@ -52,8 +52,11 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, 
     # What ends a process is left in its lock when it exits.
     assert run_script(lambda: pretrain.main([*argv, "--seed", "7"])) == 2
     leave_run_lock(run)
-    assert "configuration error: " in read_status(run, {}).error
-    assert "seed" in read_status(run, {}).error
+    status = read_status(run, {})
+    assert (status.state, "is gone: killed" in status.error) == ("failed", True)
+    assert status.refused.startswith("configuration error: ")
+    assert "seed" in status.refused
+    assert status.advice.startswith("resume: python pretrain.py --sequence_length 64")
 
     ask = threading.Timer(0.1, stop_when_training, [run])
     ask.start()

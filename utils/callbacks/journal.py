@@ -13,13 +13,23 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.callbacks.memory import MemoryMonitor, fullest_rank
+from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
-from utils.support.journal_file import FILE_NAME, duration, read_journal, strict_json
+from utils.support.journal_file import (
+    FILE_NAME,
+    duration,
+    read_journal,
+    read_lines,
+    skipped,
+    strict_json,
+)  # fmt: skip
 from utils.support.run_lock import known_loss, note_phase
 
 __all__ = ["Journal", "read_journal", "readable_line"]
 
 logger = logging.getLogger(__name__)
+
+READ_BYTES = 2**26  # of the end of a journal: more would keep the other ranks waiting
 
 
 class Journal(TrainerCallback):
@@ -44,14 +54,27 @@ class Journal(TrainerCallback):
         """Note the start."""
         if not state.is_world_process_zero:
             return
-        with self.path.open("ab+") as file:
-            file.seek(max(file.tell() - 1, 0))
-            if file.read(1) not in (b"\n", b""):
-                file.write(b"\n")  # the process died within a line, which stays one of its own
+        self._end_last_line()
         self.resumed_at = state.global_step
         event = "resumed" if self.resumed_at else "started"
         self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
         note_phase("in its first step")
+
+    def _end_last_line(self) -> None:
+        """Let new lines begin a line: a process may have died within the last one.
+
+        Damaged lines stay; what cannot be written to is set aside.
+        """
+        try:
+            with self.path.open("ab+") as file:
+                file.seek(max(file.tell() - 1, 0))
+                if file.read(1) not in (b"\n", b""):
+                    file.write(b"\n")
+            if damaged := read_lines(self.path, last=READ_BYTES)[1]:
+                logger.warning("%s: training goes on without them", skipped(damaged))
+        except (IsADirectoryError, PermissionError) as error:
+            name = set_aside(self.path, DAMAGED)
+            logger.warning("%s: %s; set aside as %s", self.path, error.strerror, name)
 
     @override
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:

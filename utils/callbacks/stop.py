@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
+from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
 from utils.launch.signals import stop_request
 from utils.launch.slurm import job_end_time
@@ -316,7 +317,9 @@ def remove_stale_requests(output_dir: Path) -> None:
     """Remove STOP and SAVE of before this start, with a warning: they were for an earlier one."""
     for name in (STOP, SAVE):
         path = output_dir / name
-        if path.exists():
+        if path.is_dir():
+            logger.warning("%s is a directory: set aside as %s", path, set_aside(path, DAMAGED))
+        elif path.exists():
             path.unlink()
             logger.warning(
                 "removed %s: it is older than this start. Touch it again to use it", path

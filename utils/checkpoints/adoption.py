@@ -16,28 +16,21 @@ from utils.checkpoints.files import (
     CONFIG,
     MANIFEST,
     PROVENANCE,
+    RECORD,
     DamagedCheckpointError,
     Manifest,
     flush,
-    known_run_id,
     read_manifest,
 )
+from utils.checkpoints.record import known_run_id
 from utils.config.errors import ConfigurationError
 from utils.support.files import paths_inside
 
 logger = logging.getLogger(__name__)
 
-RECORD = "run"
+
 JOURNAL = "metrics.jsonl"
 FLAG = "--resume_from_checkpoint"
-
-
-def keep_record(output_dir: Path, checkpoint: Path) -> None:
-    """Put what a resume elsewhere compares into a checkpoint that is being written."""
-    (checkpoint / RECORD).mkdir(exist_ok=True)
-    for name in (CONFIG, PROVENANCE):
-        if (output_dir / name).is_file():
-            shutil.copyfile(output_dir / name, checkpoint / RECORD / name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 CONFIG = "config.yaml"  # the settings of the first start
 PROVENANCE = "provenance.json"  # how each of its starts came about
 FINAL = "final"  # the finished model
+RECORD = "run"  # in a checkpoint: copies of CONFIG and PROVENANCE
 # What the processor of a model for images or sound is loaded from, beside its tokenizer.
 OLD_TEMPLATE = "chat_template.json"  # which a processor prefers to any other
 PROCESSOR_FILES = (
@@ -302,26 +303,3 @@ def check_layout(checkpoint: Path, strategy: str) -> None:
         f"with the accelerate config of {written} (any number of ranks will do), or start a new "
         "run from its weights: --init_from with another --output_dir."
     )
-
-
-def earlier_starts(path: Path) -> list[dict[str, Any]]:
-    """Return the starts in a file that `write_provenance` wrote; none where there is no file."""
-    return _provenance(path)["starts"]
-
-
-def known_run_id(path: Path) -> str | None:
-    """Return the run's id, made at its first start; None before that."""
-    return _provenance(path).get("run_id")
-
-
-def _provenance(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {"starts": []}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content["starts"][:]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path} is not the JSON that an earlier start wrote ({error!r}): move it away."
-        ) from error
-    return content

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from utils.checkpoints.files import PROVENANCE, earlier_starts
+from utils.checkpoints.files import PROVENANCE
+from utils.checkpoints.record import earlier_starts
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts

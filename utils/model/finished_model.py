@@ -14,7 +14,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from utils.checkpoints.files import OLD_TEMPLATE, PROCESSOR_FILES, PROVENANCE, earlier_starts
+from utils.checkpoints.files import OLD_TEMPLATE, PROCESSOR_FILES, PROVENANCE
+from utils.checkpoints.record import earlier_starts
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size

@@ -22,12 +22,11 @@ from utils.checkpoints.files import (
     PROVENANCE,
     DamagedCheckpointError,
     cached_digests,
-    earlier_starts,
     file_problems,
-    known_run_id,
     read_manifest,
 )
 from utils.checkpoints.pickles import forbidden
+from utils.checkpoints.record import earlier_starts, known_run_id
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.support.collectives import on_rank_0

@@ -12,7 +12,7 @@ from utils.config.errors import ConfigurationError
 from utils.report.findings import Spike
 from utils.report.history import History, column, thinned
 from utils.report.ranks import DEVICE, Point, memory_series, slowest
-from utils.support.journal_file import duration
+from utils.support.journal_file import duration, printable
 
 POINTS = 1600  # of a series of one run, 800 pixels twice over; of several runs they share them
 SMOOTH_FROM = 200  # logs: fewer are shown as they are
@@ -40,6 +40,7 @@ _BAR = "from left to right; blue: work that counts, grey: done again later, ligh
 _LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
     "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
+    "text.parse_math": False,  # a dollar in a name
     "svg.fonttype": "none", "svg.hashsalt": "stoker", "axes.grid": True, "grid.color": "0.92",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
     "xtick.color": "0.35", "ytick.color": "0.35",
@@ -122,7 +123,7 @@ class Curves:
         found: list[Line] = []
         for start in self.run.starts:
             lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
-            found += [*lines, *({**line, "loss": "NaN"} for line in lines[-1:])]
+            found += [*lines, *({**line, "loss": math.nan} for line in lines[-1:])]
         return found
 
 
@@ -278,7 +279,10 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
             continue
         text = f"step {start.last_step:,}: " + row["ending"].text.partition(" (")[0]
         resumed = f"start {number + 1} resumes from step {start.last_step - start.lost_steps:,}"
-        text, right = f"{fill(text, 44)}\n{resumed}", start.last_step > 0.7 * line["step"][-1]
+        text, right = (
+            f"{fill(printable(text), 44)}\n{resumed}",
+            start.last_step > 0.7 * line["step"][-1],
+        )
         at = start.last_step, np.interp(start.last_step, line["step"], np.array(line["y"], float))
         axes.plot(*at, "o", color="C1", zorder=3)
         axes.annotate(

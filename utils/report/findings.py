@@ -103,7 +103,7 @@ def resume(run: History) -> str:
 
 def remaining(run: History) -> str:
     """Say how long the steps to come take, at the pace of the last log."""
-    pace = number(run.trained[-1].get("step_time_s")) if run.trained else None
+    pace = run.trained[-1].get("step_time_s") if run.trained else None
     if not pace or not run.max_steps:
         return ""
     return f"About {duration(pace * (run.max_steps - last_step(run)))} of steps remain."
@@ -167,9 +167,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
     found.append(("compute", (step_time - wait) * steps, lost))
     for event, ending in (("eval", "_runtime"), ("save", "stall_s")):
         lines = [line for line in start.lines if line["event"] == event]
-        seconds = [
-            sum(number(line[key]) or 0.0 for key in line if key.endswith(ending)) for line in lines
-        ]
+        seconds = [sum(line[key] for key in line if key.endswith(ending)) for line in lines]
         found.append((event, np.array(seconds), column(lines, "lost")))
     spent = {key: float(np.sum(times * (1 - undone))) for key, times, undone in found}
     return spent | {"lost": sum(float(np.sum(times * undone)) for _, times, undone in found)}
@@ -205,7 +203,7 @@ def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
                 if loss <= before.loss:
                     found.append(replace(before, last_step=line["step"]))
                     continue
-            norm, previous = number(line.get("grad_norm")), index
+            norm, previous = line.get("grad_norm"), index
             found.append(Spike(begin, line["step"], loss, middle, score, norm))
     return found
 
@@ -251,9 +249,9 @@ def figures(run: History) -> dict[str, Any]:
 
     return {
         "step": last_step(run),
-        "loss": number(last.get("loss")),
+        "loss": last.get("loss"),
         "mean_loss": over_all("loss", np.mean, 10),
-        "tokens": number(last.get("tokens_seen")),
+        "tokens": last.get("tokens_seen"),
         "tokens_per_s": over_all("tokens_per_s", np.median),
         "ran_s": sum(start.ended - start.began for start in run.starts),
         "device_peak_gib": over_all("memory_peak_gib", np.max),
@@ -269,9 +267,9 @@ def evaluations(run: History) -> dict[str, dict[str, Any]]:
     for line in (line for line in run.lines if line["event"] == "eval"):
         split = line.get("split") or "eval"
         before = f"eval_{split}" if line.get("split") else "eval"
-        if (loss := number(line.get(f"{before}_loss"))) is not None:
+        if (loss := line.get(f"{before}_loss")) is not None:
             found.setdefault(split, []).append((line["step"], loss))
-            right[split] = number(line.get(f"{before}_accuracy"))
+            right[split] = line.get(f"{before}_accuracy")
     return {
         split: {
             "last": points[-1], "best": min(points, key=lambda point: point[1]),

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,17 @@ from typing import Any
 import numpy as np
 
 from utils.checkpoints.discovery import numbered_checkpoints
-from utils.checkpoints.files import (
-    CONFIG,
-    FINAL,
-    PROVENANCE,
-    DamagedCheckpointError,
-    earlier_starts,
-    read_manifest,
-)
+from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, DamagedCheckpointError, read_manifest
+from utils.checkpoints.record import damage, earlier_starts, first_settings
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import YamlError, load_file
-from utils.support.journal_file import FILE_NAME, NOT_FINITE, STARTS
+from utils.support.journal_file import FILE_NAME, STARTS, printable, read_lines, skipped
 from utils.support.notes import name_of_job, verdict_of
 from utils.support.redaction import redact, redacted
-from utils.support.run_lock import FOLDER, WATCH_S, look_at_run_lock
+from utils.support.run_lock import WATCH_S, RunOwner, run_owners
 
 # Pages that a run writes for people when memory runs out, when it hangs, and of its profile.
 PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
 LONGEST_PAGE = 100_000  # characters
-# The figures of each rank are most of a line: they are read of some lines alone, see ranks.py.
-_BY_RANK = re.compile(rb', "memory_by_rank": \[[^\]\n]*\]')
-_CHUNK = 2**19  # bytes that are parsed in one call, twice as fast as line by line
 # What slurm/job_setup.sh writes into a job's log before it puts the job back into the queue.
 _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
@@ -104,7 +93,7 @@ class History:
     @property
     def name(self) -> str:
         """The name of its directory."""
-        return self.path.name
+        return printable(self.path.resolve().name)
 
     @cached_property
     def trained(self) -> list[dict[str, Any]]:
@@ -120,7 +109,7 @@ class History:
 
 def read_run(path: Path) -> History:
     """Read a run directory; raises ConfigurationError where nothing of a run is there."""
-    missing: list[str] = []
+    missing = [f"{name} {text}" for name, text in damage(path).items()]
     lines = _read_lines(path / FILE_NAME, missing)
     entries = _read_entries(path / PROVENANCE, missing)
     if not lines and not entries:
@@ -128,34 +117,33 @@ def read_run(path: Path) -> History:
             f"{path} holds no run: neither {FILE_NAME} nor {PROVENANCE} can be read there. Give a "
             "run's output_dir, or a folder of such directories."
         )
-    owners = _read_owners(path / FOLDER)
+    owners = list(run_owners(path))
     starts = _starts(lines, entries)
     _end_starts(starts, owners)
     _mark_lost(starts)
     _count_hours(starts)
     _take_causes(path, starts)
-    owner = look_at_run_lock(path)
     limits = [line["max_steps"] for line in lines if "max_steps" in line]
     return History(
         path=path,
         starts=starts,
         lines=_that_count(starts),
-        settings=_read_settings(path / CONFIG, entries, missing),
+        settings=_read_settings(path, entries, missing),
         checkpoints=list(_read_checkpoints(path)),
         nonfinite=list(_read_nonfinite(path, missing)),
         pages=list(_read_pages(path, missing)),
         finished=(path / FINAL).is_dir(),
-        alive=owner is not None and owner.alive,
+        alive=any(owner.alive for owner in owners[:1]),
         max_steps=limits[-1] if limits else None,
         missing=missing,
     )
 
 
 def number(value: Any) -> float | None:
-    """Return a figure of the journal as a float, NaN and infinities included; None: it is none."""
+    """Return what a user's hook or a rank logged as a float; None where it is no number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    return float(value) if isinstance(value, str) and value in NOT_FINITE else None
+    return None
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
@@ -165,8 +153,8 @@ def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     except KeyError:
         values = [line.get(key) for line in lines]
     try:
-        return np.array(values, dtype=float)  # it reads None, "NaN" and "Infinity" too
-    except (TypeError, ValueError):
+        return np.array(values, dtype=float)
+    except (TypeError, ValueError):  # of a user's hook
         return np.array([number(value) for value in values], dtype=float)
 
 
@@ -184,52 +172,23 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
 
 
 def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    lines, count, at = [], 0, 0
     try:
-        with path.open("rb") as file:
-            while texts := file.readlines(_CHUNK):
-                places = accumulate(map(len, texts), initial=at)
-                for line, text, place in zip(_parsed(texts), texts, places, strict=False):
-                    if (
-                        isinstance(line, dict)
-                        and isinstance(line.get("event"), str)
-                        and isinstance(line.get("step"), int)
-                        and isinstance(line.get("time"), (int, float))
-                    ):
-                        line["at"] = place
-                        lines.append(line)
-                    count += not text.isspace()
-                at += sum(map(len, texts))
+        lines, damaged = read_lines(path, ranks=False)
     except OSError as error:
         missing.append(f"{path.name}: {error.strerror}; there are no figures of the training")
-    if broken := count - len(lines):
-        missing.append(f"{path.name}: {broken} of {count:,} lines are cut off or damaged")
+        return []
+    if damaged:
+        missing.append(skipped(damaged))
     return lines
-
-
-def _parsed(texts: list[bytes]) -> list[Any]:
-    """Return what each line holds; None of one that is cut off, where a process died."""
-    plain = _BY_RANK.sub(b"", b"".join(texts)).decode("utf-8", "replace").removesuffix("\n")
-    with contextlib.suppress(ValueError):
-        found = json.loads("[" + plain.replace("\n", ",") + "]")
-        if len(found) == len(texts):
-            return list(found)
-    found = []
-    for text in plain.split("\n"):  # not splitlines(): texts may hold what that breaks at
-        found.append(None)
-        with contextlib.suppress(ValueError):
-            found[-1] = json.loads(text)
-    return found
 
 
 def _read_entries(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     try:
         entries: list[dict[str, Any]] = redacted(earlier_starts(path))
-        if not path.is_file():
+        if not entries:
             missing.append(f"{path.name}: not there; hosts, jobs and versions are not known")
-        return [entry for entry in entries if _seconds(entry.get("time")) is not None]
-    except (ConfigurationError, OSError, AttributeError) as error:
-        missing.append(f"{path.name}: cannot be read ({str(error).removeprefix('- ')})")
+        return [entry for entry in entries if entry.get("time")]
+    except ConfigurationError:  # `damage` has it
         return []
 
 
@@ -262,39 +221,19 @@ def _starts(lines: list[dict[str, Any]], entries: list[dict[str, Any]]) -> list[
     return sorted(starts, key=lambda start: start.began)
 
 
-def _read_owners(folder: Path) -> list[dict[str, Any]]:
-    """Return who had the directory, the latest last: since, last beat (unix seconds), left."""
-    owners = []
-    for path in folder.glob("owner-*"):
-        try:
-            content = json.loads(path.read_bytes())
-            since = _seconds(content["owner"]["since"])
-            error = content.get("error")
-            owners.append(
-                {
-                    "number": int(path.name.removeprefix("owner-")), "since": since,
-                    "beat": path.stat().st_mtime, "left": content["left"],
-                    "error": redact(error) if isinstance(error, str) else None,
-                }
-            )  # fmt: skip
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-    return sorted((one for one in owners if one["since"]), key=lambda one: one["number"])
-
-
-def _end_starts(starts: list[Start], owners: list[dict[str, Any]]) -> None:
+def _end_starts(starts: list[Start], owners: list[RunOwner]) -> None:
     """Say when each start ended, by its last line and by its lock, which beats until the end."""
     for index, start in enumerate(starts):
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
         after = [later.began for later in starts[index + 1 :]]
-        mine = [one for one in owners if abs(one["since"] - start.began) < 60]
+        mine = [one for one in owners if abs(one.since - start.began) < 60]
         if mine:
-            own = min(mine, key=lambda one: abs(one["since"] - start.began))
-            start.left, start.error = own["left"], own["error"]
+            own = min(mine, key=lambda one: abs(one.since - start.began))
+            start.left, start.error = own.left, own.error and redact(own.error)
             # A copied directory has the times of the copy.
-            if not after or own["beat"] < after[0]:
+            if not after or own.beat < after[0]:
                 plausible = known[-1] + 2 * WATCH_S
-                known.append(own["beat"] if own["beat"] < plausible else 0.0)
+                known.append(own.beat if own.beat < plausible else 0.0)
         start.ended = max(known)
 
 
@@ -330,7 +269,7 @@ def _that_count(starts: list[Start]) -> list[dict[str, Any]]:
 
 def _take_causes(path: Path, starts: list[Start]) -> None:
     """Read how starts of Slurm jobs ended, from the jobs' verdicts and, where found, their logs."""
-    read = cache(lambda file: file.read_text("utf-8", "replace") if file.is_file() else "")
+    read = cache(_text)
     for start in (one for one in starts if one.job.get("job_id")):
         name = f"{start.job.get('job_name')}-{start.job['job_id']}.log"  # of --output
         texts = (read(folder / name) for folder in (path, path.parent, Path.cwd(), _ROOT))
@@ -342,13 +281,19 @@ def _take_causes(path: Path, starts: list[Start]) -> None:
             start.error = redact(cause)
 
 
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):  # another user's, or a name that cannot be
+        return path.read_text("utf-8", "replace")
+    return ""
+
+
 def _read_settings(path: Path, entries: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
     """Return the settings in force: those of the first start with all accepted changes since."""
     settings: dict[str, Any] = {}
     try:
-        settings = {name: redacted(value) for name, (value, _) in load_file(path).items()}
-    except (YamlError, OSError) as error:
-        missing.append(f"{path.name}: cannot be read ({error}); the settings are not known")
+        settings = redacted(first_settings(path))
+    except ConfigurationError:  # `damage` has it
+        missing.append(f"{CONFIG}: the settings are not known")
     for entry in entries:
         settings |= entry.get("changed") or {}
     return settings
@@ -358,7 +303,7 @@ def _read_checkpoints(path: Path) -> Iterator[dict[str, Any]]:
     for step, directory in numbered_checkpoints(path):
         try:
             manifest = read_manifest(directory)
-        except (DamagedCheckpointError, OSError):
+        except (DamagedCheckpointError, ConfigurationError, OSError):
             continue  # not committed: no checkpoint
         yield {
             "step": step, "size_bytes": manifest.size_bytes, "tokens": manifest.tokens,
@@ -370,9 +315,21 @@ def _read_nonfinite(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     for file in sorted(path.glob("nonfinite-step-*.json")):
         try:
             content = redacted(json.loads(file.read_text(encoding="utf-8")))
-            yield {"file": file.name, "time": file.stat().st_mtime, **content}
-        except (OSError, ValueError, TypeError) as error:
+            yield _checked_nonfinite(content) | {"file": file.name, "time": file.stat().st_mtime}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             missing.append(f"{file.name}: cannot be read ({error})")
+
+
+def _checked_nonfinite(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a page shows of a step that was not finite; raises what other content raises."""
+    return {
+        "step": int(content["step"]),
+        "losses": [one | {"micro_batch": int(one["micro_batch"])} for one in content["losses"]],
+        "gradient_norm": content["gradient_norm"],
+        "weights": [str(name) for name in content["weights"]],
+        "documents_of": content["documents_of"],
+        "documents": [dict(row.items()) for row in content["documents"]],
+    }
 
 
 def _read_pages(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:

@@ -5,12 +5,15 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from utils.checkpoints.files import PROVENANCE, readable
+from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError
 from utils.report import findings, ranks
 from utils.report.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
@@ -23,6 +26,10 @@ from utils.support.redaction import redact
 FILE_NAME = "report.html"
 SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
 _HERE = Path(__file__).parent
+# Control characters, halves of surrogate pairs and noncharacters: names and texts may hold them.
+_NOT_IN_HTML = re.compile(
+    "[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0010ffff]"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +53,9 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
     """
     found: list[Path] = []
     problems = []
-    alone = given.compare and len(given.runs) == 1 and _is_run(given.runs[0])
+    alone = given.compare and len(given.runs) == 1 and is_run(given.runs[0])
     for path in [given.runs[0].resolve().parent] if alone else given.runs:
-        entries = [path] if _is_run(path) or not path.is_dir() else sorted(path.iterdir())
-        inside = list(filter(_is_run, entries))
+        inside = [path] if is_run(path) else list(filter(is_run, sorted(path.glob("*"))))
         found += inside
         if not inside:
             problems.append(
@@ -59,10 +65,6 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
     if problems:
         raise ConfigurationError(problems)
     return list(dict.fromkeys(found))
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (JOURNAL, PROVENANCE))
 
 
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
@@ -113,7 +115,8 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     page = environment.get_template("page.html")
-    return page.render(data=text.replace("<", "\\u003c"), script=script, **facts)
+    whole = page.render(data=text.replace("<", "\\u003c"), script=script, **facts)
+    return _NOT_IN_HTML.sub("\ufffd", whole)
 
 
 def _facts_of_one(run: History) -> dict[str, Any]:
@@ -142,9 +145,8 @@ def _facts_of_one(run: History) -> dict[str, Any]:
 
 
 def _sample_row(line: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's samples, whatever shape they have, as pairs of texts."""
-    rows = line.get("samples")
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    """Return an evaluation's samples as pairs of texts."""
+    rows = line.get("samples", ())
     texts = [[redact(str(row.get(key, ""))) for key in ("prompt", "completion")] for row in rows]
     most = SHOWN["characters"]
     return {
@@ -182,7 +184,7 @@ def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
         page = run.path / FILE_NAME
         link = None
         if page.is_file():
-            link = os.path.relpath(page.resolve(), output.resolve().parent)
+            link = quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
         rows.append(
             {
                 "run": run, "link": link, "colour": index % 10,

@@ -1,12 +1,12 @@
 """What the ranks of a run tell: the memory of each by phase, and which one the others wait for."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from utils.report.history import FILE_NAME, History, column, number, thinned
+from utils.support.journal_file import read_line
 
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
@@ -39,9 +39,8 @@ def memory_by_rank(run: History) -> list[Point]:
 def _ranks_of(run: History, lines: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
     """Read lines of the journal once more, for what each rank had."""
     with (run.path / FILE_NAME).open("rb") as file:
-        whole = [json.loads(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
-    found = (line.get("memory_by_rank") or [] for line in whole)
-    return [[one for one in ranks if isinstance(one, dict)] for ranks in found]
+        whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
+    return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from utils.checkpoints.files import CONFIG, PROVENANCE, earlier_starts
+from utils.checkpoints.files import PROVENANCE
+from utils.checkpoints.record import earlier_starts, first_settings
 from utils.config.arguments import train_sources
 from utils.config.declarations import shown
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import YamlError, load_file
 from utils.config.settings import RunSettings
 from utils.model.architecture import causal_lm_class
 from utils.model.stages import own_checkpoint
@@ -136,11 +136,11 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "versions": facts.get("versions") or {},
     }
     any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of the start that is to be
-    launch = facts.get("launch", any_launch)
+    launch = facts.get("launch") or any_launch
     if launch.get("strategy") == "fsdp2":
         rounding = facts.get("fsdp2_rounding", 1)
         held["bf16"] = {"sums of gradients under FSDP2 (their rounding)": rounding}
-    if launch["devices"] == ["cpu"]:
+    if launch.get("devices") == ["cpu"]:
         held["use_cpu"] = {"order of sums on a CPU (last bits)": facts.get("cpu_rounding", 1)}
     return {name: each if any(each.values()) else {} for name, each in held.items()}
 
@@ -157,9 +157,9 @@ def accepted_changes(
     starts = earlier_starts(output_dir / PROVENANCE)
     if not starts:
         return {}
-    if starts[-1]["script"] != facts["script"]:
+    if (script := starts[-1].get("script", facts["script"])) != facts["script"]:
         raise ConfigurationError(
-            f"{output_dir} holds a run of {starts[-1]['script']}: name another --output_dir."
+            f"{output_dir} holds a run of {script}: name another --output_dir."
         )
     # A setting that came with a later version of Stoker had its default before.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
@@ -190,15 +190,9 @@ def accepted_changes(
 
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of the last start: those of the first with all changes since."""
-    try:
-        saved = load_file(output_dir / CONFIG)
-    except YamlError as error:
-        raise ConfigurationError(
-            f"{output_dir / CONFIG} is not as the first start wrote it ({error}): put it back."
-        ) from error
-    settings = {name: value for name, (value, _) in saved.items()}
+    settings = first_settings(output_dir)
     for start in starts:
-        settings |= start.get("changed", {})
+        settings |= start.get("changed") or {}
     return settings
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from utils.callbacks.journal import duration, read_journal
-from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE, earlier_starts
+from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE
+from utils.checkpoints.record import earlier_starts
 from utils.config.arguments import train_sources
 from utils.config.declarations import NOTHING, shown
 from utils.data.token_dataset import TokenDataset

@@ -13,7 +13,8 @@ from utils.checkpoints.discovery import (
     free_bytes,
     most_at_once,
 )
-from utils.checkpoints.files import CONFIG, PROVENANCE, known_run_id, readable
+from utils.checkpoints.files import CONFIG, PROVENANCE, readable
+from utils.checkpoints.record import has_record, known_run_id
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.plan import RunPlan
@@ -119,7 +120,7 @@ def known_files(output_dir: Path) -> bool:
     # Not through links in the directory of a stranger's run.
     written = (CONFIG, PROVENANCE, FILE_NAME, f"{FOLDER}/owner-1")
     paths_inside(output_dir, written, f"--output_dir {output_dir}")
-    if (output_dir / CONFIG).is_file() and (output_dir / PROVENANCE).is_file():
+    if has_record(output_dir):
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.callbacks.live import fits_terminal
-from utils.checkpoints.files import earlier_starts
+from utils.checkpoints.record import earlier_starts
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts

@@ -29,11 +29,10 @@ from utils.checkpoints.files import (
     PROVENANCE,
     Manifest,
     check_layout,
-    earlier_starts,
-    known_run_id,
     read_manifest,
 )
 from utils.checkpoints.pickles import guard_loading, refuse_code
+from utils.checkpoints.record import damage, earlier_starts, known_run_id, restore_record
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
@@ -214,6 +213,7 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
+    restore_record(output_dir)
     run = find_run(settings, plan, data, launch)
     weights = weights_origin(settings, launch.strategy, run.resume_from)
     starts = earlier_starts(output_dir / PROVENANCE)
@@ -262,6 +262,8 @@ def check_start(
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
+    for name, text in damage(output_dir).items():
+        logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
     if run.finished:
         logger.info("%s is finished: a start would have nothing to do", output_dir)

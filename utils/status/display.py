@@ -14,7 +14,7 @@ from rich.text import Text
 
 from utils.checkpoints.files import readable
 from utils.status.run_state import STATES, Job, RunStatus, queued_jobs, read_status, runs_below
-from utils.support.journal_file import counted, duration, strict_json
+from utils.support.journal_file import counted, duration, printable, strict_json
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # of what goes into a file or a pipe
@@ -69,20 +69,26 @@ def _json(runs: Sequence[RunStatus]) -> str:
 
 def _lines(run: RunStatus) -> list[Text]:
     head = Text.assemble(
-        (run.run, "bold"), "  ", (run.state, COLOURS[run.state]), f"  {run.because}"
-    )
+        (printable(run.run), "bold"), "  ", (run.state, COLOURS[run.state]),
+        f"  {printable(run.because)}",
+    )  # fmt: skip
     lines = {
         "progress": _progress(run), "left": _time_left(run), "speed": _speed(run),
         "slowest": _slowest(run), "memory": _memory(run), "loss": _losses(run),
         "saved": _saved(run), "job": _job(run), "error": run.error, "page": ", ".join(run.pages),
-        "damaged": "\n".join(run.damaged), "next": run.advice,
+        "refused": run.refused or "", "damaged": "\n".join(map(printable, run.damaged)),
+        "next": run.advice,
     }  # fmt: skip
     shown = [
-        Text.assemble((f"  {name:<10}", "dim"), (text, "red" if name == "error" else ""))
+        Text.assemble((f"  {name:<10}", "dim"), (_shown(text), "red" if name == "error" else ""))
         for name, text in lines.items()
         if text
     ]
     return [head, *shown]
+
+
+def _shown(text: str) -> str:
+    return "\n".join(map(printable, text.splitlines()))
 
 
 def _progress(run: RunStatus) -> str:
@@ -160,7 +166,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         ]
         saved = "" if run.saved_ago_s is None else duration(run.saved_ago_s)
         table.add_row(
-            names[run.run], Text(run.state, COLOURS[run.state]),
+            Text(printable(names[run.run])), Text(run.state, COLOURS[run.state]),
             "" if run.step is None else f"{run.step:,}",
             f"{100 * run.step / run.max_steps:.0f}" if run.step and run.max_steps else "",
             "" if run.loss is None else f"{run.loss:.4f}",
@@ -168,7 +174,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
             f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "",
             "" if run.left_s is None or run.state == "finished" else duration(run.left_s),
             saved, run.job.id if run.job else "",
-            Text((run.error or run.because).splitlines()[0]),
+            Text(printable((run.error or run.because).splitlines()[0])),
         )  # fmt: skip
     for job in others:
         what = f"job {job.name}: {job.state.lower()}, {job.reason}; no run of it is here yet"

@@ -18,13 +18,20 @@ from utils.checkpoints.files import (
     MANIFEST,
     PROVENANCE,
     DamagedCheckpointError,
-    earlier_starts,
     read_manifest,
 )
+from utils.checkpoints.record import damage, earlier_starts, is_run
 from utils.config.errors import ConfigurationError, NotFiniteError
-from utils.support.journal_file import FILE_NAME, STARTS, as_series, duration, read_lines
+from utils.support.journal_file import (
+    FILE_NAME,
+    STARTS,
+    as_series,
+    duration,
+    read_lines,
+    skipped,
+)  # fmt: skip
 from utils.support.notes import verdict_of
-from utils.support.run_lock import LastOwner, look_at_run_lock
+from utils.support.run_lock import RunOwner, run_owners
 
 STATES = ("running", "waiting", "failed", "stopped", "finished")
 # Of a long journal: what holds the pace at the start, and the last lines with an evaluation.
@@ -53,7 +60,8 @@ class RunStatus:
     queue. memory_left_gib: of the GPU with the least. slowest: the rank that the others wait for,
     and the share of each step that this takes. error: why its last start ended. pages: what it
     wrote when memory ran out or it hung. advice: what to do next. damaged: files that could not be
-    read.
+    read. skipped_lines: damaged lines of the journal, of a long one those near its ends. refused:
+    why the newest start was refused, where an earlier one tells the state.
     """
 
     run: str
@@ -81,11 +89,8 @@ class RunStatus:
     pages: list[str] = field(default_factory=list)
     advice: str = ""
     damaged: list[str] = field(default_factory=list)
-
-
-def is_run(directory: Path) -> bool:
-    """Whether a start left its marks there."""
-    return any((directory / name).exists() for name in (PROVENANCE, CONFIG, FILE_NAME))
+    skipped_lines: int = 0
+    refused: str | None = None
 
 
 def runs_below(directory: Path) -> list[Path]:
@@ -94,9 +99,9 @@ def runs_below(directory: Path) -> list[Path]:
         raise ConfigurationError(
             f"{directory}: no such folder; name a run, or a folder of runs: --all DIR"
         )
-    found = [path for path in sorted(directory.glob("*")) if path.is_dir()]
+    found = sorted(directory.glob("*"))
     inner = [path for folder in found if not is_run(folder) for path in sorted(folder.glob("*"))]
-    return [path for path in [*found, *inner] if path.is_dir() and is_run(path)]
+    return [path for path in [*found, *inner] if is_run(path)]
 
 
 def queued_jobs() -> dict[str, Job]:
@@ -139,9 +144,13 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     status.starts = len(starts)
     lines = _read_progress(directory, status, now)
     _read_save(directory, status, now)
-    owner = look_at_run_lock(directory)
     slurm = (starts[-1].get("slurm") if starts else None) or {}
-    status.job = jobs.get(str((owner and owner.job) or slurm.get("job_id")))
+    owner, refused = _owners(directory, starts)
+    ids = [one.job for one in (owner, refused) if one] + [slurm.get("job_id")]
+    status.job = next((jobs[each] for each in ids if each in jobs), None)
+    if refused:
+        ago = duration(max(refused.age_s, 0.0))
+        status.refused = f"{refused.error or 'a start ended before training'} ({ago} ago)"
     _judge(directory, status, owner, lines)
     if status.state == "failed":
         status.error = verdict_of(slurm) or (owner.error if owner else None) or status.because
@@ -151,11 +160,30 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
 
 
 def _starts(directory: Path, status: RunStatus) -> list[dict[str, Any]]:
+    status.damaged += [f"{directory / name} {text}" for name, text in damage(directory).items()]
     try:
         return earlier_starts(directory / PROVENANCE)
-    except (ConfigurationError, OSError) as error:
-        status.damaged.append(_shown(error))
+    except ConfigurationError:  # `damage` has it
         return []
+
+
+def _owners(
+    directory: Path, starts: Sequence[Mapping[str, Any]]
+) -> tuple[RunOwner | None, RunOwner | None]:
+    """Return who ran last, and the newest start if it was refused.
+
+    A refused start takes the lock, leaves it while it is starting, and is not in provenance.json.
+    """
+    refused, begun = None, _unix_s(starts[-1].get("time")) if starts else 0.0
+    for owner in run_owners(directory):
+        if not (owner.left and owner.phase == "starting" and begun < owner.since):
+            return owner, refused
+        refused = refused or owner
+    return refused, None  # no other start is known
+
+
+def _unix_s(time_: str | None) -> float:
+    return datetime.datetime.fromisoformat(time_).timestamp() if time_ else 0.0
 
 
 def _shown(error: Exception) -> str:
@@ -164,19 +192,12 @@ def _shown(error: Exception) -> str:
 
 def _read_progress(directory: Path, status: RunStatus, now: float) -> list[dict[str, Any]]:
     """Fill in what the journal tells; return its last lines, as they are."""
-    path = directory / FILE_NAME
-    try:
-        lines, head = read_lines(path, -TAIL_BYTES), read_lines(path, 0, HEAD_BYTES)
-    except FileNotFoundError:
-        return []  # not one step yet
-    except OSError as error:
-        status.damaged.append(f"{path}: {error.strerror}")
-        return []
+    head, lines = _read_ends(directory / FILE_NAME, status)
     known = [line["max_steps"] for line in [*head[:1], *lines] if "max_steps" in line]
     status.max_steps = known[-1] if known else None
     if lines:
         status.step = next((line["step"] for line in lines[::-1] if line["event"] != "save"), None)
-        status.logged_ago_s = max(now - lines[-1].get("time", now), 0.0)
+        status.logged_ago_s = max(now - lines[-1]["time"], 0.0)
     series = as_series(lines)
     train = [line for line in series if line["event"] == "train"]
     for line in series:
@@ -200,6 +221,26 @@ def _read_progress(directory: Path, status: RunStatus, now: float) -> list[dict[
         status.tokens_per_s_at_start = _median("tokens_per_s", first[:LINES])
     _estimate(status, lines, train)
     return lines
+
+
+def _read_ends(path: Path, status: RunStatus) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the first and the last lines of a journal; note what is damaged."""
+    try:
+        size, tail = path.stat().st_size, TAIL_BYTES
+        head, damaged_head = read_lines(path, first=HEAD_BYTES)
+        lines, damaged = read_lines(path, last=tail)
+        while not lines and tail < size:  # damaged lines may be as long as that
+            tail *= 8
+            lines, damaged = read_lines(path, last=tail)
+    except FileNotFoundError:
+        return [], []  # not one step yet
+    except OSError as error:
+        status.damaged.append(f"{path}: {error.strerror}")
+        return [], []
+    status.skipped_lines = damaged + (damaged_head if tail < size else 0)
+    if status.skipped_lines:
+        status.damaged.append(f"{path.parent}/{skipped(status.skipped_lines)}")
+    return head, lines
 
 
 def _median(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -239,7 +280,7 @@ def _read_save(directory: Path, status: RunStatus, now: float) -> None:
 
 
 def _judge(
-    directory: Path, status: RunStatus, owner: LastOwner | None, lines: Sequence[Mapping[str, Any]]
+    directory: Path, status: RunStatus, owner: RunOwner | None, lines: Sequence[Mapping[str, Any]]
 ) -> None:
     """Tell the state by the owner's signs of life, the queue and the last event."""
     job, last = status.job, [line["event"] for line in lines if line["event"] != "save"][-1:]
@@ -270,10 +311,7 @@ def _judge(
 
 def _pages(directory: Path, starts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the pages that the last start wrote as it failed."""
-    try:
-        since = datetime.datetime.fromisoformat(starts[-1]["time"]).timestamp() if starts else 0.0
-    except (LookupError, ValueError):
-        since = 0.0
+    since = _unix_s(starts[-1].get("time")) if starts else 0.0
     found = [*sorted(directory.glob("out-of-memory-rank*.txt")), directory / "hang.txt"]
     return [str(page) for page in found if page.exists() and page.stat().st_mtime >= since]
 

@@ -4,19 +4,46 @@ The file is only ever appended to, also when a run resumes from a checkpoint tha
 last lines: each start first appends `{"event": "started"|"resumed", "step": N}`, which says that
 lines of steps after N from above it were undone. `read_journal` applies that, so its series has no
 duplicates and nothing is lost.
+
+Storage and kills damage lines. `read_lines` is the only reader: it checks the types of all fields
+that anything in Stoker uses, leaves out the lines that do not fit, and counts them.
 """
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from utils.support.redaction import redacted
 
 FILE_NAME = "metrics.jsonl"
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
 STARTS = ("started", "resumed")
+LATEST = 253402300799.0  # unix seconds: the year 9999, after which no library formats a time
+BLOCK_BYTES = 2**16
+LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
+LARGEST_MEASURE = 1e18
+LARGEST_FIGURE = 1e39  # just above what float32 holds
+
+# What a field has to hold, by its name: the first that matches.
+_KINDS = {
+    "text": re.compile("event|split|slowest_host"),
+    "step": re.compile("step|max_steps"),
+    "time": re.compile("time"),
+    "rows": re.compile("samples|memory_by_rank"),
+    "measure": re.compile(  # readers add up, compare and format these
+        r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes|tokens_(seen|share|per_s).*"
+        r"|.*_(s|gib|runtime|per_second)|eval_.*tokens"
+    ),
+    "figure": re.compile(
+        r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate|eval_(.*_)?(loss|perplexity|accuracy)"
+    ),
+    "any": re.compile(".*"),
+}
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
@@ -33,12 +60,12 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a journal as one series: undone lines, broken lines and repeated events left out.
+    """Read a journal as one series: undone lines, damaged lines and repeated events left out.
 
     Non-finite figures are floats again. Of several events of one kind, split and step the last
     counts (an interrupted evaluation is done again, all of its splits).
     """
-    return as_series(read_lines(Path(path)))
+    return as_series(read_lines(Path(path))[0])
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -54,26 +81,100 @@ def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(events.values())
 
 
-def read_lines(path: Path, first: int = 0, count: int = -1) -> list[dict[str, Any]]:
-    """Return the whole lines in `count` bytes from `first` on (below 0: from the end); OSError.
+def read_lines(
+    path: Path, *, first: int | None = None, last: int | None = None, ranks: bool = True
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a journal, and the number of lines that are damaged; raises OSError.
 
-    Left out are lines that are cut off, at either end or where a process died.
+    `first` limits them to those that lie whole in so many bytes at the beginning, `last` to those
+    that end in so many bytes at the end. Without `ranks`, lines have their offset in the file
+    (`at`) instead of `memory_by_rank`, which is most of a line.
     """
+    lines, damaged = [], 0
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        begin = max(0, size + first if first < 0 else first)
+        at = 0 if last is None else _line_start(file, max(0, size - last))
+        file.seek(at)
+        for text in file:
+            if first is not None and at + len(text) > first:
+                break
+            if (line := read_line(text)) is not None:
+                if not ranks:
+                    line.pop("memory_by_rank", None)
+                    line["at"] = at
+                lines.append(line)
+            elif not text.isspace():
+                damaged += 1
+            at += len(text)
+    return lines, damaged
+
+
+def _line_start(file: BinaryIO, place: int) -> int:
+    """Return where the line begins that holds the byte at `place`."""
+    while place > 0:
+        begin = max(0, place - BLOCK_BYTES)
         file.seek(begin)
-        texts = file.read(count).split(b"\n")
-    lines = []
-    for text in texts:
-        try:
-            line = json.loads(text)
-            line["event"], line["step"] + 0  # that it has both
-            line |= {key: float(value) for key, value in line.items() if value in NOT_FINITE}
-            lines.append(line)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return lines
+        found = file.read(place - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        place = begin
+    return 0
+
+
+def skipped(damaged: int) -> str:
+    """Say how many lines of a journal its reader left out.
+
+    >>> skipped(1), skipped(2000)
+    ('metrics.jsonl: 1 damaged line skipped', 'metrics.jsonl: 2,000 damaged lines skipped')
+    """
+    return f"{FILE_NAME}: {damaged:,} damaged line{'s' * (damaged > 1)} skipped"
+
+
+def read_line(text: bytes) -> dict[str, Any] | None:
+    """Return a line of a journal, with the types that docs/metrics.md has; None if it is damaged.
+
+    `event` is a text, `step` and `max_steps` are ints from 0 on, `time` is a number. A figure is
+    a number, also NaN or infinite; a measure (a time, a size, a share) is finite or left out.
+    Fields of null are left out. Fields that only a user's hook knows stay as they are.
+    """
+    try:
+        fields = json.loads(text.decode()).items()
+        checked = {key: _checked(key, value) for key, value in fields if value is not None}
+        line = {key: value for key, value in checked.items() if value is not None}
+        if b"\\u" in text:  # half of a surrogate pair can be written to no file
+            json.dumps(line, ensure_ascii=False).encode()
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return line if line.keys() >= {"event", "step", "time"} else None
+
+
+def _checked(key: str, value: Any) -> Any:
+    """Return the value of a field, None for a measure without one; ValueError for a wrong type."""
+    kind = _kind(key)
+    if isinstance(value, str) and value in NOT_FINITE and kind != "text":
+        value = float(value)
+    number = type(value) is float or type(value) is int  # bool is a subclass of int
+    if kind == "measure" and number:
+        return value if -LARGEST_MEASURE < value < LARGEST_MEASURE else None
+    if kind in ("figure", "any") and number:
+        return math.copysign(math.inf, value) if abs(value) > LARGEST_FIGURE else value
+    fits = (
+        kind == "any"
+        or (kind == "text" and isinstance(value, str) and value.isprintable())
+        or (kind == "step" and type(value) is int and 0 <= value <= LARGEST_STEP)
+        or (kind == "time" and number and 0 <= value <= LATEST)
+        or (kind == "rows" and isinstance(value, list) and all(type(row) is dict for row in value))
+    )
+    if not fits:
+        raise ValueError(key)
+    return value
+
+
+@lru_cache(maxsize=1000)
+def _kind(key: str) -> str:
+    if not key.isprintable():
+        raise ValueError(key)
+    return next(kind for kind, keys in _KINDS.items() if keys.fullmatch(key))
 
 
 def duration(seconds: float) -> str:
@@ -87,6 +188,17 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
     return f"{whole}s"
+
+
+def printable(text: str) -> str:
+    r"""Return a text on one line of a terminal: line ends, escape codes and the like as escapes.
+
+    >>> printable("a b"), printable("line\nend \x1b[1m")
+    ('a b', 'line\\nend \\x1b[1m')
+    """
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def counted(number: float | None) -> str:

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,22 +74,29 @@ def held_runs() -> dict[Path, str]:
 
 
 @dataclass(frozen=True)
-class LastOwner:
-    """The newest owner of a run directory, as its file tells whoever only looks.
+class RunOwner:
+    """An owner of a run directory, as its file tells whoever only looks.
 
     left: whether it said so, with the `error` that ended it, if one did. gone: whether its process
-    is known to be dead. age_s: since its last sign of life, by this machine's clock, with its
-    `phase` then.
+    is known to be dead. since, beat: when it took the directory and gave its last sign of life,
+    with its `phase` then, in unix seconds of its machine and of the storage.
     """
 
+    number: int
     host: str
     pid: int
     job: str | None
     left: bool
     error: str | None
     gone: bool
-    age_s: float
-    phase: str = ""
+    since: float
+    beat: float
+    phase: str
+
+    @property
+    def age_s(self) -> float:
+        """The time since its last sign of life, by this machine's clock."""
+        return time.time() - self.beat
 
     @property
     def alive(self) -> bool:
@@ -96,18 +104,27 @@ class LastOwner:
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
 
-def look_at_run_lock(output_dir: Path) -> LastOwner | None:
-    """Return who had a run directory last, without waiting for a beat; None: nobody known."""
-    number, content = _newest(output_dir / FOLDER)
-    try:
-        owner = content["owner"]
-        age_s = time.time() - (output_dir / FOLDER / f"owner-{number}").stat().st_mtime
-        return LastOwner(
-            owner["host"], owner["pid"], owner["job"], content["left"], content.get("error"),
-            _is_dead(owner), age_s, content.get("phase", ""),
-        )  # fmt: skip
-    except (OSError, LookupError, TypeError):
-        return None
+def run_owners(output_dir: Path) -> Iterator[RunOwner]:
+    """Yield who had a run directory, the newest first, without waiting for a beat.
+
+    Damaged files are left out. Who came before a newer owner is gone.
+    """
+    newer = False
+    for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
+        path = output_dir / FOLDER / f"owner-{number}"
+        try:
+            content, beat = _read_owner(path), path.stat().st_mtime
+        except OSError:
+            continue
+        if content:
+            owner = content["owner"]
+            yield RunOwner(
+                number, owner["host"], owner["pid"], owner["job"], content["left"],
+                content.get("error"), newer or _is_dead(owner),
+                datetime.datetime.fromisoformat(owner["since"]).timestamp(), beat,
+                content.get("phase") or "",
+            )  # fmt: skip
+            newer = True
 
 
 def taken_over(output_dir: Path) -> str | None:
@@ -166,8 +183,10 @@ class RunLock:
 
     def new_owner(self) -> str | None:
         """Return who has the directory now; None: this process."""
-        _, content = _newest(self.folder)
-        if content and content["owner"]["token"] == self.owner["token"]:
+        number, content = _newest(self.folder)
+        if not content and self.path.name == f"owner-{number}":
+            return None  # this process's file, damaged: the next beat writes it again
+        if content and content["owner"].get("token") == self.owner["token"]:
             return None
         return (
             f"{self.output_dir} was taken over by {_named(content)}: this run gave no sign of life "
@@ -256,13 +275,31 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the highest number (0: none) and its file's content, empty if it has none."""
+    number = max(_numbers(folder), default=0)
+    try:
+        return number, _read_owner(folder / f"owner-{number}")
+    except FileNotFoundError:
+        return number, {}
+
+
+def _numbers(folder: Path) -> list[int]:
     # Listed, not asked for by name: NFS remembers for a while that a file was not there.
     names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
-    number = max((int(name) for name in names if name.isdecimal()), default=0)
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _read_owner(path: Path) -> dict[str, Any]:
+    """Return what an owner's file holds, empty if it is damaged; raises OSError."""
     try:
-        return number, json.loads((folder / f"owner-{number}").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return number, {}
+        content = json.loads(path.read_bytes())
+        owner = content["owner"]
+        datetime.datetime.fromisoformat(owner["since"]).timestamp()
+        texts = [owner["host"], owner["machine"], owner["job"] or "", content.get("error") or ""]
+        fits = all(isinstance(text, str) for text in [*texts, content.get("phase") or ""])
+        fits = fits and type(owner["pid"]) is int and 0 < owner["pid"] < 2**31
+        return content if fits and type(content["left"]) is bool else {}
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
 
 
 def _named(content: dict[str, Any]) -> str:

@@ -21,9 +21,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
-from utils.checkpoints.adoption import keep_record
 from utils.checkpoints.discovery import best_checkpoint
 from utils.checkpoints.files import OWN_STATE, read_manifest
+from utils.checkpoints.record import keep_record
 from utils.data.order import PADDING_SEQUENCE
 from utils.support.collectives import gathered
 

@@ -24,6 +24,7 @@ from utils.support.run_lock import _machine
 ROOT = Path(__file__).parents[3]
 SLURM = {"job_id": "7", "job_name": "train", "nodes": "2", "restart_count": "1"}
 ELSEWHERE = {"machine": "another boot", "pid": 4711, "host": "n9", "job": "7"}
+ELSEWHERE["since"] = "2026-01-01 00:00:00+00:00"
 HERE = ELSEWHERE | {"machine": _machine(), "host": "n1", "job": None}
 
 
@@ -31,7 +32,7 @@ def make_run(directory, *, slurm=None, starts=1, owner=None, left=False, error=N
     """A run as `starts` starts would have left it; the owner's last beat is `age_s` old."""
     directory.mkdir(parents=True)
     start = {
-        "argv": ["pretrain.py", "--config", "my run.yaml"], "slurm": slurm,
+        "script": "pretrain.py", "argv": ["pretrain.py", "--config", "my run.yaml"], "slurm": slurm,
         "launch": {"world_size": 16 if slurm else 1},
     }  # fmt: skip
     (directory / "provenance.json").write_text(
@@ -125,6 +126,67 @@ def test_the_state_is_told_by_the_lock_the_queue_and_the_last_event(
     assert found.damaged == []
 
 
+def refused(run, job=None, *, number=2, since="2026-01-01 09:00:00+00:00", age_s=5.0):
+    """The lock of a start that was refused before it wrote itself into provenance.json."""
+    who = ELSEWHERE | {"since": since, "pid": 4712, "job": job}
+    content = {"owner": who, "beat": 1, "left": True, "error": "configuration error: its seed is"}
+    path = run / ".lock" / f"owner-{number}"
+    path.write_text(json.dumps(content | {"phase": "starting"}))
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "last", "jobs", "state", "because"),
+    [
+        ("killed", False, None, {}, "failed", "process 4711 on n9 is gone: killed"),
+        ("failed", True, None, {}, "failed", "its last start ended early"),
+        ("stopped", True, {"event": "stopped"}, {}, "stopped", "at step 50 with a checkpoint"),
+        ("finished", True, {"event": "summary"}, {}, "finished", "final holds the model"),
+        ("waits", False, None, WAITING, "waiting", "job 7 is in the queue: Priority"),
+        ("died at the end", False, {"event": "summary"}, {}, "failed", "is gone: killed"),
+    ],
+)
+def test_a_refused_start_is_a_remark_and_not_the_state(
+    name, left, last, jobs, state, because, tmp_path
+):
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE, left=left, age_s=9)
+    journal(run, *STEPS, *([last | {"step": 50}] if last else []))
+    saved(run, 50)
+    (run / "final").mkdir()
+    before = read_status(run, jobs)
+    refused(run, age_s=7205)
+    refused(run, number=3)
+    found = read_status(run, jobs)
+    assert (found.state, because in found.because) == (state, True), found.because
+    assert found.refused == "configuration error: its seed is (5s ago)"
+    assert "refused   configuration error: its seed is (5s ago)" in shown(found)
+    assert (before.refused, found.step, found.saved_step) == (None, 50, 50)
+    assert "configuration error" not in f"{found.error} {found.because} {found.advice}"
+    if state in ("failed", "stopped"):
+        assert found.advice.startswith("resume: ")
+
+
+def test_a_start_that_claimed_the_run_or_is_the_only_one_tells_the_state(tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE)
+    record = json.loads((run / "provenance.json").read_text())
+    record["starts"].append(record["starts"][0] | {"time": "2026-01-01T09:00:02+00:00"})
+    (run / "provenance.json").write_text(json.dumps(record))
+    journal(run, *STEPS)
+    refused(run)
+    found = read_status(run, {})
+    assert (found.state, found.refused) == ("failed", None)
+    assert found.error == "configuration error: its seed is"
+    (run / "provenance.json").unlink()
+    (run / ".lock" / "owner-1").unlink()
+    found = read_status(run, {})
+    assert (found.state, found.error) == ("failed", "configuration error: its seed is")
+    refused(run, number=9, age_s=1)  # a newer one is alive, whatever was refused before
+    newest = json.loads((run / ".lock" / "owner-9").read_text()) | {"left": False}
+    (run / ".lock" / "owner-9").write_text(json.dumps(newest))
+    found = read_status(run, {})
+    assert (found.state, found.refused) == ("running", None)
+
+
 def test_progress_pace_and_losses_are_those_of_what_was_not_undone(tmp_path):
     run = make_run(tmp_path / "run", starts=2, owner=HERE | {"pid": os.getpid()})
     journal(run, *STEPS, trained(60), evaluated(60), before_s=100)
@@ -146,7 +208,9 @@ def test_progress_pace_and_losses_are_those_of_what_was_not_undone(tmp_path):
 def test_a_long_journal_is_read_at_its_ends_alone(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
     journal(run, started(), *(trained(step, 900.0) for step in range(1, 10)))
-    journal(run, *(trained(step, 500.0, memory_by_rank=["x" * 500]) for step in range(10, 90)))
+    journal(
+        run, *(trained(step, 500.0, memory_by_rank=[{"x": "x" * 500}]) for step in range(10, 90))
+    )
     monkeypatch.setattr(run_state, "TAIL_BYTES", 5000)
     monkeypatch.setattr(run_state, "HEAD_BYTES", 1500)
     found = read_status(run, {})
@@ -244,8 +308,10 @@ def test_a_damaged_run_is_shown_and_the_damage_named(damage, tmp_path):
     assert found.saved_step == (40 if damage == "manifest" else 50)
     assert [Path(text.split()[0].rstrip(":")).name for text in found.damaged] == {
         "provenance": ["provenance.json"], "manifest": ["checkpoint-50"],
+        "cut": ["metrics.jsonl"], "binary": ["metrics.jsonl"],
     }.get(damage, [])  # fmt: skip
-    shown(found)
+    lines = {"cut": "1 damaged line skipped", "binary": "4 damaged lines skipped"}.get(damage, "")
+    assert lines in shown(found)
 
 
 def shown(*runs):

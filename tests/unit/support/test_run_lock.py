@@ -23,7 +23,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 HERE = {
     "token": "n", "host": "n1", "machine": f"{BOOT} {Path('/proc/self/ns/pid').readlink()}",
     "pid": os.getpid(),
-    "job": None, "restart_count": 0, "since": "2026",
+    "job": None, "restart_count": 0, "since": "2026-01-01 00:00:00+00:00",
 }  # fmt: skip
 ELSEWHERE = HERE | {"host": "n9", "machine": "another boot", "pid": 4711}
 
@@ -129,7 +129,7 @@ def test_an_owner_without_a_heartbeat_is_taken_over(written, tmp_path, caplog):
     """Its pid may be another process's by now; or it was killed before it wrote its name."""
     caplog.set_level(logging.INFO)
     path = owned_by(tmp_path, HERE)
-    named = f"process {os.getpid()} on n1, since 2026"
+    named = f"process {os.getpid()} on n1, since 2026-01-01 00:00:00+00:00"
     if not written:
         path.write_bytes(b"")
         named = "a process that left no name"
