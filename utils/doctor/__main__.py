@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from utils.doctor import checks
-from utils.doctor.checks import INTERACTIVE, Finding
+from utils.doctor.checks import INTERACTIVE, TAKES_JOBS, Finding
 from utils.support.redaction import redact
 
 LIMIT_S = 28.0  # of all checks
@@ -54,14 +54,16 @@ def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
             findings.extend(check())  # an error leaves those before it
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            findings.append(Finding("warning", f"{name} could not be checked ({text})"))
+            findings.append(Finding("unknown", f"{name} could not be checked ({text})"))
 
+    if limit_s <= 0:
+        return [Finding("unknown", f"{name} not checked: the checks before took {LIMIT_S:.0f} s")]
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join(max(limit_s, 0.1))
+    thread.join(limit_s)
     if thread.is_alive():
         what = f"{name}: no answer within {limit_s:.0f} s"
-        return [*findings, Finding("warning", what, "look at the network and at the disks")]
+        return [*findings, Finding("unknown", what, "a disk, the network or a driver hangs")]
     return findings
 
 
@@ -76,16 +78,20 @@ def show(finding: Finding) -> None:
 
 def conclude(findings: Sequence[Finding]) -> int:
     """Print the sum of it; return the exit code."""
-    missing, warnings = (
-        sum(each.level == level for each in findings) for level in ("missing", "warning")
+    missing, warnings, unknown = (
+        sum(each.level == level for each in findings) for level in ("missing", "warning", "unknown")
     )
-    text = f"{missing} missing, {warnings} warning(s)"
+    text = f"{missing} missing, {warnings} warning(s), {unknown} not known"
     if missing:
         text += ": mend what is missing before you train"
-    elif any(each.mend == INTERACTIVE for each in findings):
+    elif unknown:
+        text += ": nothing is missing as far as this machine answered"
+    elif not any(each.mend == INTERACTIVE for each in findings):
+        text += ": this machine can train"
+    elif any(each.what.startswith(TAKES_JOBS) for each in findings):
         text += f"; jobs can be submitted. For a look at a GPU node: {INTERACTIVE}"
     else:
-        text += ": this machine can train"
+        text += "; a login node whose Slurm runs no job now"
     sys.stdout.write(f"\n{text}\n")
     return 1 if missing else 0
 

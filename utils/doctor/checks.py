@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -30,10 +31,16 @@ REACH_LIMIT_S = 4.0
 LEAST_MEMORY_GIB = 4
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - it is looked at
+TAKES_JOBS = "Slurm takes jobs"  # begins the finding of a partition that runs them
+# sinfo's states of a node that will run jobs; "*" behind one: the node does not answer.
+USABLE = ("idle", "mix", "mixed", "alloc", "comp", "resv", "plnd", "boot", "pow_up")
 
 
 class Finding(NamedTuple):
-    """One line: `level` is ok, option, warning or missing; `mend` is what to type."""
+    """One line: `level` is ok, option, warning, missing or unknown; `mend` is what to type.
+
+    unknown: the question could not be answered, so nothing follows from it.
+    """
 
     level: str
     what: str
@@ -41,10 +48,13 @@ class Finding(NamedTuple):
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Return what a command prints; raises OSError or subprocess.SubprocessError."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
-    )
+    """Return what a command prints; raises OSError, also where it does not end in time."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, errors="replace", timeout=COMMAND_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]}: no answer within {COMMAND_LIMIT_S:.0f} s") from error
     if done.returncode:
         last = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise OSError(f"{command[0]}: {last.splitlines()[-1]}")
@@ -98,24 +108,37 @@ def check_gpus() -> Iterator[Finding]:
     """Check GPUs, their driver and torch's build of CUDA against each other."""
     import torch
 
-    build = f"torch {torch.__version__}, "
-    build += f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
-    driver, names = "", []
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    built = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPUs"
+    build, names, driver = f"torch {torch.__version__}, built for {built}", [], ""
+    answered = True
     if shutil.which("nvidia-smi"):
-        names = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
-        found = re.findall(r"(?:Driver|CUDA|CUDA UMD) Version: [\d.]+", output_of(["nvidia-smi"]))
-        driver = f" ({', '.join(found)})"
+        try:
+            query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+            names = [each for each in output_of(query).splitlines() if "No devices" not in each]
+            known = r"(?:Driver|CUDA|CUDA UMD) Version: [\d.]+"
+            driver = f" ({', '.join(re.findall(known, output_of(['nvidia-smi'])))})"
+        except OSError as error:
+            answered = False
+            yield Finding("unknown", f"the driver could not be asked ({error})", "nvidia-smi")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda.is_available():
         yield Finding("ok", f"{build}{driver}")
         yield from map(_gpu, range(torch.cuda.device_count()))
+    elif names and hidden is not None and not hidden.strip("- 1"):
+        what = f"{build}; CUDA_VISIBLE_DEVICES={hidden!r} hides {len(names)} GPU(s){driver}"
+        yield Finding("warning", what, "unset CUDA_VISIBLE_DEVICES")
     elif names:
-        yield Finding("missing", f"{build}, cannot use {len(names)} x {names[0]}{driver}",
+        found = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+        yield Finding("missing", f"{build}, cannot use {found}{driver}",
                       "a torch for this CUDA, or a newer driver; "
                       "python -c 'import torch; torch.cuda.init()' says why")  # fmt: skip
-    elif shutil.which("srun"):
+    elif answered and shutil.which("srun"):
         yield Finding("warning", f"{build}; no GPU here (a login node?)", INTERACTIVE)
-    else:
+    elif answered:
         yield Finding("warning", f"{build}; no GPU here: training is on the CPU")
+    else:
+        yield Finding("unknown", f"{build}, cannot use a GPU; whether there is one is not known")
 
 
 def _gpu(index: int) -> Finding:
@@ -147,8 +170,8 @@ def check_kernels() -> Iterator[Finding]:
     usable, refusals = find_kernels(device, torch.bfloat16, AttentionNeeds(128))
     others = f" ({'; '.join(refusals)})" if refusals else ""
     slow = device == "cuda" and not usable[0].on_cuda_only
-    yield Finding("warning" if slow else "ok", f"attention: auto takes {usable[0].label}{others}",
-                  "pip install flash-attn" if slow else "")  # fmt: skip
+    what = f"attention here: auto takes {usable[0].label}{others}"
+    yield Finding("warning" if slow else "ok", what, "pip install flash-attn" if slow else "")
     compiler = (os.environ.get("CXX") or os.environ.get("CC") or "g++").split()[0]
     if path := shutil.which(compiler):
         yield Finding("ok", f"torch.compile: C++ compiler {path}")
@@ -182,7 +205,8 @@ def check_host() -> Iterator[Finding]:
 def check_slurm() -> Iterator[Finding]:
     """Check this cluster's settings, and Slurm's partitions."""
     if not shutil.which("sbatch"):
-        yield Finding("option", "no Slurm here: jobs are submitted on a login node")
+        what = "no Slurm here (no sbatch on PATH): jobs are submitted on a login node"
+        yield Finding("option", what)
         return
     if (ROOT / "slurm/cluster.env").is_file():
         what = "slurm/cluster.env; what jobs have: slurm/run_python.sh -m utils.doctor"
@@ -190,8 +214,34 @@ def check_slurm() -> Iterator[Finding]:
     else:
         yield Finding("warning", "no slurm/cluster.env: jobs take the environment of their shell",
                       "cp slurm/cluster.env.example slurm/cluster.env")  # fmt: skip
-    lines = output_of(["sinfo", "--noheader", "--format=%P %l %D nodes %G"]).splitlines()
-    yield Finding("ok", f"Slurm, partitions: {'; '.join(' '.join(x.split()) for x in lines[:8])}")
+    try:
+        text = output_of(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%t|%G"])
+    except OSError as error:
+        yield Finding("unknown", f"Slurm could not be asked ({error}): whether it takes jobs is "
+                      "not known", "scontrol ping")  # fmt: skip
+        return
+    yield _partitions([line.strip().split("|") for line in text.splitlines() if line.strip()])
+
+
+def _partitions(rows: Sequence[Sequence[str]]) -> Finding:
+    """Judge sinfo's rows: partition, up or not, time limit, nodes, their state, their GPUs."""
+    strange = [row for row in rows if len(row) != 6 or not row[3].isdecimal()]
+    if strange:
+        what = f"sinfo's answer is not understood ({'|'.join(strange[0])!r:.80})"
+        return Finding("unknown", f"{what}: whether Slurm takes jobs is not known", "sinfo")
+    if not rows:
+        what = "Slurm answers, but shows no partition: none is there, or none is yours"
+        return Finding("warning", what, "sinfo --all; ask who runs the cluster")
+    taking = [row for row in rows if row[1] == "up" and row[4].rstrip("~#!%$@^-+") in USABLE]
+    shown = "; ".join(
+        f"{name} {limit} {count} nodes {state} {gpus}"
+        for name, _, limit, count, state, gpus in (taking or rows)[:8]
+    )
+    if taking:
+        return Finding("ok", f"{TAKES_JOBS}, partitions: {shown}")
+    down = sorted({f"{name} is {up}" for name, up, *_ in rows if up != "up"})
+    what = f"no node of Slurm runs jobs now: {'; '.join(down)}{'; ' if down else ''}{shown}"
+    return Finding("warning", what, "sinfo -R says why; a job that is submitted waits")
 
 
 def check_tokens() -> Iterator[Finding]:
@@ -222,11 +272,15 @@ def check_hub() -> Iterator[Finding]:
         yield Finding("ok", "the Hub: offline (HF_HUB_OFFLINE), models come from HF_HOME")
         return
     try:
-        requests.head(constants.ENDPOINT, timeout=REACH_LIMIT_S)
+        status = requests.head(constants.ENDPOINT, timeout=REACH_LIMIT_S).status_code
     except requests.RequestException as error:
         yield Finding("warning", f"the Hub ({constants.ENDPOINT}) is not reached "
-                      f"({type(error).__name__}): what is needed has to be in HF_HOME",
+                      f"({_reason(error)}): what is needed has to be in HF_HOME",
                       "python prepare_data.py --offline_dir DIR, where it is reached")  # fmt: skip
+        return
+    if status >= 400:
+        what = f"{constants.ENDPOINT} answers with {status}: whether it gives models is not known"
+        yield Finding("unknown", what)
         return
     if get_token() is None:
         yield Finding("option", f"{constants.ENDPOINT} is reached; no token: gated models need one",
@@ -236,13 +290,23 @@ def check_hub() -> Iterator[Finding]:
         name = HfApi().whoami().get("name")
         yield Finding("ok", f"{constants.ENDPOINT} is reached; the token is {name}'s")
     except Exception as error:  # httpx's, and the Hub's own
-        yield Finding("warning", f"the Hub does not take the token ({type(error).__name__})",
-                      "hf auth login, or another HF_TOKEN in .env")  # fmt: skip
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            yield Finding("warning", f"the Hub does not take the token ({_reason(error)})",
+                          "hf auth login, or another HF_TOKEN in .env")  # fmt: skip
+        else:
+            what = f"the Hub did not say whose token it is ({_reason(error)})"
+            yield Finding("unknown", f"{what}: whether it is taken is not known")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's class and status code; its text may hold a URL with a token."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return f"{type(error).__name__}{'' if status is None else f' {status}'}"
 
 
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:
     """Check free space, and that files can be written, where a directory is or will be."""
-    there = next(each for each in (directory, *directory.absolute().parents) if each.is_dir())
+    there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".stoker-doctor-") as file:
             file.write(bytes(2**14))
@@ -255,5 +319,5 @@ def check_disk(directory: Path, name: str) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(there).free / 2**30
     small = free < LEAST_FREE_GIB
-    yield Finding("warning" if small else "ok", f"{name} {directory}: {free:,.1f} GiB free",
-                  f"{name} on a larger disk" if small else "")  # fmt: skip
+    what = f"{name} {directory}: {free:,.1f} GiB free on its disk (a quota may leave less)"
+    yield Finding("warning" if small else "ok", what, f"{name} on a larger disk" * small)

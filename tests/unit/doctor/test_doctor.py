@@ -67,13 +67,15 @@ def with_gpu(monkeypatch, capability=(9, 0), free=70):
 def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
+    for name in ("LIMIT_S", "CHECK_LIMIT_S"):
+        monkeypatch.setattr(doctor, name, 600.0)  # of a loaded machine
     assert doctor.main(["--output_dir", str(alone / "runs/deep")]) == 0
     out = capsys.readouterr().out
     for part in (
         "packages are as pyproject.toml has them", "no GPU here: training is on the CPU",
-        "auto takes per-document SDPA", "no g++ here", "no Slurm here", "no .env",
+        "attention here: auto takes per-document SDPA", "no g++ here", "no Slurm here", "no .env",
         "wandb: a key is there", "is not reached (ConnectionError)", "HF_HOME", "/dev/shm",
-        "output_dir", "0 missing",
+        "output_dir", "0 missing", "0 not known: this machine can train",
     ):  # fmt: skip
         assert part in out, part
     assert "could not be checked" not in out
@@ -88,14 +90,34 @@ def test_a_check_that_fails_or_hangs_is_a_line(capsys):
 
     found = doctor.found_by("it", failing, 5)
     assert [line[:2] for line in found] == [
-        ("ok", "before"), ("warning", "it could not be checked (ValueError: disk)"),
+        ("ok", "before"), ("unknown", "it could not be checked (ValueError: disk)"),
     ]  # fmt: skip
     begin = time.monotonic()
     assert "no answer within" in doctor.found_by("it", lambda: time.sleep(9), 0.2)[0].what
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 5
+    (late,) = doctor.found_by("it", failing, -3.0)
+    assert late.what == "it not checked: the checks before took 28 s"
     assert doctor.conclude([Finding("missing", "torch")]) == 1
-    assert doctor.conclude([Finding("warning", "no GPU", checks.INTERACTIVE)]) == 0
-    assert "jobs can be submitted" in capsys.readouterr().out
+    assert "1 missing" in capsys.readouterr().out
+
+
+LOGIN = Finding("warning", "no GPU", checks.INTERACTIVE)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "said"),
+    [
+        (Finding("ok", f"{checks.TAKES_JOBS}, partitions: gpu"), "jobs can be submitted"),
+        (Finding("unknown", "Slurm could not be asked"), "as far as this machine answered"),
+        (Finding("warning", "no node of Slurm runs jobs now"), "whose Slurm runs no job now"),
+        (Finding("option", "no Slurm here"), "whose Slurm runs no job now"),
+    ],
+)
+def test_jobs_can_be_submitted_where_slurm_said_so(slurm, said, capsys):
+    assert doctor.conclude([LOGIN, slurm]) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("jobs can be submitted" in out) == slurm.what.startswith(checks.TAKES_JOBS)
 
 
 def test_gpus_are_compared_with_driver_and_torch(alone, monkeypatch):
@@ -131,18 +153,66 @@ def test_packages_out_of_range_and_missing_ones_are_named_with_the_command(alone
     assert "warning deepspeed 0.1 is outside of " in text
 
 
-def test_slurm_and_its_settings(alone):
-    stub(alone, "sinfo", "gpu* 1-00:00:00 4 nodes gpu:h100:8\\n")
+UP = "gpu*|up|1-00:00:00|4|{}|gpu:h100:8\\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "begin"),
+    [
+        (UP.format("idle"), 0, "ok Slurm takes jobs, partitions: gpu* 1-00:00:00 4 nodes idle gpu"),
+        (UP.format("mix") + UP.format("drain"), 0, "ok Slurm takes jobs, partitions: gpu*"),
+        (UP.format("idle~"), 0, "ok Slurm takes jobs"),  # powered down, and up when it is needed
+        (UP.format("drain"), 0, "warning no node of Slurm runs jobs now: gpu* 1-00:00:00 4 nodes "),
+        (UP.format("down*"), 0, "warning no node of Slurm runs jobs now"),
+        (UP.format("idle*"), 0, "warning no node of Slurm runs jobs now"),  # does not answer
+        (
+            "gpu|down|1-00|4|idle|x\\n",
+            0,
+            "warning no node of Slurm runs jobs now: gpu is down; gpu",
+        ),
+        ("", 0, "warning Slurm answers, but shows no partition"),
+        ("<html>busy</html>\\n", 0, "unknown sinfo's answer is not understood ("),
+        ("\\377\\376\\n", 0, "unknown sinfo's answer is not understood ("),
+        ("Unable to contact slurm controller\\n", 1, "unknown Slurm could not be asked (sinfo: Un"),
+    ],
+)
+def test_what_sinfo_says_is_what_the_doctor_says(alone, printed, code, begin):
+    stub(alone, "sbatch")
+    stub(alone, "sinfo", printed, code=code)
+    (alone / "root/slurm/cluster.env").touch()
+    cluster, line = lines_of(checks.check_slurm)
+    assert cluster.startswith("ok slurm/cluster.env")
+    assert line.startswith(begin)
+
+
+def test_slurm_that_is_not_there_or_hangs(alone, monkeypatch):
     assert "no Slurm here" in lines_of(checks.check_slurm)[0]
     stub(alone, "sbatch")
-    lines = lines_of(checks.check_slurm)
+    lines = lines_of(checks.check_slurm)  # no sinfo
     assert "cp slurm/cluster.env.example" in lines[0]
-    assert "partitions: gpu* 1-00:00:00 4 nodes gpu:h100:8" in lines[1]
-    stub(alone, "sinfo", "no controller", code=1)
-    (alone / "root/slurm/cluster.env").touch()
-    silent = doctor.found_by("Slurm", checks.check_slurm, 9)
-    assert [line.level for line in silent] == ["ok", "warning"]
-    assert "Slurm could not be checked (OSError: sinfo: no controller" in silent[1].what
+    assert lines[1].startswith("unknown Slurm could not be asked ([Errno 2]")
+    monkeypatch.setattr(checks, "COMMAND_LIMIT_S", 0.2)
+    stub(alone, "sinfo", command="while :; do :; done")
+    line = lines_of(checks.check_slurm)[1]
+    assert "could not be asked (sinfo: no answer within 0 s): whether it takes jobs" in line
+
+
+def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(alone, monkeypatch):
+    stub(alone, "nvidia-smi", "failed: cannot communicate with the driver", code=9)
+    lines = lines_of(checks.check_gpus)
+    assert [line.split()[0] for line in lines] == ["unknown", "unknown"]
+    assert "the driver could not be asked (nvidia-smi: failed" in lines[0]
+    assert "whether there is one is not known" in lines[1]
+    stub(alone, "nvidia-smi", "No devices were found")
+    assert "no GPU here: training is on the CPU" in lines_of(checks.check_gpus)[0]
+    smi = 'case "$1" in --query*) echo NVIDIA H100; echo NVIDIA A100;; esac'
+    stub(alone, "nvidia-smi", command=smi)
+    assert "cannot use 1 x NVIDIA H100, 1 x NVIDIA A100" in lines_of(checks.check_gpus)[0]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        (line,) = lines_of(checks.check_gpus)
+        assert f"CUDA_VISIBLE_DEVICES='{hidden}' hides 2 GPU(s)" in line
+        assert line.endswith("-> unset CUDA_VISIBLE_DEVICES")
 
 
 def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone, monkeypatch):
@@ -165,20 +235,29 @@ def test_the_hub_says_whose_token_it_is(alone, monkeypatch):
     import huggingface_hub
     import requests
 
-    monkeypatch.setattr(requests, "head", lambda *_, **__: None)
+    answer = SimpleNamespace(status_code=503)
+    monkeypatch.setattr(requests, "head", lambda *_, **__: answer)
+    assert "answers with 503: whether it gives models is not known" in lines_of(checks.check_hub)[1]
+    answer.status_code = 200
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert "option" in lines_of(checks.check_hub)[1]
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: SECRETS["HF_TOKEN"])
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _: {"name": "ada"})
     assert "the token is ada's" in lines_of(checks.check_hub)[1]
 
+    refusal = SimpleNamespace(status_code=0)
+
     def refused(self):
-        raise PermissionError(SECRETS["HF_TOKEN"])
+        raise requests.HTTPError(SECRETS["HF_TOKEN"], response=refusal)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", refused)
-    line = lines_of(checks.check_hub)[1]
-    assert "does not take the token (PermissionError)" in line
-    assert SECRETS["HF_TOKEN"] not in line
+    for refusal.status_code, part in (
+        (401, "does not take the token (HTTPError 401)"),
+        (429, "whether it is taken is not known"),
+    ):
+        line = lines_of(checks.check_hub)[1]
+        assert part in line
+        assert SECRETS["HF_TOKEN"] not in line
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "offline" in lines_of(checks.check_hub)[1]
 
@@ -187,6 +266,9 @@ def test_disks_without_room_or_writes(alone, monkeypatch):
     def fail(*_, **__):
         raise OSError(122, "Disk quota exceeded")
 
+    (alone / "file").touch()
+    line = lines_of(checks.check_disk, alone / "file", "output_dir")[0]
+    assert line.startswith("missing output_dir")
     monkeypatch.setattr(checks, "LEAST_FREE_GIB", 10**9)
     assert "warning output_dir" in lines_of(checks.check_disk, alone / "runs", "output_dir")[0]
     monkeypatch.setattr(checks.tempfile, "NamedTemporaryFile", fail)
