@@ -4,9 +4,14 @@
 
 node=${SLURMD_NODENAME:-${HOSTNAME:-this machine}}
 
-# refuse EXIT_CODE MESSAGE: before anything was started.
+# refuse EXIT_CODE MESSAGE: before anything was started. A step leaves both for its job script, before
+# srun ends the other nodes' tasks: their end would look like the cause. The first verdict stays.
 refuse() {
   printf '%s: %s\n' "$node" "$2" >&2
+  if [[ -d ${STOKER_NOTES_DIR:-} ]] &&
+    (set -C; printf '%s: %s\n' "$node" "$2" >"$STOKER_NOTES_DIR/verdict.txt") 2>/dev/null; then
+    printf '%s\n' "$1" >"$STOKER_NOTES_DIR/exit_code"
+  fi
   exit "$1"
 }
 
@@ -18,7 +23,7 @@ done
 STOKER_SRUN_ARGS=() STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
   set +u # environments' activation scripts read unset variables
-  trap 'printf "%s: slurm/cluster.env failed, see above\n" "$node" >&2' EXIT
+  trap 'refuse 69 "slurm/cluster.env failed, see above: bash slurm/cluster.env shows where, on this node."' EXIT
   # shellcheck source=/dev/null # the user's own
   source slurm/cluster.env
   trap - EXIT

@@ -94,6 +94,8 @@ why_not_requeue() {
     printf 'Slurm has requeued it itself'
   elif [[ -z $state ]]; then
     printf 'not requeued, squeue does not answer: %s' "$again"
+  elif [[ $state == OUT_OF_ME* ]]; then
+    printf 'ended by Slurm for lack of memory, not requeued: sbatch --mem; %s' "$again"
   elif [[ $state != RUNNING && $state != TIMEOUT && $reason != TimeLimit ]]; then
     printf 'cancelled, not requeued: %s' "$again"
   elif [[ $may_requeue == 0 ]]; then

@@ -16,6 +16,9 @@ cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
 find_python
+# Another Python than the environment's lacks packages, or is too old for the code.
+problem=$("${python[@]}" -c 'import utils.launch.node' 2>&1) || refuse 69 \
+  "${python[*]} cannot start the launcher (${problem##*$'\n'}): activate the environment that has Stoker's packages in slurm/cluster.env."
 
 # A core dump of one process is as large as its memory; thousands have filled file systems.
 ulimit -c 0

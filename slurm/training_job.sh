@@ -56,11 +56,30 @@ if [[ -f $notes/exit_code ]]; then
   verdict=$(<"$notes/verdict.txt")
 elif ((code > 128 && code <= 192)); then
   # The launchers leave a verdict for whatever happens to their workers. They were killed themselves.
-  verdict="a node's launcher was killed by signal $((code - 128)), see srun's lines above"
-  ((code != 137)) || verdict+=" (out of memory? sacct -j $job -o MaxRSS,ReqMem tells)"
+  verdict="srun or a node's launcher was killed by signal $((code - 128)), see any lines of srun above"
   code=76
+elif ((code == 253)); then
+  code=79
+  verdict="Slurm killed the job's processes because a node's memory ran out: sacct -j $job -o MaxRSS,ReqMem; ask for more (sbatch --mem), or use fewer data workers."
 elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
+fi
+
+# A node that does not see the repository leaves no verdict in it, and srun's exit code is that of the
+# other nodes' tasks, which it ended. 200 is a code that only this question has.
+if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
+  ask_slurm
+  seen=0
+  if [[ $state == RUNNING ]]; then
+    # shellcheck disable=SC2016 # the nodes' words
+    timeout 10 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+      --input=none bash -c '[[ -x $1 ]] || { printf "%s does not see %s\n" "$SLURMD_NODENAME" "$1"; exit 200; }' \
+      bash "$root/slurm/launch_node.sh" 2>/dev/null || seen=$?
+  fi
+  if ((seen == 200)); then
+    code=69
+    verdict="a node does not see the repository in $root, see the lines above: it has to be on a file system that all nodes see; or leave the node out with sbatch --exclude."
+  fi
 fi
 
 [[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
@@ -70,11 +89,16 @@ fruitless=$root/.stoker/fruitless-$job
 if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
   rm -f -- "$fruitless"
 else
-  printf 'start %s: %s\n' "$((restarts + 1))" "$verdict" >>"$fruitless"
+  printf 'start %s: %s\n' "$((restarts + 1))" "${verdict%%$'\n'*}" >>"$fruitless"
   if (($(wc -l <"$fruitless") > 3)); then
+    verdict="no progress: job $job ended $(wc -l <"$fruitless") times in a row before its run started:
+$(<"$fruitless")"
+    ask_slurm
+    if [[ $code == 75 && ($passed_on == USR1 || $reason == TimeLimit) ]]; then
+      verdict+="
+The signal before the time limit came first, after $SECONDS s: give the job more time (sbatch --time)."
+    fi
     code=77
-    verdict="no progress: job $job ended $(wc -l <"$fruitless") times in a row before its run started, the last time: $verdict
-Give it more time (sbatch --time; $((SECONDS)) s were not enough), or see above why it did not get there."
     rm -f -- "$fruitless"
   fi
 fi

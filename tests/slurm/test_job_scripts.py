@@ -5,12 +5,13 @@ ends as its first argument says; what it launches is tested in test_training_job
 """
 
 import re
+import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from launching import ROOT, wait_until
 from slurm_cluster import Job, SlurmCluster
 from stand_ins import copy_scripts
 
@@ -40,7 +41,7 @@ def test_jobs_that_cannot_run_are_refused_before_anything_starts(stand_ins, tmp_
         ("module() { return 1; }; module load cuda", "n1: slurm/cluster.env failed, see above"),
     ]:
         (stand_ins.root / "slurm/cluster.env").write_text(f"export A=$UNSET\n{line}\n")
-        refused(1, message, TRAIN, "train.py")
+        refused(69, message, TRAIN, "train.py")
     assert not stand_ins.was_called("srun")
 
 
@@ -96,6 +97,7 @@ def test_the_step_gets_what_the_job_has(stand_ins):
         ("CANCELLED", "None", 0, 1, "cancelled, not requeued"),
         ("COMPLETING", "None", 1, 1, "Slurm has requeued it itself"),
         ("PENDING", "BeginTime", 1, 1, "Slurm has requeued it itself"),
+        ("OUT_OF_MEMORY", "OutOfMemory", 0, 1, "ended by Slurm for lack of memory, not requeued"),
         ("RUNNING", "None", 0, 0, "not requeued (--no-requeue, or the cluster forbids it)"),
     ],
 )
@@ -158,9 +160,11 @@ def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
         stand_ins.slurm_says("RUNNING", "None", restart, 1)
         done = stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": str(restart)})
         assert done.returncode == {2: 75, 6: 77}.get(restart, 76)
-    assert "ended 4 times in a row before its run started" in done.stdout.splitlines()[-2]
-    assert "killed by signal 11" in done.stdout.splitlines()[-2]
-    assert "--time" in done.stdout.splitlines()[-1]
+    said = done.stdout.splitlines()[-5:]
+    assert said[0].endswith("ended 4 times in a row before its run started:")
+    starts = [f"start {n}: srun or a node's launcher was killed by signal 11" for n in range(4, 8)]
+    assert [line.partition(",")[0] for line in said[1:]] == starts
+    assert "--time" not in done.stdout, "time was not short"
     assert [path.name for path in (stand_ins.root / ".stoker").iterdir()] == ["job-7.6"]
 
 
@@ -173,8 +177,27 @@ def test_an_end_without_a_verdict_is_sruns(stand_ins):
     stand_ins.answer(137)  # the launcher itself was killed: a lost rank
     done = stand_ins.run(TRAIN, "train.py")
     assert done.returncode == 76
-    assert "killed by signal 9, see srun's lines above (out of memory?" in done.stdout
+    assert "srun or a node's launcher was killed by signal 9, see any lines of srun" in done.stdout
+    assert "memory" not in done.stdout, "nothing is known of it"
     assert stand_ins.arguments("scontrol") == ["requeue", "7"]
+    stand_ins.forget()
+    stand_ins.answer(253)  # Slurm's code for a kill for lack of memory
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 79
+    assert "a node's memory ran out" in done.stdout.splitlines()[-1]
+
+
+def test_no_progress_advises_more_time_where_time_was_short(stand_ins):
+    """The launchers' verdict has several lines, of which one a start is shown."""
+    (stand_ins.directory / "exit_code").write_text("75\n")
+    (stand_ins.directory / "verdict.txt").write_text("SIGUSR1 before the start\nmore\n")
+    for restart in range(4):
+        stand_ins.slurm_says("COMPLETING", "TimeLimit", restart, 1)
+        done = stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": str(restart)})
+        assert done.returncode == (77 if restart == 3 else 75)
+    said = done.stdout.splitlines()[-5:]
+    assert said[:4] == [f"start {n}: SIGUSR1 before the start" for n in range(1, 5)]
+    assert "give the job more time (sbatch --time)" in said[4]
 
 
 # Who is told
@@ -352,10 +375,42 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
         (stop["signalled"], "stopped at step 7; requeued"),
         (requeued, "stopped at step 7; Slurm has requeued it itself"),
         (array, "stopped at step 7; requeued"),
-        (lost, "a node's launcher was killed by signal 9"),
+        (lost, "srun or a node's launcher was killed by signal 9"),
     ):
         assert jobs.slurm.wait(job) == "COMPLETED", job.output()
         assert jobs.slurm.fields(job)["Restarts"] == "1"
         log = job.output()
         assert said in log, log
         assert log.splitlines()[-1].endswith(": done"), log
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle")
+def test_a_node_that_cannot_start_ends_the_job_at_once(jobs):
+    """srun ends the other node's task by a signal, which is not the cause; nothing is requeued."""
+    tools, cluster_env = jobs.root / "tools", jobs.root / "slurm/cluster.env"
+    shutil.copy(ROOT / "slurm/launch_node.sh", jobs.root / "slurm")
+    tools.mkdir()
+    (tools / "python").write_text("#!/bin/bash\n[[ $1 == -c ]] || exec sleep 600\n")
+    (tools / "python").chmod(0o755)
+    there = f"PATH='{tools}':$PATH\n"
+    causes = {
+        "[[ $SLURMD_NODENAME != n2 ]] || PATH=/nowhere": "n2: there is no python on PATH",
+        "[[ $SLURMD_NODENAME != n2 ]] || source gone/activate": "n2: slurm/cluster.env failed",
+        "": "a node does not see the repository in ",
+    }
+    for line, said in causes.items():
+        cluster_env.write_text(there + line + "\n")
+        if not line:
+            jobs.slurm.stop_node("n2")
+            jobs.slurm.start_node("n2", hidden=jobs.root)
+        job = jobs.submit("--nodes=2", "--gpus-per-node=0", script=MULTINODE)
+        try:
+            assert jobs.slurm.wait(job) == "FAILED", job.output()
+        finally:
+            if not line:
+                jobs.slurm.stop_node("n2")
+                jobs.slurm.start_node("n2")
+        assert jobs.slurm.fields(job)["ExitCode"] == "69:0", job.output()
+        assert jobs.slurm.fields(job)["Restarts"] == "0", job.output()
+        assert job.output().splitlines()[-1].startswith(said), job.output()

@@ -46,7 +46,7 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(jobs, call, idle, tmp_
     logs = [(tmp_path / f"{index}.log").read_text() for index in range(3)]
     assert finished(sweep) == [True, False]
     assert (directories[0] / "final").is_dir(), logs
-    assert f"refused to run: {late}: no such directory" in logs[1].splitlines()[-1]
+    assert f"ended: configuration error: {late}: no such directory" in logs[1].splitlines()[-1]
     assert not directories[1].exists()
     assert "has 2 points, numbered from 0: there is no point 2. Give --array=0-1" in logs[2]
     assert not list(ROOT.glob("canary"))

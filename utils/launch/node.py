@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
@@ -19,7 +20,7 @@ from utils.launch.accelerate_command import check_config, ignored_settings, laun
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
-from utils.launch.script import configure_logging, missing_package, write_report
+from utils.launch.script import FAILED, configure_logging, missing_package, write_report
 from utils.launch.signals import LAUNCHER, STOP
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import (
@@ -110,13 +111,14 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
         if os.environ.get("SLURM_NODEID", "0") == "0":
             pack_compiled(directory / "compiled", known)
         return verdict
-    except (ConfigurationError, ModuleNotFoundError) as error:
-        refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
-        if refusal is None:
-            raise
-        return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
     except KeyboardInterrupt:
         return Verdict(f"interrupted on {host_name()}", 128 + signal.SIGINT)
+    except Exception as error:
+        refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
+        if refusal is None:  # the other nodes are ended for it: their end is not the cause
+            traceback.print_exc()
+            return Verdict(f"the launcher on {host_name()} failed: {last_line(error)}", FAILED)
+        return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:

@@ -232,13 +232,16 @@ def _run(main: Callable[[], int | None]) -> int:
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
-    """Return the refusal for a package that is not installed here; None for any other error."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    """Return the refusal for a package that is missing or broken here; None for other errors."""
+    name = error.name if isinstance(error, ImportError) else None
     package = (name or "utils").partition(".")[0]
-    if package == "utils" or importlib.util.find_spec(package) is not None:
+    missing = isinstance(error, ModuleNotFoundError) and importlib.util.find_spec(package) is None
+    broken = isinstance(error, ImportError) and str(error.path).endswith(".so")
+    if package == "utils" or not (missing or broken):
         return None
+    fault = f"has no {package}" if missing else f"cannot load {package} ({error})"
     return UnfitClusterError(
-        f"{host_name()}: {sys.executable} has no {package}: activate the environment that has "
+        f"{host_name()}: {sys.executable} {fault}: activate the environment that has "
         "Stoker's packages (`source .venv/bin/activate`, in jobs slurm/cluster.env), or install "
         "them: pip install -r requirements.lock"
     )
@@ -261,7 +264,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
     problems = [redact(problem) for problem in error.problems]
     first = problems[0].splitlines()[0]
-    leave_note(error.ending, error.exit_code, first)
+    leave_note(error.ending, error.exit_code, f"{error.kind}: {first}")
     note_error(f"{error.kind}: {first}")
     if global_rank() == 0:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"

@@ -17,6 +17,8 @@ _LOST_PEER = re.compile(
     r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
     re.IGNORECASE,
 )
+# The same where ranks had met but not yet trained: a network that carries nothing closes nothing.
+_CLOSED = re.compile(r"closed by (peer|remote)|reset by peer|remote process exited", re.I)
 # Signals that come from outside or from a fault of the process itself. torch aborts processes
 # (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
@@ -100,11 +102,15 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     cause = by_likelihood[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
-    words = {"refused": "refused to run:", "killed": "was killed by"}
-    how, code = words.get(cause.kind, f"{cause.kind}:"), cause.exit_code
-    if cause.kind == "failed" and _likelihood(cause) == CONSEQUENCE:
+    how, code = _how(cause), cause.exit_code
+    if cause.kind in ("failed", "refused") and _likelihood(cause) == CONSEQUENCE:
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
+
+
+def _how(note: Note) -> str:
+    """Return the verb for an end. A refusal's is true before training and after hours of it."""
+    return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def _likelihood(note: Note) -> int:
@@ -113,7 +119,8 @@ def _likelihood(note: Note) -> int:
         return 0  # whatever its text names, and also where torchrun killed the others thereafter
     failed, killed = note.kind == "failed", note.kind == "killed"
     lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
-    if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
+    unmet = note.exit_code == ExitCode.UNFIT and _CLOSED.search(note.text)
+    if unmet or (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
         return CONSEQUENCE
     return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, CONSEQUENCE + 1)
 
@@ -127,7 +134,7 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
-        at_fault = [f"rank {first.rank} on {first.host} ended ({first.kind}: {first.text})"]
+        at_fault = [f"rank {first.rank} on {first.host} {_how(first)} {first.text}"]
     elif silent := sorted(set(range(len(hosts))) - {note.rank for note in notes}):
         why = "stopped, on a frozen host, gone, or in a call that never returns to Python"
         at_fault = [f"rank {rank} on {hosts[rank]} gave no sign of life ({why})" for rank in silent]

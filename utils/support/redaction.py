@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-import yaml
-
 from utils.config.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -123,6 +121,14 @@ def _masked(text: str, forms: tuple[str, ...]) -> str:
     return _HUB_TOKEN.sub(MASK, text)
 
 
+def _in_yaml(text: str) -> str:
+    try:
+        import yaml
+    except ModuleNotFoundError:  # an environment without packages is refused: no YAML is written
+        return text
+    return yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2]
+
+
 # JSON, Python, YAML, HTML (of the standard library and of Jinja), and addresses.
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
@@ -130,7 +136,7 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text)[1:-1],
     lambda text: repr(text + "'" + '"')[1:-4],
     lambda text: text.replace("'", "''"),
-    lambda text: yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2],
+    _in_yaml,
     lambda text: html.escape(text, quote=False),
     html.escape,
     lambda text: html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"),

@@ -181,7 +181,7 @@ def test_the_verdict_names_the_rank_that_the_others_wait_for():
     asleep = hung(1, 7, "sleeps", waiting=False)
     waited = "the other ranks waited for it."
     for notes, verdict in [
-        ([ended, hung(0, 5)], f"rank 2 on n2 ended (failed: KeyError); {waited}"),
+        ([ended, hung(0, 5)], f"rank 2 on n2 failed: KeyError; {waited}"),
         ([hung(0, 7), asleep, hung(2, 8, waiting=False)], f"rank 1 on n1 sleeps; {waited}"),
         (
             [hung(0, 7), hung(2, 7)],

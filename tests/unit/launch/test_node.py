@@ -169,7 +169,8 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
     shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("cluster.env"))
     (root / "bin").mkdir()
     (root / "bin/python").write_text(
-        '#!/usr/bin/env bash\nprintf "%s|" python "$PWD" "$(ulimit -c)" "${X-}" "$@"\n'
+        "#!/usr/bin/env bash\n[[ $1 != -c ]] || exit 0\n"
+        'printf "%s|" python "$PWD" "$(ulimit -c)" "${X-}" "$@"\n'
         'kill -USR1 $$\nprintf "alive"\nexit 7\n'
     )
     (root / "bin/python").chmod(0o755)
@@ -188,6 +189,27 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
     code, output = started(path)
     assert code == 69
     assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or set" in output
+    # In a job each refusal is left for the job script; the first verdict stays.
+    notes = tmp_path / "job's notes"
+    for line, said in {
+        "STOKER_CONTAINER=(no-such)": "n2: there is no no-such on PATH",
+        "false": "n2: slurm/cluster.env failed, see above",
+        "if": "n2: slurm/cluster.env failed, see above",
+        "PATH=$PWD/old:$PATH": "n2: python cannot start the launcher (SyntaxError: f-string): act",
+    }.items():
+        (root / "old").mkdir(exist_ok=True)
+        (root / "old/python").write_text("#!/bin/sh\necho SyntaxError: f-string >&2\nexit 1\n")
+        (root / "old/python").chmod(0o755)
+        cluster_env.write_text(line + "\n")
+        notes.mkdir()
+        done = launch(
+            tmp_path, "x.py", script=script, PATH=path, SLURMD_NODENAME="n2",
+            STOKER_NOTES_DIR=str(notes),
+        )  # fmt: skip
+        assert done.returncode == 69, done.stdout
+        assert (notes / "verdict.txt").read_text().startswith(said)
+        assert (notes / "exit_code").read_text() == "69\n"
+        shutil.rmtree(notes)
     cluster_env.unlink()
     tools.mkdir()
     for name in ("bash", "env", "dirname"):

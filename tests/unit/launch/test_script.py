@@ -67,7 +67,7 @@ def test_each_kind_of_refusal_has_its_title_and_exit_code(capsys, notes, error, 
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == f"{title}\n  - first\n    second line\n  - third\n"
-    assert the_note(notes) == ("refused", code, "first")
+    assert the_note(notes) == ("refused", code, f"{error.kind}: first")
 
 
 def test_other_nodes_show_one_line(capsys, monkeypatch, notes):
