@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from typing import Any
 from safetensors import safe_open
 
 from utils.config.errors import ConfigurationError
-from utils.support.notes import memory_error, storage_error
+from utils.support.notes import memory_error, storage_error, waits_for_ranks
 
 # Published templates render a chat in a millisecond. A model of 671 billion parameters is built
 # without its weights in a fifth of a second.
 CPU_LIMIT_S = 30.0
-MEMORY_LIMIT_BYTES = 4 << 30
+RENDERING_BYTES = 4 << 30
 LONGEST_REASON = 400
 _READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetensors")
 
@@ -36,8 +37,8 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Read files of somebody else in a with block: any error of a library refuses them.
 
     `what` is a file, or a folder or a Hub name whose files are read. The ConfigurationError names
-    it, says in `problem` what does not work, and names a folder's damaged files. Errors of storage
-    and memory pass.
+    it, says in `problem` what does not work, and names a folder's damaged files. Errors of storage,
+    memory and other ranks pass.
     """
     folder = Path(what)
     try:
@@ -50,7 +51,8 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
             raise
         raise type(error)([f"{what}: {each}" for each in error.problems]) from error
     except BaseException as error:  # a panic of the tokenizers library is no Exception
-        if storage_error(error) or memory_error(error):
+        lost_rank = waits_for_ranks(traceback.extract_tb(error.__traceback__))
+        if lost_rank or storage_error(error) or memory_error(error):
             raise
         found = [*_damaged_files(folder), reason(error)]
         text = f"{what}: {problem}: {'; '.join(found)}. {advice}"
@@ -58,11 +60,12 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def limits(what: str | Path) -> Iterator[None]:
+def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Raise ConfigurationError where a with block computes too long or takes too much memory.
 
     The limits are CPU_LIMIT_S, which other processes on the machine do not use up, and
-    MEMORY_LIMIT_BYTES. Inside another limit that one holds. Threads get no signals: they have none.
+    `memory_bytes` in addition to what the process has (None where CUDA may start, which reserves
+    addresses). Inside another limit that one holds. Threads get no signals: they have none.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
@@ -74,10 +77,11 @@ def limits(what: str | Path) -> Iterator[None]:
 
     handler = signal.signal(signal.SIGVTALRM, stop)
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - for every chat
-        most = int(file.read(64).split()[0]) * resource.getpagesize() + MEMORY_LIMIT_BYTES
-    if before[0] == resource.RLIM_INFINITY or most < before[0]:
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    if memory_bytes is not None:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - for every chat
+            most = int(file.read(64).split()[0]) * resource.getpagesize() + memory_bytes
+        if before[0] == resource.RLIM_INFINITY or most < before[0]:
+            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)
     try:
         yield
@@ -96,7 +100,7 @@ def limits(what: str | Path) -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Return what a library says is wrong, in one line; its type where it says a word at most."""
     if isinstance(error, MemoryError):
-        return f"more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory is needed"
+        return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     text = " ".join(text.split())
     said = text if " " in text else f"{type(error).__name__} {text}"

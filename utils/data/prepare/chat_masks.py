@@ -27,7 +27,7 @@ from utils.data.prepare.chat_templates import (
 from utils.data.prepare.chat_turns import ASSISTANT, LEADING_TAGS, TurnDelimiter
 from utils.data.prepare.documents import ChatDocument, Message
 from utils.data.prepare.rows import UnusableRowError
-from utils.support.foreign import limits, reason
+from utils.support.foreign import RENDERING_BYTES, limits, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ class ChatMasks:
         UnusableRowError where the template does not fit the chat.
         """
         try:
-            with limits(f"{document.location}: the chat template"):
+            with limits(f"{document.location}: the chat template", RENDERING_BYTES):
                 adapted = self.template.adapted(document.messages)
                 return self._masked(replace(document, messages=adapted))
         except (UnusableRowError, ConfigurationError):

@@ -20,7 +20,7 @@ from utils.config.errors import ConfigurationError
 from utils.data.prepare.documents import ChatDocument, Message
 from utils.data.prepare.records import Location
 from utils.data.prepare.rows import UnusableRowError
-from utils.support.foreign import foreign, limits
+from utils.support.foreign import RENDERING_BYTES, foreign, limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
         self._origin = f"the chat template of {tokenizer.name_or_path}"
-        with foreign(self._origin, "not valid Jinja"), limits(self._origin):
+        with foreign(self._origin, "not valid Jinja"), limits(self._origin, RENDERING_BYTES):
             self.source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(self.source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
@@ -62,7 +62,7 @@ class ChatTemplate:
 
         It is a ConfigurationError where the template computes too long or takes too much memory.
         """
-        with limits(self._origin):
+        with limits(self._origin, RENDERING_BYTES):
             return str(self._compiled.render(**self._given(chat, generation_prompt)))
 
     def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:

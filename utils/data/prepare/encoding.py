@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FAILS = "its tokenizer does not turn text into tokens"
+TOKENIZER_FAILS = "it does not turn text into tokens"
 # A longer text is tokenized in pieces: a tokenizer needs about 100 bytes of memory per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
 CUTS_SEARCHED_CHARACTERS = 1 << 16  # before the end of a piece
@@ -81,7 +81,7 @@ def encode(
     """Return the ids of each text."""
     if not texts:
         return []  # a tokenizer takes no empty list
-    with foreign(tokenizer.name_or_path, TOKENIZER_FAILS):
+    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
         encoded = tokenizer(
             list(texts),
             add_special_tokens=special_tokens,
@@ -98,7 +98,7 @@ def encode_with_offsets(
     """Yield the ids of each text, and (tokens, 2) where in it each token starts and stops."""
     if not texts:
         return
-    with foreign(tokenizer.name_or_path, TOKENIZER_FAILS):
+    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
         encoded = tokenizer(
             list(texts),
             add_special_tokens=False,

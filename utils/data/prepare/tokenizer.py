@@ -17,7 +17,7 @@ from utils.data.prepare.plan import PreparationPlan
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
 from utils.data.prepare.workspace import partial_name
 from utils.data.tokenizers import load_tokenizer
-from utils.support.foreign import foreign, limits, reason
+from utils.support.foreign import RENDERING_BYTES, foreign, limits, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,7 +196,7 @@ def read_chat_template(path: str) -> str:
     """Read a Jinja file; raises ConfigurationError when it is missing or no valid Jinja."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    with foreign(path, "not valid Jinja"), limits(path):
+    with foreign(path, "not valid Jinja"), limits(path, RENDERING_BYTES):
         template = Path(path).read_text(encoding="utf-8")
         _compile_jinja_template(template)
     return template
