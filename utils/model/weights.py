@@ -152,6 +152,9 @@ def _checked_config(
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
     config = runnable(config)
+    for name, value in vars(config.get_text_config()).items():
+        if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, not a probability")
     # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
     length = settings.data.sequence_length
