@@ -5,6 +5,7 @@ run would become another one, and a network that carries no traffic would show a
 """
 
 import os
+import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ ADVICE = (
     "name that `ip -brief address` shows on every node), at firewalls between the nodes, and at "
     "what NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL log."
 )
+PEER_ENDED = re.compile("(closed|reset) by (peer|remote)|remote process exited", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
     """Return the host of every rank, by the first collective of all ranks.
 
-    Raises UnfitClusterError, which names this host and rank. A stuck collective stays behind in its
-    daemon thread: end the process without its teardown, as `run_script` does.
+    Raises UnfitClusterError, which names this host and rank. Raises torch's own error where another
+    rank came and was killed or stopped meanwhile, since the job may try again. A stuck collective
+    stays behind in its daemon thread: end the process without its teardown, as `run_script` does.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -109,6 +112,8 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
             "its ranks did not come: see what they printed."
         )
     except RuntimeError as error:  # of which torch's DistError is one
+        if PEER_ENDED.search(str(error)):
+            raise
         end = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
     what = f"rank {rank}: the first collective of all ranks ({device.type})"
     raise UnfitClusterError(f"{host_name()} {what} {end} {ADVICE}")

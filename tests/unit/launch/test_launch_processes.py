@@ -7,10 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from launching import ROOT, free_port, quiet_environment
 
 from utils.config.errors import ConfigurationError
-from utils.launch.processes import LaunchFacts, check_connected, check_launch, check_strategy
+from utils.launch import processes as module
+from utils.launch.processes import (
+    LaunchFacts,
+    all_hosts,
+    check_connected,
+    check_launch,
+    check_strategy,
+)
 
 
 def test_a_launch_that_went_wrong_is_explained(monkeypatch):
@@ -61,6 +69,30 @@ def test_one_process_passes_unless_more_were_started(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="started 2 processes"):
         check_launch()
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19883.", False),
+        (
+            "[gloo/transport/tcp/pair.cc] Read error [10.0.0.1]:9: Connection reset by peer",
+            False,
+        ),
+        ("ncclRemoteError: remote process exited or there was a network error", False),
+        ("NCCL error: unhandled system error\nsocketStartConnect: no route to host", True),
+        ("Gloo connectFullMesh failed: Connection refused", True),
+    ],
+)
+def test_a_rank_that_ends_in_the_first_collective_is_no_unfit_cluster(said, refused, monkeypatch):
+    def fail(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(module, "gathered", fail)
+    with pytest.raises((RuntimeError, ConfigurationError)) as found:
+        all_hosts(1, torch.device("cpu"))
+    assert isinstance(found.value, ConfigurationError) is refused, "which ends the job for good"
+    assert said.splitlines()[0] in str(found.value)
 
 
 # What each of two ranks does, of which the second one is stuck in the first collective.
