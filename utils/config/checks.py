@@ -157,10 +157,13 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
     ("at least 1", lambda value: value >= 1,
-     "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
+     "dataloader_prefetch_factor early_stopping_patience global_batch_size lora_alpha "
      "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
      "per_device_train_batch_size sample_max_new_tokens"),
     ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
+    # torch keeps milliseconds and bytes in 64 bits.
+    ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9, "ddp_timeout"),
+    ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
     # The newest of two checkpoints may be damaged; a single token has no next one.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
