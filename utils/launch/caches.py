@@ -6,6 +6,8 @@ one archive in the user's cache, which a launcher unpacks at its start; the firs
 again at its end. It is replaced in one step; what two jobs add at once is compiled once more.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -24,6 +26,7 @@ from utils.support.notes import NOTES_DIR
 
 logger = logging.getLogger(__name__)
 
+LOCK = "lock"  # of a living launcher, in its directory
 LARGEST_BYTES = 2**30  # a larger archive is begun anew
 _CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -34,14 +37,17 @@ _LONGEST_TMPDIR = 75
 def enter_node_directory() -> Path:
     """Make this job's private (0700) directory on this node's own disk, and point libraries there.
 
-    Under SLURM_TMPDIR, TMPDIR or /tmp; caches that the user set stay. Raises StorageError.
+    Under SLURM_TMPDIR, TMPDIR or /tmp; caches that the user set stay. Removes the directories there
+    of launchers that were killed. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     prefix = f"stoker-{os.environ.get('SLURM_JOB_ID', 'local')}-"
+    _remove_abandoned(Path(base))
     try:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         for name in ("compiled", "notes", "tmp"):
             (directory / name).mkdir()
+        _lock(directory)
     except OSError as error:
         raise StorageError(
             f"{host_name()}: no directory for caches can be made in {base} ({error.strerror}): set "
@@ -55,6 +61,22 @@ def enter_node_directory() -> Path:
     if len(os.fsencode(directory / "tmp")) <= _LONGEST_TMPDIR:
         os.environ["TMPDIR"] = str(directory / "tmp")
     return directory
+
+
+def _lock(directory: Path) -> None:
+    """Lock a file in the directory until this process ends, however it ends."""
+    file = os.open(directory / "unlocked", os.O_CREAT | os.O_RDWR)  # never closed
+    with contextlib.suppress(OSError):  # a file system without locks: nobody removes the directory
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (directory / "unlocked").rename(directory / LOCK)
+
+
+def _remove_abandoned(base: Path) -> None:
+    for lock in base.glob(f"stoker-*/{LOCK}"):
+        # The launcher lives, or another one removes the directory.
+        with contextlib.suppress(OSError), lock.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
 
 
 def unpack_compiled(folder: Path) -> int:

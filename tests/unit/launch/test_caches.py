@@ -102,6 +102,20 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, mon
         assert os.environ["TMPDIR"] == f"{directory}/tmp"
 
 
+@mock.patch.dict(os.environ)
+def test_the_directory_of_a_killed_launcher_is_removed_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
+    living = enter_node_directory()
+    (tmp_path / "stoker-prepare-1").mkdir()
+    code = "import os; from utils.launch import caches; caches.enter_node_directory(); "
+    code += "os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 3
+    newer = enter_node_directory()
+    assert set(tmp_path.iterdir()) == {living, newer, tmp_path / "stoker-prepare-1"}
+
+
 COMPILES = """
 import torch, torch._inductor.config
 torch._inductor.config.cpp_cache_precompile_headers = False  # longer than one function
