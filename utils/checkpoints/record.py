@@ -22,6 +22,7 @@ from utils.checkpoints.files import (
     FINAL,
     PROVENANCE,
     RECORD,
+    RUN_ID,
     DamagedCheckpointError,
     file_digests,
     read_manifest,
@@ -189,7 +190,8 @@ def _parsed_provenance(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         starts, run_id = content["starts"], content.get("run_id")
         fits = isinstance(starts, list) and all(isinstance(each, dict) for each in starts)
-        fits = fits and (run_id is None or isinstance(run_id, str))
+        # It becomes part of names of folders.
+        fits = fits and (run_id is None or RUN_ID.fullmatch(run_id) is not None)
         fits = fits and all(_fits(each, _START) for each in starts)
         if not fits:
             raise _DamagedError("is not as earlier starts wrote it")

@@ -271,7 +271,8 @@ def _take_causes(path: Path, starts: list[Start]) -> None:
     """Read how starts of Slurm jobs ended, from the jobs' verdicts and, where found, their logs."""
     read = cache(_text)
     for start in (one for one in starts if one.job.get("job_id")):
-        name = f"{start.job.get('job_name')}-{start.job['job_id']}.log"  # of --output
+        # That of --output, in these folders alone: a stranger's run may name any other.
+        name = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
         texts = (read(folder / name) for folder in (path, path.parent, Path.cwd(), _ROOT))
         # Start 2 is the one with a restart count of 1, and resumes what the one before left.
         after = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 2
@@ -334,6 +335,8 @@ def _checked_nonfinite(content: dict[str, Any]) -> dict[str, Any]:
 
 def _read_pages(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     for file in (file for pattern in PAGES for file in sorted(path.glob(pattern))):
+        if file.is_symlink() or not file.is_file():
+            continue  # of a stranger's run: the page would show another folder's file
         try:
             with file.open(encoding="utf-8", errors="replace") as opened:
                 text = opened.read(LONGEST_PAGE)

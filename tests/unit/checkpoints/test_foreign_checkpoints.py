@@ -29,6 +29,7 @@ from utils.checkpoints.files import (
     write_manifest,
 )
 from utils.checkpoints.pickles import refuse_code
+from utils.checkpoints.record import known_run_id
 from utils.config.errors import ConfigurationError, StorageError
 
 BEST = {"best_model_checkpoint": "/gone/run/checkpoint-4"}
@@ -287,3 +288,11 @@ def test_all_checkpoints_with_names_that_lead_away_are_for_a_person(theirs):
     manifest.write_text(manifest.read_text().replace("optimizer.pt", "../mizer.pt"))
     with pytest.raises(StorageError, match="no committed checkpoint of this run is whole"):
         resume_point(theirs.parent, RUN)
+
+
+@pytest.mark.parametrize("run_id", ["../../x", "a/b", "a' or 'b", "", 7, "x" * 65])
+def test_a_runs_id_is_no_path(run_id, tmp_path):
+    path = tmp_path / "provenance.json"
+    path.write_text(json.dumps({"run_id": run_id, "starts": []}))
+    with pytest.raises(ConfigurationError, match=r"provenance\.json"):
+        known_run_id(path)

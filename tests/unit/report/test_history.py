@@ -1,6 +1,7 @@
 """What is read from a run directory, and what is left out, whatever is missing or damaged."""
 
 import json
+import os
 import random
 
 import pytest
@@ -97,3 +98,22 @@ def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "error": "no space left"}))
     errors = [start.error for start in read_run(made_up_run).starts]
     assert errors == ["rank 1 on n1 was killed by SIGKILL", None, "no space left"]
+
+
+def test_a_strangers_run_shows_no_file_of_another_folder(made_up_run, tmp_path):
+    (tmp_path / "secret.txt").write_text("of somebody else")
+    (made_up_run / "hang.txt").unlink(missing_ok=True)
+    (made_up_run / "hang.txt").symlink_to(tmp_path / "secret.txt")
+    os.mkfifo(made_up_run / "out-of-memory-rank7.txt")
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    job = content["starts"][0]["slurm"]
+    job |= {"job_name": "../../secret", "job_id": "9", "restart_count": 0}
+    (tmp_path.parent / "secret-9.log").write_text(
+        "  job 9: of somebody else; requeued, start 2 will resume\n"
+    )
+    path.write_text(json.dumps(content))
+    run = read_run(made_up_run)
+    shown = {page["name"] for page in run.pages}
+    assert not shown & {"hang.txt", "out-of-memory-rank7.txt"}
+    assert "of somebody else" not in str([start.error for start in run.starts])
