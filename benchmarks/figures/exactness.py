@@ -29,8 +29,8 @@ PROOFS = {
     "verification_cost": "What checksums of a checkpoint of 1 GB cost: ours, torch's CRC-32, none",
     "full_disks": "File systems of many sizes: how the run ended there; wrong: a checkpoint lost "
     "or not whole, or other weights at the end, once there was room",
-    "soak": "An hour of jobs on a Slurm of two nodes, one interruption a minute (`make soak`); lost "
-    "seconds: from the last step before to the first one after, with the wait for Slurm",
+    "soak": "An hour of jobs on a Slurm of two nodes, one interruption a minute (`make soak`); "
+    "lost seconds: from the last step before to the first one after, with the wait for Slurm",
     "async_save": "How long training stands still for a save",
 }
 CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "transformers")
