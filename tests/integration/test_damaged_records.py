@@ -145,7 +145,7 @@ def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, m
 
     monkeypatch.setattr(Checkpoints, "commit", commit_and_damage)
     pretrain.main(pretraining(run))
-    assert caplog.text.count("and is restored") == 2
+    assert caplog.text.count("It is restored") == 2
     for step in (3, 6):
         copies = run / f"checkpoint-{step}" / "run"
         assert (copies / CONFIG).read_bytes() == (run / CONFIG).read_bytes()
