@@ -110,16 +110,16 @@ test-fast: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # With GPU_PYTHON=python3 nothing is installed: that Python needs torch, the packages of
-# requirements.lock, pytest and pytest-xdist. A test needs about a core and a GB of the GPU's memory.
-# After the limit ending what runs takes up to 20 s more.
+# requirements.lock, pytest and, unless GPU_WORKERS=0, pytest-xdist. A worker needs about a core and
+# a GB of the GPU's memory. To end what runs at the limit takes up to 20 s more.
 GPU_PYTHON ?=
 GPU_WORKERS ?= 12
 GPU_LIMIT_S ?= 220
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)
 	$(or $(GPU_PYTHON),$(BIN)/python) -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU"'
 	TORCHINDUCTOR_COMPILE_THREADS=2 timeout --signal=INT --kill-after=20 $(GPU_LIMIT_S) \
-	  $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal --at-once -rsfE --tb=short --durations=10 \
-	  -o faulthandler_timeout=120 --junitxml=test-gpu.xml $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+	  $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(if $(filter-out 0,$(GPU_WORKERS)),-n $(GPU_WORKERS) --dist worksteal) \
+	  --at-once -rsfE --tb=short --durations=10 -o faulthandler_timeout=120 --junitxml=test-gpu.xml $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own. The facts in
 # tests/published are those of the locked version.
