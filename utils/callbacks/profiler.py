@@ -107,8 +107,8 @@ class ProfilerWindow(TrainerCallback):
             return
         profiler, self.profiler, self.stop = self.profiler, None, 0
         if self.device.type == "cpu" and torch.distributed.is_initialized():
-            # gloo's threads end their events only after DDP has the gradients, in memory that
-            # profiler.stop() frees. A barrier waits for all earlier work of this rank.
+            # DDP has the gradients before gloo's threads end their events, in memory that
+            # profiler.stop() frees. A barrier waits for all earlier work of this group.
             torch.distributed.barrier()
         if profiler is None:
             return

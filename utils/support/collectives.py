@@ -111,7 +111,12 @@ class Agreement:
         if self.group is not None:
             value = torch.tensor([number], dtype=torch.int32)
             maximum = torch.distributed.ReduceOp.MAX
-            work = torch.distributed.all_reduce(value, maximum, group=self.group, async_op=True)
+            # Not an event for a profiler: gloo would end it in memory that is freed by then.
+            torch.autograd._enable_record_function(False)
+            try:
+                work = torch.distributed.all_reduce(value, maximum, group=self.group, async_op=True)
+            finally:
+                torch.autograd._enable_record_function(True)
             self.pending = (value, work)
 
     def close(self) -> None:
