@@ -5,13 +5,13 @@
 # make test-fast  the tests that start no process and train no model
 # make test-gpu   the tests marked `gpu`, on one GPU, in at most four minutes; each failure is printed when it happens
 # make test-oldest  the tests but those on Slurm, with the oldest transformers that pyproject.toml allows
-# make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; and all others that `make test` leaves out
+# make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; `make interruptions`; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
 # make soak       an hour of runs on a real Slurm, something killed every minute, into benchmarks/results/exactness/soak.json
 # make lint       ruff, mypy, shellcheck, hadolint
 # make site       README.md and docs/ as a site in site/; refuses broken links and anchors
-# make slurm-cycles  measure what interruptions of a job cost, into benchmarks/results/slurm_cycles.json
+# make interruptions  every interruption of a job on a real Slurm (part of test-exhaustive), into benchmarks/results/interruptions.json
 # make figures    write the figures in README.md and docs/ anew from benchmarks/results/
 # make recipes-table  the recipes' predictions and their gallery in docs/recipes.md
 # make pictures   the README's loss curve: a Slurm job that is killed, loses its node and resumes (root, slurm-wlm, munge; after make demo)
@@ -25,7 +25,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive slurm-cycles soak lint lock lock-docs site
+.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive interruptions soak lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +59,7 @@ figures: recipes-table
 	$(BIN)/python examples/recipe_schemas.py
 	$(BIN)/python examples/settings_tables.py
 	$(BIN)/python -m benchmarks.figures.exactness
+	$(BIN)/python -m benchmarks.figures.interruptions
 	$(BIN)/python -m benchmarks.figures.speed
 	$(BIN)/python -m benchmarks.figures.speed_plot
 	$(BIN)/python -m benchmarks.figures.memory
@@ -102,9 +103,10 @@ SOAK_ARGS ?=
 soak: $(VENV)/.test
 	PYTHONPATH=.:tests/integration:tests/slurm $(BIN)/python tests/slurm/soak.py $(SOAK_ARGS)
 
-slurm-cycles: $(VENV)/.test
-	rm -f benchmarks/results/slurm_cycles.json
-	STOKER_CYCLES_FILE=benchmarks/results/slurm_cycles.json $(BIN)/pytest tests/slurm/test_interruptions.py
+# PYTEST_ARGS="-k LoRA" runs some rows anew; the others in the file stay.
+interruptions: $(VENV)/.test
+	STOKER_INTERRUPTIONS_FILE=benchmarks/results/interruptions.json \
+		$(BIN)/pytest --exhaustive -m exhaustive --durations=10 tests/slurm/test_interruptions.py $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
@@ -134,7 +136,7 @@ test-oldest: .venv-oldest/.test
 	.venv-oldest/bin/pytest -n 2 --dist worksteal -m "not gpu" --ignore=tests/slurm --ignore=tests/published $(PYTEST_ARGS)
 
 # One at a time: kills and time limits are among them.
-test-exhaustive: $(VENV)/.test
+test-exhaustive: $(VENV)/.test interruptions
 	$(BIN)/pytest -s --exhaustive --durations=10 tests/exactness $(PYTEST_ARGS)
 	$(BIN)/pytest --exhaustive -m exhaustive tests/unit tests/integration tests/published $(PYTEST_ARGS)
 

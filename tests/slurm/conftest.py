@@ -35,7 +35,9 @@ def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The shipped job scripts on that Slurm, with a tokenizer, data and the demo's model."""
     files = tmp_path_factory.mktemp("files")
     tiny.make_tokenizer(files / "tokenizer")
+    tiny.make_model_config(files / "model.json")
     tiny.save(files / "documents", {"input_ids": tiny.documents(400, seed=0)})
+    tiny.save(files / "chats", tiny.masked(tiny.documents(400, seed=2)))
     tiny.save(files / "heldout", {"input_ids": tiny.documents(31, seed=1)})
     handed_in = TrainingJobs(slurm, files)
     yield handed_in

@@ -1,7 +1,8 @@
 """A real Slurm on this machine: slurmctld and a slurmd for each node, of two cores and two GPUs.
 
 n1 and n2 are the partition `main`, which jobs get by default; n3 and n4, `other`, are for a job
-that runs beside those: most of a job that is interrupted is waiting.
+that runs beside those: most of a job that is interrupted is waiting. A job in `urgent` takes n1 and
+n2 away from a job in `main` at once, from a job in `patient` after two minutes of grace.
 
 The GPUs are empty files, so Slurm counts and hands them out but nothing can be computed on them.
 Everything (keys, state, logs) lies in one directory; munged, slurmctld and slurmd are processes of
@@ -52,6 +53,8 @@ SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2
 GresTypes=gpu
 ReturnToService=2
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=10
 SlurmdTimeout=10
 MessageTimeout=5
@@ -60,6 +63,8 @@ NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:2
 {nodes}
 PartitionName=DEFAULT MaxTime=INFINITE State=UP OverSubscribe=NO
 PartitionName=main Nodes=n1,n2 Default=YES
+PartitionName=patient Nodes=n1,n2 GraceTime=120
+PartitionName=urgent Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 PartitionName=other Nodes=n3,n4
 """
 
@@ -244,7 +249,8 @@ class SlurmCluster:
 
     def _nodes_are_idle(self) -> bool:
         shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
-        return shown.stdout.split() == [word for node in NODES for word in (node, "idle")]
+        # A line for each node and partition.
+        return set(shown.stdout.splitlines()) == {f"{node} idle" for node in NODES}
 
     def _no_job_is_left(self) -> bool:
         return not self.run("squeue", "--noheader", check=False).stdout.strip()

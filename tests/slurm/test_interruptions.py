@@ -1,71 +1,165 @@
 """Whatever ends a job early, it comes back by itself and ends with the uninterrupted numbers.
 
-`make slurm-cycles` keeps what each interruption cost in benchmarks/results/slurm_cycles.json.
+`make test` interrupts a few jobs. `make interruptions`, a part of `make test-exhaustive`, runs each
+row of the table in interruptions.py as a job and writes what it found into
+benchmarks/results/interruptions.json, from which docs/slurm.md has its table.
 """
 
 import dataclasses
-import datetime
 import json
 import os
-import platform
-import signal
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
-from launching import processes_of, wait_until
-from training_jobs import Cycle, cycles
+from interruptions import TABLE, TWO_NODES, Interruption, Scene, Then
+from training_jobs import TrainingJobs, cycles
+
+from benchmarks.figures.interruptions import KINDS
+from benchmarks.hardware.circumstances import circumstances
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
-TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
+ROWS = {row.name: row for row in TABLE}
+SCRIPTS = dict(zip(KINDS, [("pretrain.py", "model.json"), ("sft_train.py", None)], strict=True))
+CASES = [
+    pytest.param(row, kind, id=f"{row.name}, {kind}")
+    for kind in KINDS
+    for row in TABLE
+    if kind == "pretraining" or row.fine_tuning
+]
 
 
-def assert_the_same(run: Path, uninterrupted: Path) -> None:
-    """Not close: the same."""
-    assert tiny.losses(run) == tiny.losses(uninterrupted)
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of an interrupted job, as the result file holds it.
+
+    `seconds` lie between the last new step before the interruption and the first one after it.
+    """
+
+    exit_code: int | None
+    then: str
+    lost_steps: int | None
+    seconds: float | None
+    says: str
+    equal: bool | None
+
+
+@pytest.fixture
+def scene(jobs: TrainingJobs, tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(jobs, tmp_path)
+    yield made
+    jobs.slurm.cancel_all()
+    made.umount()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("row", "kind"), CASES)
+def test_an_interruption_costs_what_the_table_says(
+    row: Interruption, kind: str, jobs: TrainingJobs, scene: Scene
+):
+    scene.script, model = SCRIPTS[kind]
+    scene.model = jobs.files / model if model else None
+    whole = None if row.then == Then.REFUSED else undisturbed(scene, kind)
+    outcome = interrupted(scene, row, whole)
+    print(outcome)
+    expected = (row.code, row.then.value, None if row.then == Then.REFUSED else True)
+    assert (outcome.exit_code, outcome.then, outcome.equal) == expected, scene.log()
+    if row.then in (Then.REQUEUED, Then.RESUBMITTED):
+        assert outcome.lost_steps is not None, "the run was not interrupted"
+        assert outcome.lost_steps <= row.lost, scene.log()
+    record(row, kind, outcome)
+
+
+def interrupted(scene: Scene, row: Interruption, whole: Path | None) -> Outcome:
+    """Interrupt a job, let it come to its end, and return what the journal and the log say."""
+    row.before(scene)
+    if row.provoke is not None:
+        (scene.hold / str(row.at_step)).touch()
+    scene.submit(row)
+    if row.provoke is not None:
+        scene.reach(row.at_step)
+        row.provoke(scene)
+        scene.release()
+    scene.slurm.wait(scene.job, timeout_s=900)
+    then, code = scene.became(), scene.exit_code()
+    row.mend(scene)
+    if then == Then.RESUBMITTED:
+        scene.submit(row)
+        assert scene.slurm.wait(scene.job) == "COMPLETED", scene.log()
+    equal = None if whole is None else same(scene.run, whole)
+    cost = next(iter(cycles(scene.run)), None)
+    said = re.search(f"^.*(?:{row.says}).*", scene.log(), flags=re.MULTILINE)
+    assert said, f"the log lacks {row.says!r}:\n{scene.log()}"
+    return Outcome(
+        code, then.value,
+        cost.lost_steps if cost else None,
+        cost.seconds if cost else None,
+        scene.readable(said[0]) if row.says else "",
+        equal,
+    )  # fmt: skip
+
+
+def same(run: Path, uninterrupted: Path) -> bool:
+    """Compare losses, evaluations and weights: not close, the same."""
+    tiny.assert_same_run(run, uninterrupted)
     assert tiny.evaluations(run, "heldout") == tiny.evaluations(uninterrupted, "heldout")
-    weights = "final/model.safetensors"
-    assert (run / weights).read_bytes() == (uninterrupted / weights).read_bytes()
+    return True
 
 
-def record(cause: str, found: Sequence[Cycle]) -> None:
-    """Print what interruptions cost, and keep it where `make slurm-cycles` wants it."""
-    print(f"{cause}: {found}")
-    target = os.environ.get("STOKER_CYCLES_FILE")
-    if not target:
+def undisturbed(scene: Scene, kind: str) -> Path:
+    """The run of this kind that nothing disturbed, made once."""
+    run = scene.jobs.files / kind
+    if not run.exists():
+        job = scene.jobs.submit(
+            run, *TWO_NODES, training=scene.script, model_config=scene.model,
+            env={"STOKER_PROCESSES_PER_NODE": "1"},
+        )  # fmt: skip
+        assert scene.slurm.wait(job) == "COMPLETED", job.output()
+    return run
+
+
+def record(row: Interruption, kind: str, outcome: Outcome) -> None:
+    """Keep the outcome in the file that `make interruptions` names, beside those of other rows."""
+    if not (target := os.environ.get("STOKER_INTERRUPTIONS_FILE")):
         return
     path = Path(target)
-    facts = {
-        "command": "make slurm-cycles",
-        "date": datetime.date.today().isoformat(),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "cycles": {},
-    }
-    known = json.loads(path.read_text()) if path.exists() else facts
-    known["cycles"][cause] = [dataclasses.asdict(cycle) for cycle in found]
-    path.write_text(json.dumps(known, indent=2) + "\n")
+    known = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    rows = known["rows"]
+    rows.setdefault(row.name, {})[kind] = dataclasses.asdict(outcome)
+    ordered = {name: rows[name] for name in ROWS if name in rows}
+    facts = circumstances("make interruptions") | {"rows": ordered}
+    path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, tmp_path):
+# One job meets these in turn, the last ranks waiting after these steps.
+IN_TURN = {
+    4: "`scancel --signal=TERM`",
+    12: "`touch RUN/STOP`",
+    23: "`kill -9` of a rank",
+    33: "a node lost and back",
+}
+
+
+def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_path):
     """Two jobs side by side: one meets its time limit, the other all further causes in turn."""
-    limited_run, run = tmp_path / "limited", tmp_path / "run"
+    limited_run = tmp_path / "limited"
     # Forty steps take longer than the limit, a start-up a fraction of it: Slurm may send its
     # signal a minute early, and one minute once held no step on a busy machine.
     slowly = {"STOKER_TEST_STEP_DELAY_S": "2.8"}
     limit = ("--partition=other", "--time=2", "--signal=B:USR1@5")
     limited = jobs.submit(limited_run, *TWO_NODES, *limit, env=slowly)
-    uninterrupted = jobs.finished("multi_gpu")
+    whole = jobs.finished("multi_gpu")
 
-    survive_a_stop_and_losses(jobs, run)
-    assert_the_same(run, uninterrupted)
+    survive_causes_in_turn(scene)
+    same(scene.run, whole)
 
     assert jobs.slurm.wait(limited, timeout_s=900) == "COMPLETED", limited.output()
-    assert_the_same(limited_run, uninterrupted)
+    same(limited_run, whole)
     found = cycles(limited_run)
-    record("two-minute time limit", found)
+    print(found)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
     # More than cycles where the limit met a start before its first step or after its last one.
@@ -73,49 +167,25 @@ def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, tmp_path):
     assert restarts == limited.output().count("; requeued, start") >= len(found)
 
 
-def survive_a_stop_and_losses(jobs, run: Path) -> None:
-    """Stop the job by SIGTERM and by the file, then kill a worker, then a whole node."""
-    slurm = jobs.slurm
-    job = jobs.submit(run, *TWO_NODES, env={"STOKER_TEST_STEP_DELAY_S": "0.4"})
-
-    jobs.wait_for_step(run, 4, job)
-    slurm.run("scancel", "--signal=TERM", job.id)
-
-    jobs.wait_for_step(run, 12, job)
-    (run / "STOP").touch()
-
-    jobs.wait_for_step(run, 23, job)
-    os.kill(worker(run, rank=3), signal.SIGKILL)
-
-    jobs.wait_for_step(run, 33, job)
-    slurm.kill_node("n2")
-    # slurmctld notices, requeues the job, and waits for a second node.
-    wait_until(lambda: slurm.state(job) == "PENDING", "not requeued", job.output)
-    slurm.start_node("n2")
-
-    assert slurm.wait(job) == "COMPLETED", job.output()
-    found = cycles(run)
+def survive_causes_in_turn(scene: Scene) -> None:
+    """Interrupt one job of four ranks by each row of IN_TURN."""
+    scene.env["STOKER_PROCESSES_PER_NODE"] = "2"
+    for step in IN_TURN:
+        (scene.hold / str(step)).touch()
+    scene.submit()
+    for step, name in IN_TURN.items():
+        scene.reach(step)
+        ROWS[name].provoke(scene)
+        (scene.hold / str(step)).unlink()
+    assert scene.slurm.wait(scene.job) == "COMPLETED", scene.log()
+    found = cycles(scene.run)
+    print(found)
     # Slurm may end the job once more: what it meant for the lost node's old start comes late.
-    causes = ["scancel --signal=TERM", "touch STOP", "SIGKILL to a worker", "node lost"]
-    for cause, cycle in zip(causes, found, strict=False):
-        record(cause, [cycle])
-    assert [cycle.lost_steps for cycle in found[:2]] == [0, 0]
-    starts = tiny.starts(run)[3:5]
+    for name, cycle in zip(IN_TURN.values(), found[:4], strict=True):
+        assert cycle.lost_steps <= ROWS[name].lost
+        assert re.search(ROWS[name].says, scene.log())
+    assert scene.codes()[:3] == [ROWS[name].code for name in IN_TURN.values()][:3]
+    starts = tiny.starts(scene.run)[3:5]
     assert [start["resumed_from"].rsplit("-", 1)[1] for start in starts] == ["20", "30"]
-    assert all(0 < cycle.lost_steps < 10 for cycle in found[2:4])
-    log = job.output()
-    assert f"{run}/STOP" in log
-    assert not (run / "STOP").exists()
-    assert "rank 3 on n" in log
-    assert "was killed by SIGKILL" in log
-
-
-def worker(run: Path, rank: int) -> int:
-    """The process id of one rank of the run."""
-    mark = f"RANK={rank}".encode()
-    (process,) = (
-        process
-        for process in processes_of(run)
-        if mark in (process / "environ").read_bytes().split(b"\0")
-    )
-    return int(process.name)
+    assert f"{scene.run}/STOP" in scene.log()
+    assert not (scene.run / "STOP").exists()

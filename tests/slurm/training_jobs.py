@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny
+import torch
 from launching import CPU_ENVIRONMENT, ROOT, quiet_environment, wait_until
 from slurm_cluster import Job, SlurmCluster
+from transformers import AutoConfig, AutoModelForCausalLM
 
 # Forty steps with evaluations between them; four ranks take them in four seconds, undelayed.
 STEPS = 40
@@ -27,6 +29,12 @@ SETTINGS: dict[str, object] = {
     "save_steps": 10,
     "eval_strategy": "steps",
     "eval_steps": 10,
+}
+LORA: dict[str, object] = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_dropout": 0.1,
+    "lora_target_modules": "all-linear",
 }
 
 
@@ -56,25 +64,41 @@ class TrainingJobs:
         self.files = files
         self.handed_in: list[Job] = []
 
-    def flags(self, output_dir: Path, **changes: object) -> list[str]:
-        """The command line of `pretrain.py`."""
+    def flags(
+        self, output_dir: Path, training: str = "pretrain.py", **changes: object
+    ) -> list[str]:
+        """The command line of `pretrain.py`, or of `sft_train.py` with LoRA."""
         data = {
             "train_data": self.files / "documents",
             "eval_data": f"heldout={self.files / 'heldout'}",
             "tokenizer_name_or_path": self.files / "tokenizer",
             "output_dir": output_dir,
         }
+        if training == "sft_train.py":
+            data |= {"train_data": self.files / "chats", "model_name_or_path": self.base()}
+            data |= LORA | {"model_config": None, "tokenizer_name_or_path": None}
         return tiny.flags(**(SETTINGS | data | changes))
+
+    def base(self) -> Path:
+        """A model with random weights, to fine-tune."""
+        directory = self.files / "base"
+        if not directory.exists():
+            torch.manual_seed(0)
+            config = AutoConfig.from_pretrained(self.files / "model.json")
+            AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+            tiny.make_tokenizer(directory)
+        return directory
 
     def submit(
         self, output_dir: Path, *options: str, script: str = "slurm/multinode_job.sh",
-        config: str = "multi_gpu", env: Mapping[str, str] | None = None, **changes: object,
+        training: str = "pretrain.py", config: str = "multi_gpu",
+        env: Mapping[str, str] | None = None, **changes: object,
     ) -> Job:  # fmt: skip
-        """Hand `pretrain.py` in; its log is a file of its own."""
+        """Hand a training script in; its log is a file of its own."""
         log = self.files / f"job-{len(self.handed_in)}.log"
         chosen = {"ACCELERATE_CONFIG": f"accelerate_configs/{config}.yaml"} | dict(env or {})
         job = self.slurm.submit(
-            *SMALL, *options, script, "pretrain.py", *self.flags(output_dir, **changes),
+            *SMALL, *options, script, training, *self.flags(output_dir, training, **changes),
             cwd=ROOT, log=log, env=job_environment(chosen, config),
         )  # fmt: skip
         self.handed_in.append(job)

@@ -173,7 +173,7 @@ def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_
 def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
     import sys
 
-    from benchmarks.figures import speed_plot
+    from benchmarks.figures import interruptions, speed_plot
 
     sys.path.insert(0, str(ROOT / "examples"))
     import demo_figures
@@ -187,6 +187,9 @@ def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
         document = tables.DOCUMENT.read_text()
         assert tables.with_tables(document) == document, "run make figures"
         assert document.count("\n| ") > 40
+    document = interruptions.DOCUMENT.read_text()
+    assert interruptions.with_table(document) == document, "run make figures"
+    assert document.count(" pretraining |") > 0
     before = speed_plot.PICTURE.read_text()
     assert speed_plot.drawn(speed_plot.results()) == before, "run make figures"
 

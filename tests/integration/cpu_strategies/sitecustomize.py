@@ -2,7 +2,9 @@
 
 Python imports this file at start when its folder is on PYTHONPATH. STOKER_TEST_STEP_DELAY_S=0.5
 makes each training step last that much longer, so that a test can interrupt a run of small steps;
-STOKER_TEST_KILL_RANK_AT_STEP=1:3 kills rank 1 when three steps are done, in every life of the run.
+STOKER_TEST_KILL_RANK_AT_STEP=1:3 kills rank 1 when three steps are done, in every life of the run;
+STOKER_TEST_HOLD=FOLDER holds the ranks after step 13 while FOLDER/13 exists.
+STOKER_TEST_CLOCK_OFF_S=100 sets the clock of the job's second node that much ahead.
 STOKER_TEST_CPU_STRATEGY says what to do:
 
 fsdp2      accelerate takes the FSDP branch for accelerators only: give it a DistributedType in
@@ -19,6 +21,7 @@ deepspeed 0.19 (`comm/torch.py`, `build_shm_op`).
 import importlib.abc
 import importlib.machinery
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -44,15 +47,18 @@ def compile_nothing(communication):
 
 
 def disturb_steps(callbacks):
-    """Sleep, or die, at the beginning of a training step; the numbers stay what they are."""
+    """Sleep, die or wait at the beginning of a training step; the numbers stay what they are."""
     on_step_begin = callbacks.CallbackHandler.on_step_begin
     delay_s = float(os.environ.get("STOKER_TEST_STEP_DELAY_S", "0"))
     victim = os.environ.get("STOKER_TEST_KILL_RANK_AT_STEP", "")
+    hold = pathlib.Path(os.environ.get("STOKER_TEST_HOLD", "/dev/null"))
 
     def disturb_first(handler, args, state, control):
         time.sleep(delay_s)
         if victim == f"{os.environ['RANK']}:{state.global_step}":
             os.kill(os.getpid(), signal.SIGKILL)
+        while (hold / str(state.global_step)).exists():
+            time.sleep(0.05)
         return on_step_begin(handler, args, state, control)
 
     callbacks.CallbackHandler.on_step_begin = disturb_first
@@ -89,11 +95,20 @@ def wanted_changes():
     """Return what the environment asks for: functions by the module that they change."""
     strategy = os.environ.get("STOKER_TEST_CPU_STRATEGY")
     wanted = dict(CHANGES[strategy]) if strategy else {}
-    if {"STOKER_TEST_STEP_DELAY_S", "STOKER_TEST_KILL_RANK_AT_STEP"} & os.environ.keys():
+    steps = {"STOKER_TEST_STEP_DELAY_S", "STOKER_TEST_KILL_RANK_AT_STEP", "STOKER_TEST_HOLD"}
+    if steps & os.environ.keys():
         wanted["transformers.trainer_callback"] = disturb_steps
     return wanted
 
 
+def set_clock_ahead(seconds):
+    """Let this process read a clock that is so many seconds ahead."""
+    true_time = time.time
+    time.time = lambda: true_time() + seconds
+
+
+if "STOKER_TEST_CLOCK_OFF_S" in os.environ and os.environ.get("SLURM_NODEID") == "1":
+    set_clock_ahead(float(os.environ["STOKER_TEST_CLOCK_OFF_S"]))
 # Only the workers: the launcher has no RANK yet.
 if "RANK" in os.environ and (wanted := wanted_changes()):
     sys.meta_path.insert(0, ChangeAfterImport(wanted))
