@@ -317,7 +317,10 @@ class ChatModel:
         ends = torch.tensor(self.settings.eos_token_id, device=output.device)
         if cut := int((~torch.isin(output, ends).any(dim=1)).sum()):
             say(f"[{cut} of {len(texts)} not finished after {output.shape[1]:,} tokens]")
-        return self.tokenizer.batch_decode(output, skip_special_tokens=True)
+        answers = self.tokenizer.batch_decode(output, skip_special_tokens=True)
+        if empty := sum(not answer.strip() for answer in answers):
+            say(f"[{empty} of {len(texts)} answers are empty: the model ended at once]")
+        return answers
 
 
 def answer_file(model: ChatModel, chats: Sequence[Chat], given: argparse.Namespace) -> None:

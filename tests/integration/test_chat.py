@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, TextStreamer
 
 import chat
 from utils.checkpoints.files import Manifest, flush_and_record, list_files, write_manifest
@@ -103,3 +104,16 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     command = [sys.executable, "chat.py", tmp_path / "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.split(". ")[0][-23:]) == (2, "none: no such directory")
+
+
+def test_an_empty_answer_is_said(base_model, tmp_path, monkeypatch, capsys):
+    """A model that ends at once would print an empty line alone."""
+    make_models(base_model, tmp_path)
+    end = AutoTokenizer.from_pretrained(tmp_path / "text").eos_token_id
+
+    def ends(self, input_ids, **_):
+        return torch.nn.functional.pad(input_ids, (0, 1), value=end)
+
+    monkeypatch.setattr(GenerationMixin, "generate", ends)
+    assert chat.main([str(tmp_path / "text"), "--prompt", "t5", "--max_new_tokens", "2"]) == 0
+    assert "[1 of 1 answers are empty: the model ended at once]" in capsys.readouterr().err

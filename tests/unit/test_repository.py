@@ -138,6 +138,36 @@ def test_links_and_named_paths_exist(document):
         assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
+# Examples in messages and docstrings, and accelerate's own file.
+MADE_UP = {"recipes/demo.yaml", "recipes/sweep/FILE.yaml", "recipes/data/my_data.yaml",
+           "utils/environment.py"}  # fmt: skip
+NAMED = re.compile(
+    r"\b(?:utils|docs|slurm|recipes|accelerate_configs|benchmarks|tests|examples)"
+    r"/[\w/.-]+?\.(?:py|md|sh|yaml|jinja|json)(?:#[\w-]+)?|python3? -m ((?:utils|benchmarks)[\w.]*)"
+)
+
+
+def test_files_anchors_and_modules_that_code_names_exist():
+    """In messages, comments and docstrings."""
+    code = [*MODULES, *(ROOT / script for script in SCRIPTS), *(ROOT / "slurm").glob("*.sh")]
+    missing = []
+    for path in code:
+        for found in NAMED.finditer(path.read_text()):
+            name, _, anchor = found[0].partition("#")
+            if found[1]:
+                module = ROOT / found[1].rstrip(".").replace(".", "/")
+                there = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+            else:
+                there = name in MADE_UP or (ROOT / name).exists()
+            if there and anchor:
+                headings = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE)
+                kept = {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+                there = anchor in kept
+            if not there:
+                missing.append(f"{path.relative_to(ROOT)}: {found[0]}")
+    assert not missing
+
+
 def test_the_ways_in_the_architecture_are_short_and_their_files_exist():
     """How many files a reader opens: for a document, a flag and a checkpoint."""
     ways = (ROOT / "docs" / "architecture.md").read_text().split("\n## ")[1:4]

@@ -291,7 +291,7 @@ def estimate_memory(
     gathered_weights, counted = 0, False
     try:
         stretches, gathered_weights = trace(settings, config, work, choice)
-        # FSDP2 adds a layer's gradients over the ranks in float32 (utils/training/trainer.py).
+        # FSDP2 adds a layer's gradients over the ranks in float32 (utils/launch/processes.py).
         sharded = launch.strategy == "fsdp2" and launch.world_size > 1
         copied = 4 / work.weights.itemsize if work.autocast else 1.0
         found = most_alive(

@@ -259,6 +259,12 @@ class DocumentTokenizer:
         found = self._made(ids, mask.astype(np.int8), notes)
         if not found.has_target:
             message = "no assistant token: nothing in this conversation is trained on"
+            if isinstance(document, ChatDocument) and all(
+                message.get("weight") == 0
+                for message in document.messages[document.first_trained :]
+                if message["role"] == ASSISTANT
+            ):
+                message = "every answer is marked as not trained on (weight 0, train false, ...)"
             return BadRow("no_assistant_tokens", message, document.location)
         return found
 

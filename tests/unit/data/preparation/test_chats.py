@@ -163,6 +163,16 @@ def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_pa
     assert documents(tmp_path)[0][1] == "b<|im_end|>c<|im_end|>"
 
 
+@pytest.mark.parametrize("key", ["weight", "train"])
+def test_a_chat_whose_answers_are_all_marked_says_so(tmp_path, key):
+    rows = [samples.chat("q", "a", "r", "b"), samples.chat("q", "a")]
+    for message in rows[0]["messages"]:
+        if message["role"] == "assistant":
+            message[key] = 0 if key == "weight" else False
+    with pytest.raises(ConfigurationError, match="every answer is marked as not trained on"):
+        prepared(tmp_path, rows, WITHOUT_MARKERS)
+
+
 WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
 
 
