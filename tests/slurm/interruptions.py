@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -128,10 +129,10 @@ class Scene:
         """A line of the log without the time, the job's number and this machine's folders."""
         line = re.sub(r"^\d\d:\d\d:\d\d +| AT \S+T\S+", "", line)
         line = line.replace(self.submitted[0].id, "N")
-        names = {self.run: "RUN", self.jobs.files: "FILES", ROOT: "REPOSITORY"}
+        names = {self.run: "RUN", self.disk: "DISK", self.jobs.files: "FILES", ROOT: "REPOSITORY"}
         for path, name in names.items():
             line = line.replace(str(path), name)
-        return line.strip(" -")
+        return textwrap.shorten(line.strip(" -"), 160, placeholder=" ...")
 
     def umount(self) -> None:
         """End the file system that the run may lie on."""
@@ -354,7 +355,11 @@ def mount_image(scene: Scene) -> None:
 
 
 def fail_disk(scene: Scene) -> None:
-    """Make the kernel put the file system into read-only mode, as after an error of the disk."""
+    """Make the kernel put the file system into read-only mode, as after an error of the disk.
+
+    Lines of metrics.jsonl that it has not written out yet would be lost with the error.
+    """
+    os.sync()
     subprocess.run(["mount", "-o", "remount,abort", str(scene.disk)], check=True)
 
 
