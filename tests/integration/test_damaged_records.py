@@ -86,7 +86,8 @@ DAMAGES: dict[str, tuple[list[Damage], list[str]]] = {
         ["provenance.json is not the JSON", "config.yaml is not as the first", "line skipped"],
     ),
     "directories": (
-        [directory(name) for name in (PROVENANCE, CONFIG, "metrics.jsonl", "STOP")],
+        [directory(name) for name in (PROVENANCE, CONFIG, "metrics.jsonl", "STOP")]
+        + [directory(".lock/owner-1")],
         ["Is a directory", "STOP is a directory", "damaged.metrics.jsonl"],
     ),
     "a bit of the id": (

@@ -17,8 +17,6 @@ _LOST_PEER = re.compile(
     r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
     re.IGNORECASE,
 )
-# The same where ranks had met but not yet trained: a network that carries nothing closes nothing.
-_CLOSED = re.compile(r"closed by (peer|remote)|reset by peer|remote process exited", re.I)
 # Signals that come from outside or from a fault of the process itself. torch aborts processes
 # (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
@@ -103,7 +101,7 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
     how, code = _how(cause), cause.exit_code
-    if cause.kind in ("failed", "refused") and _likelihood(cause) == CONSEQUENCE:
+    if cause.kind == "failed" and _likelihood(cause) == CONSEQUENCE:
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
 
@@ -119,8 +117,7 @@ def _likelihood(note: Note) -> int:
         return 0  # whatever its text names, and also where torchrun killed the others thereafter
     failed, killed = note.kind == "failed", note.kind == "killed"
     lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
-    unmet = note.exit_code == ExitCode.UNFIT and _CLOSED.search(note.text)
-    if unmet or (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
+    if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
         return CONSEQUENCE
     return {"killed": 0, "hung": 1, "refused": 2, "failed": 2}.get(note.kind, CONSEQUENCE + 1)
 

@@ -19,7 +19,6 @@ from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.plan import RunPlan
 from utils.support.collectives import on_every_rank, on_rank_0
-from utils.support.files import paths_inside
 from utils.support.host import host_name
 from utils.support.journal_file import FILE_NAME
 from utils.support.run_lock import FOLDER
@@ -117,10 +116,14 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 def known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run; raise when it holds something else."""
-    # Not through links in the directory of a stranger's run.
-    written = (CONFIG, PROVENANCE, FILE_NAME, f"{FOLDER}/owner-1")
-    files = [name for name in written if not (output_dir / name).is_dir()]  # a start sets it aside
-    paths_inside(output_dir, files, f"--output_dir {output_dir}")
+    # Not through links in the directory of a stranger's run. A damaged file is restored.
+    for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
+        if path.is_symlink() or (path.name == FOLDER and path.is_file()):
+            kind = "a link" if path.is_symlink() else "no folder"
+            raise ConfigurationError(
+                f"{path} is {kind}: nothing was read or written there. Put what it stands for in "
+                "its place, or remove it, or name another --output_dir."
+            )
     if has_record(output_dir):
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()

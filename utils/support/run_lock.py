@@ -278,7 +278,7 @@ def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
     number = max(_numbers(folder), default=0)
     try:
         return number, _read_owner(folder / f"owner-{number}")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return number, {}
 
 

@@ -48,7 +48,6 @@ def write(directory, *notes: Note) -> None:
             "rank 0 on n1 ended: storage error: a",
             74,
         ),
-        (None, note("refused", f"cluster error: {PEER}", 1, 69), "rank 1 on n1 lost another", 76),
         (None, note("refused", "cluster error: gloo took too long", 1, 69), "rank 1 on n1 end", 69),
         (None, note("stopped", "stopped at step 3", 0, 75), "stopped at step 3", 75),
         (None, note("failed", PEER, 1), "rank 1 on n1 lost another rank, which left no word", 76),

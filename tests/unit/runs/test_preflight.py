@@ -134,5 +134,9 @@ def test_a_run_directory_whose_files_lead_elsewhere_is_refused(name, tmp_path):
     (run / name).unlink(missing_ok=True)
     (tmp_path / "elsewhere").mkdir()
     (run / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigurationError, match=rf"names '{name}.*is a link"):
+    with pytest.raises(ConfigurationError, match=rf"/{name} is a link.*remove it"):
+        known_files(run)
+    (run / name).unlink()
+    (run / ".lock").touch()
+    with pytest.raises(ConfigurationError, match=r"/\.lock is no folder.*remove it"):
         known_files(run)
