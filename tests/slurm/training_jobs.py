@@ -1,5 +1,6 @@
 """Hands training jobs in with the shipped scripts, and reads what became of them."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -130,12 +131,16 @@ class TrainingJobs:
 
 
 def raw_journal(output_dir: Path) -> list[dict]:
-    """Every line of the journal, those too that a later start undid."""
+    """Every whole line of the journal, those too that a later start undid."""
     path = output_dir / "metrics.jsonl"
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines if line]
+    found = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # the disk became full in a line
+            found.append(json.loads(line))
+    return found
 
 
 def cycles(output_dir: Path) -> list[Cycle]:
