@@ -142,7 +142,7 @@ def _newest_whole(
             problems = checkpoint_problems(directory, step, run_id, tensors=tensors)
             if not problems:
                 return directory, damaged
-            damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS])
+            damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS]).rstrip(".")
     if not damaged:
         return None, damaged
     raise StorageError(

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -217,6 +218,8 @@ def _run(main: Callable[[], int | None]) -> int:
         note_error("interrupted from the keyboard (Ctrl-C), without a checkpoint")
         raise
     except Exception as error:
+        # torch's handler raises wherever this process is when a data worker ends, and they all do.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         killed = memory_kills() > kills
         refusal = (
             memory_error(error, killed)

@@ -205,9 +205,12 @@ def lost_process(error: BaseException) -> LostProcessError | None:
     """Return `error` as a LostProcessError when a data worker was killed; None when it is not."""
     if (cause := _cause(error, _lost_process)) is None:
         return None
+    room = "lack of memory"
+    if "Bus error" in str(cause):
+        room += "; see `df -h /dev/shm`, through which batches pass (--dataloader_num_workers 0)"
     return LostProcessError(
-        f"{host_name()}: {last_line(cause)}. The kernel reports no lack of memory. Start the same "
-        "command again: it resumes from the newest checkpoint."
+        f"{host_name()}: a data worker was lost: {last_line(cause)}. The kernel reports no {room}. "
+        "Start the same command again: it resumes from the newest checkpoint."
     )
 
 
@@ -224,6 +227,10 @@ def _lacks_memory(error: BaseException) -> bool:
 
 
 def _lost_process(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+        # The kernel closes the sockets of a killed process a moment before torch sees its end.
+        frames = traceback.extract_tb(error.__traceback__)
+        return bool(frames) and frames[-1].filename.endswith("/multiprocessing/connection.py")
     return isinstance(error, RuntimeError) and bool(_LOST_PROCESS.search(str(error)))
 
 

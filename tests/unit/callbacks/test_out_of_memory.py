@@ -1,10 +1,15 @@
 """A GPU whose memory ran out, as torch tells it: the page, the last words, the exit code."""
 
+import os
+import signal
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import wait_until
 from transformers import Trainer, TrainerState
 
 from utils.callbacks.out_of_memory import report
@@ -162,6 +167,42 @@ def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
     said = capsys.readouterr().err
     assert ("lost process (1 problem)" in said) == (code == 76), said
     assert ("out of memory (1 problem)" in said) == (code == 79), said
+
+
+def answer(path: str) -> None:
+    """Be at the other end of the pipe, and close it."""
+    with Listener(path) as listener:
+        listener.accept().close()
+
+
+def test_a_worker_whose_end_torch_has_not_seen_yet_is_lost(tmp_path, capsys):
+    """Its sockets close first: the batch that is just fetched ends in one of these errors."""
+
+    def main(path: Path) -> None:
+        Client(str(path)).recv()
+
+    assert run_script(lambda: main(tmp_path / "gone")) == 76
+    Thread(target=answer, args=(str(tmp_path / "socket"),)).start()
+    wait_until((tmp_path / "socket").exists, "nobody listens")
+    assert run_script(lambda: main(tmp_path / "socket")) == 76
+    assert "a data worker was lost: EOFError" in capsys.readouterr().err
+    assert run_script((tmp_path / "x").read_text) == 1
+
+
+def test_a_worker_that_ends_while_an_error_is_shown_changes_nothing(monkeypatch):
+    def main() -> None:
+        signal.signal(signal.SIGCHLD, handler)
+        raise KeyError("the cause")
+
+    def handler(*_: object) -> None:
+        raise RuntimeError(WORKER)
+
+    def show(_error: Exception) -> int:
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return 5
+
+    monkeypatch.setattr(script, "_fail", show)
+    assert run_script(main) == 5
 
 
 def test_what_is_raised_from_nothing_is_not_out_of_memory(trainer):
