@@ -56,8 +56,10 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=10
-SlurmdTimeout=10
-MessageTimeout=5
+# On a busy machine a node lost once answers late: slurmctld then sends what it meant for the job's
+# old start again every minute, which ends each new start, as both have the job's id.
+SlurmdTimeout=30
+MessageTimeout=60
 InactiveLimit=0
 NodeName=DEFAULT CPUs=2 RealMemory=4000 Gres=gpu:2
 {nodes}

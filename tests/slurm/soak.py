@@ -55,22 +55,6 @@ FIGURES = ("kills", "starts_again", "by_hand", "lost_steps", "lost_s")
 SCRIPTS = {"pretraining": "pretrain.py", "LoRA": "sft_train.py"}
 
 
-class PatientCluster(SlurmCluster):
-    """A Slurm that waits longer for its nodes' answers.
-
-    On a busy machine a node lost once answers late: slurmctld then sends what it meant for the
-    job's old start again every minute, which ends each new start, as both have the job's id.
-    """
-
-    def _write_configuration(self) -> None:
-        super()._write_configuration()
-        text = self.config.read_text()
-        for limit, patient in (("MessageTimeout=5", "60"), ("SlurmdTimeout=10", "30")):
-            assert f"{limit}\n" in text
-            text = text.replace(f"{limit}\n", f"{limit.partition('=')[0]}={patient}\n")
-        self.config.write_text(text)
-
-
 @dataclass(frozen=True)
 class Process:
     """A process of a job, as /proc shows it."""
@@ -444,7 +428,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="stoker-soak-"))
-    slurm = PatientCluster(directory / "slurm")
+    slurm = SlurmCluster(directory / "slurm")
     commit = current_commit()
     (directory / "slurm").mkdir()
     (directory / "files").mkdir()
