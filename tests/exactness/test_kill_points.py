@@ -347,6 +347,9 @@ def unordered(run: Path, trace: str) -> list[str]:
             wrong.append(f"the folder {folder}")
     if not flushed(run, first(made, "mkdir", LAST).ended, named.began):
         wrong.append("the folder of the run")
+    journal = run / "metrics.jsonl"
+    if not flushed(journal, last_change(journal, before), named.began):
+        wrong.append("the lines of the journal")
     if not flushed(checkpoint, named.ended, deleting.began):
         wrong.append("the manifest's name")
     return wrong

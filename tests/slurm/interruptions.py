@@ -355,11 +355,7 @@ def mount_image(scene: Scene) -> None:
 
 
 def fail_disk(scene: Scene) -> None:
-    """Make the kernel put the file system into read-only mode, as after an error of the disk.
-
-    Lines of metrics.jsonl that it has not written out yet would be lost with the error.
-    """
-    os.sync()
+    """Make the kernel put the file system into read-only mode, as after an error of the disk."""
     subprocess.run(["mount", "-o", "remount,abort", str(scene.disk)], check=True)
 
 

@@ -21,6 +21,7 @@ from utils.checkpoints.files import (
     MANIFEST,
     FileRecord,
     Manifest,
+    flush,
     flush_and_record,
     list_files,
     owner,
@@ -32,6 +33,7 @@ from utils.checkpoints.staging import BackgroundWriter
 from utils.config.errors import ConfigurationError, StorageError
 from utils.support.collectives import on_every_rank, on_rank_0
 from utils.support.host import host_name
+from utils.support.journal_file import FILE_NAME as JOURNAL
 from utils.support.run_lock import taken_over
 
 logger = logging.getLogger(__name__)
@@ -194,6 +196,8 @@ class Checkpoints:
                     f"({', '.join(unknown)}) and was not committed: does another job write there?"
                 )
             self._check_ownership()
+            if (journal := self.output_dir / JOURNAL).exists():
+                flush(journal)  # after a power cut a resume finds the lines of all earlier steps
             write_manifest(directory, manifest)
 
         on_rank_0(commit, group)
