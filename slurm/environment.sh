@@ -7,7 +7,7 @@ node=${SLURMD_NODENAME:-${HOSTNAME:-this machine}}
 # refuse EXIT_CODE MESSAGE: before anything was started. A step leaves both for its job script, before
 # srun ends the other nodes' tasks: their end would look like the cause. The first verdict stays.
 refuse() {
-  printf '%s: %s\n' "$node" "$2" >&2
+  printf '%s: %s\n' "$node" "$2" >&2 || true
   if [[ -d ${STOKER_NOTES_DIR:-} ]] &&
     (set -C; printf '%s: %s\n' "$node" "$2" >"$STOKER_NOTES_DIR/verdict.txt") 2>/dev/null; then
     printf '%s\n' "$1" >"$STOKER_NOTES_DIR/exit_code"

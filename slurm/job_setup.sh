@@ -2,7 +2,8 @@
 # What every job script starts with; sourced in the batch shell, with `root` set to the repository.
 # Goes there, reads cluster.env, and has what the scripts share: log lines, refusals, requeueing.
 
-say() { printf '%(%H:%M:%S)T  %s\n' -1 "$*"; }
+# A log on a full disk takes no line; the job ends as it would otherwise, and is requeued.
+say() { printf '%(%H:%M:%S)T  %s\n' -1 "$*" || true; }
 
 cd -- "$root" || exit 2
 root=$PWD

@@ -89,7 +89,7 @@ fruitless=$root/.stoker/fruitless-$job
 if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
   rm -f -- "$fruitless"
 else
-  printf 'start %s: %s\n' "$((restarts + 1))" "${verdict%%$'\n'*}" >>"$fruitless"
+  printf 'start %s: %s\n' "$((restarts + 1))" "${verdict%%$'\n'*}" >>"$fruitless" || true
   if (($(wc -l <"$fruitless") > 3)); then
     verdict="no progress: job $job ended $(wc -l <"$fruitless") times in a row before its run started:
 $(<"$fruitless")"
@@ -123,7 +123,7 @@ case $code in
 *)
   notify failed "exit code $code: $verdict"
   say "job $job: failed with exit code $code, not requeued; every rank's last words: $notes"
-  printf '%s\n' "$verdict"
+  printf '%s\n' "$verdict" || true
   ;;
 esac
 exit "$code"

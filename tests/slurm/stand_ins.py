@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 from launching import ROOT
 
@@ -74,7 +75,7 @@ class StandIns:
 
     def run(
         self, script: str, *arguments: str, env: Mapping[str, str] | None = None,
-        cwd: Path | None = None, without: Iterable[str] = (),
+        cwd: Path | None = None, without: Iterable[str] = (), log: IO[str] | int = subprocess.PIPE,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run a script as slurmd would, in the environment of job 7 on one node."""
         fixed = {
@@ -94,7 +95,7 @@ class StandIns:
         return subprocess.run(
             [self.root / script, *arguments],
             env=environment, cwd=cwd or self.root, text=True, timeout=60, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def arguments(self, command: str) -> list[str]:

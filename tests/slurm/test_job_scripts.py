@@ -129,6 +129,18 @@ def test_a_requeue_that_fails_says_how_to_resume(stand_ins):
     assert not stand_ins.was_called("scontrol")
 
 
+def test_a_log_on_a_full_disk_changes_no_end(stand_ins):
+    """The exit code, the requeue, the verdict that a refusal leaves."""
+    for code, requeued in ((75, True), (76, True), (74, False), (0, False)):
+        stand_ins.forget()
+        stand_ins.answer(code)
+        with Path("/dev/full").open("w") as log:
+            assert stand_ins.run(TRAIN, "train.py", log=log).returncode == code
+        assert stand_ins.was_called("scontrol") == requeued
+    with Path("/dev/full").open("w") as log:
+        assert stand_ins.run(TRAIN, log=log).returncode == 2
+
+
 def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins):
     stand_ins.answer(1)
     notes = stand_ins.root / ".stoker/job-7.0"

@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from utils.support.notes import (
     thread_frames,
     waits_for_ranks,
 )
-from utils.support.redaction import redact
+from utils.support.redaction import redact, write_error
 from utils.support.run_lock import known_loss
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
@@ -177,8 +176,7 @@ class HangWatch(TrainerCallback):
 
     def _say(self, text: str) -> None:
         origin = f"{host_name()} rank {self.rank}  "
-        sys.stderr.write(redact("".join(f"{origin}{line}\n" for line in text.splitlines())))
-        sys.stderr.flush()
+        write_error("".join(f"{origin}{line}\n" for line in text.splitlines()))
 
 
 def _notes() -> list[Note]:

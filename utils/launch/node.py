@@ -32,6 +32,7 @@ from utils.launch.verdict import (
 )
 from utils.support.host import host_name, memory_kills
 from utils.support.notes import NOTES_DIR, RUN_STARTED, last_line, leave_verdict, read_notes
+from utils.support.redaction import write_error
 
 logger = logging.getLogger("launch_node")
 
@@ -67,7 +68,8 @@ class StopSignals:
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Not logging: it may be in the middle of a line, holding its lock.
             line = f"launch_node on {host_name()}: {name}, asking the processes to stop\n"
-            os.write(sys.stdout.fileno(), line.encode())
+            with contextlib.suppress(OSError):  # a log on a full disk
+                os.write(sys.stdout.fileno(), line.encode())
 
     def clean_up(self) -> None:
         """Leave no process and no file of this node behind; no signal changes the exit code now."""
@@ -116,7 +118,7 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
         if refusal is None:  # the other nodes are ended for it: their end is not the cause
-            traceback.print_exc()
+            write_error(traceback.format_exc())
             return Verdict(f"the launcher on {host_name()} failed: {last_line(error)}", FAILED)
         return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
 
@@ -131,8 +133,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
     left = leave_verdict(verdict.text, verdict.exit_code)
     earlier = None if left else read_verdict()
     if ALONE or not (left or earlier):
-        sys.stderr.write(f"{(earlier or verdict).text}\n")
-        sys.stderr.flush()
+        write_error(f"{(earlier or verdict).text}\n")
     return earlier or verdict
 
 

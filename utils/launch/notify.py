@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.config.errors import ExitCode
-from utils.support.redaction import redact
+from utils.support.redaction import redact, write_error
 
 TIMEOUT_S = 8.0  # the job script waits for 10
 
@@ -41,7 +41,7 @@ def tell(run: Path, code: int, text: str) -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        sys.stderr.write(f"STOKER_ON_EVENT: {reason}; nothing else depends on it\n")
+        write_error(f"STOKER_ON_EVENT: {reason}; nothing else depends on it\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         problem = f"it cannot be reached ({type(reason).__name__})"
-    sys.stderr.write(f"the webhook of STOKER_ON_EVENT was not told: {redact(problem)}\n")
+    write_error(f"the webhook of STOKER_ON_EVENT was not told: {problem}\n")
     return 1
 
 

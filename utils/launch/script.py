@@ -29,7 +29,7 @@ from utils.support.notes import (
     runs_begun,
     storage_error,
 )
-from utils.support.redaction import install_redaction, redact
+from utils.support.redaction import install_redaction, redact, write_error
 from utils.support.run_lock import held_runs, note_error
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,9 @@ def run_script(main: Callable[[], int | None]) -> int:
         while told:
             tell(told.pop(), ending or 0, last_words)
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
             os._exit(ending)
 
     atexit.register(leave_at_once)
@@ -313,5 +314,4 @@ def _origin() -> str:
 
 def _show(lines: list[str]) -> None:
     """Write lines to stderr at once: ranks that fail together do not mix theirs."""
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
-    sys.stderr.flush()
+    write_error("".join(f"{line}\n" for line in lines))

@@ -21,7 +21,7 @@ from typing import Any
 
 from utils.config.errors import LostProcessError, OutOfMemoryError, StorageError
 from utils.support.host import global_rank, host_name
-from utils.support.redaction import redact, redacted
+from utils.support.redaction import redact, redacted, write_error
 
 _ROOT = Path(__file__).parents[2]
 NOTES_DIR = "STOKER_NOTES_DIR"
@@ -129,8 +129,7 @@ def _create(name: str, text: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        sys.stderr.write(f"{draft} cannot be written ({error.strerror}); it would say: {text}\n")
-        sys.stderr.flush()
+        write_error(f"{draft} cannot be written ({error.strerror}); it would say: {text}\n")
         return False
     return True
 

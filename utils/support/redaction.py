@@ -1,5 +1,6 @@
 """Secrets: taken from the environment or a private `.env` file, and kept out of every output."""
 
+import contextlib
 import html
 import json
 import logging
@@ -174,5 +175,14 @@ def install_redaction() -> None:
 def _print_redacted_error(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
-    sys.stderr.flush()
+    write_error("".join(traceback.format_exception(kind, error, trace)))
+
+
+def write_error(text: str) -> None:
+    """Write a text to stderr at once, redacted.
+
+    Where that takes nothing, as a log on a full disk, the process ends as it would otherwise.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(redact(text))
+        sys.stderr.flush()

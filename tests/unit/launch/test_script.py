@@ -174,6 +174,29 @@ def test_a_rank_that_has_ended_neither_fails_nor_waits_in_its_teardown(body, cod
     assert done.returncode == code
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_log_on_a_full_disk_changes_no_exit_code(ranks, notes):
+    program = """
+        import logging, sys
+        from utils.config.errors import UnfitClusterError
+        from utils.launch.script import configure_logging, run_script
+        def main():
+            configure_logging()
+            logging.warning("a line")
+            raise UnfitClusterError("no GPU")
+        sys.exit(run_script(main))
+    """
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env=os.environ | {"WORLD_SIZE": ranks, "PYTHONPATH": str(ROOT)},
+            timeout=30, stdout=full, stderr=full, check=False,
+        )  # fmt: skip
+    assert done.returncode == 69
+    assert the_note(notes) == ("refused", 69, "cluster error: no GPU")
+
+
 def test_a_python_without_the_packages_says_so(monkeypatch):
     monkeypatch.delenv("STOKER_NOTES_DIR")
     for command in (["pretrain.py", "--help"], ["-m", "utils.launch.node", "x"]):
