@@ -379,3 +379,12 @@ def test_what_has_no_effect_is_logged(place, pretraining, capsys):
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out
     )
+
+
+def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining):
+    """Trainer gives Adafactor these two by itself, and many recipes say so."""
+    options = "scale_parameter=False,relative_step=False"
+    argv = pretraining(place.run, optim="adafactor", optim_args=options, dry_run="true")
+    assert pretrain.main(argv) == 0
+    argv = pretraining(place.run, optim_args="fused=true", dry_run="true")
+    assert pretrain.main(argv) == 0

@@ -79,7 +79,7 @@ def rehearse(
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if not own_optimizer:
-            _check_effect(settings, model, pairs)
+            _check_effect(settings, model, pairs, built.defaults)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -137,8 +137,13 @@ def _stand_in(
     return model
 
 
-def _check_effect(settings: RunSettings, model: PreTrainedModel, pairs: dict[str, str]) -> None:
-    """Refuse keys of optim_args that the optimizer does not read; log other settings like that."""
+def _check_effect(
+    settings: RunSettings, model: PreTrainedModel, pairs: dict[str, str], built: dict[str, Any]
+) -> None:
+    """Refuse keys of optim_args that the optimizer does not read; log other settings like that.
+
+    A key may say what `built`, the options of the optimizer, has anyway: relative_step=false.
+    """
     values, args = settings.values, copy.copy(settings.training)
     optimizer = values.shown("optim")
     for name in OF_SOME_OPTIMIZERS:
@@ -149,6 +154,8 @@ def _check_effect(settings: RunSettings, model: PreTrainedModel, pairs: dict[str
                 logger.info("settings: %s has no effect: %s", values.shown(name), optimizer)
             setattr(args, name, given)
     for key, value in pairs.items():
+        if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
+            continue
         others = {name: other for name, other in pairs.items() if name != key}
         seen = []
         for each in (others, *({**others, key: tried} for tried in (value, *TRIED))):

@@ -31,6 +31,12 @@ def test_what_was_meant_is_named():
         "learning_rte": "did you mean --learning_rate?",
         "no_bf16": "give --bf16 false",
         "device_eval_size": "--help all lists all settings",  # likeness alone suggests nothing
+        "max_epoch": "here it is --num_train_epochs",  # a typing error in another's name
+        "max_lenght": "--max_length cannot be set here: set --sequence_length",
+        "training.steps": "here it is --max_steps",
+        "max_new_tokens": "here it is --sample_max_new_tokens",  # not max_tokens
+        "mix_strategy": "train_data with weights",  # not strategy
+        "add_tokens": "prepare_data.py --add_tokens",
     }.items():
         assert f"unknown setting --{flag}: {said}" in unknown_name(f"--{flag}", KNOWN)
     preparation = ["sources", "seed", "tokenizer_name_or_path"]
@@ -59,6 +65,7 @@ ELSEWHERE = {
     "activation_checkpointing": "recompute_granularity enable_activation_checkpointing",
     "early_stopping_patience": "patience", "dataloader_num_workers": "num_workers",
     "resume_from_checkpoint": "ckpt_path resume", "save_total_limit": "save_top_k",
+    "sample_max_new_tokens": "eval_max_new_tokens", "eval_on_start": "evaluate_before_train",
     "run_name": "wandb_name", "dtype": "torch_dtype", "optim": "optimizer",
 }  # fmt: skip
 
@@ -73,6 +80,10 @@ def test_a_name_of_another_toolkit_is_answered_with_ours():
         "accumulate_grad_batches": "global_batch_size", "tensor_model_parallel_size": "parallelism",
         "zero_stage": "strategy: fsdp2", "validation_split": "--validation_fraction",
         "adafactor": "optim: adafactor", "wandb_entity": "--report_to wandb",
+        "plot_loss": "report.py", "stage": "sft_train.py", "eval_only": "always trains",
+        "use_fast_tokenizer": "--tokenizer_name_or_path", "streaming": "prepare_data.py --sources",
+        "save_safetensors": "always saved", "rope_scaling": "model_config", "top_p": "chat.py",
+        "hf_token": "HF_TOKEN", "tp_size": "parallelism", "use_liger": "loss_head: fused",
     }.items():  # fmt: skip
         assert said in unknown_name(f"--{name}", KNOWN), name
 
