@@ -99,5 +99,5 @@ def bytes_a_parameter(variant: Variant) -> float:
     settings = dict(variant.settings)
     weights: torch.dtype = getattr(torch, settings.get("dtype", "float32"))
     return 2 * weights.itemsize + optimizer_bytes_per_parameter(
-        settings.get("optim_states"), weights
+        settings.get("optim_states"), weights.itemsize
     )

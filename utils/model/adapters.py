@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -17,6 +18,7 @@ from utils.config.settings import RunSettings
 from utils.model.architecture import (
     MISFITS,
     apart_inside,
+    causal_lm_class,
     expert_count,
     first_line,
     gets_gradient,
@@ -54,6 +56,24 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 
     adapters: Any = get_peft_config(model)
     return get_peft_model(built, adapters)
+
+
+def trained_bytes(
+    model: ModelArguments, config: PreTrainedConfig, dtype: torch.dtype, trained: int
+) -> int:
+    """Return the bytes of the trained weights, which are also those of their gradients.
+
+    PEFT keeps adapters in float32 beside weights in half precision (autocast_adapter_dtype), layers
+    that it trains whole (lora_modules_to_save) in their type; QLoRA keeps all in float32.
+    """
+    if not model.use_peft:
+        return trained * dtype.itemsize
+    if model.load_in_4bit or not model.lora_modules_to_save:
+        return trained * torch.float32.itemsize
+    with torch.device("meta"):
+        plain: Any = causal_lm_class(config)(config)
+        built = with_adapters(plain.to(dtype), model)
+    return sum(weight.nbytes for weight in built.parameters() if weight.requires_grad)
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:

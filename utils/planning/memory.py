@@ -16,7 +16,7 @@ from utils.config.assumed import assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
-from utils.model.adapters import with_adapters
+from utils.model.adapters import trained_bytes, with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
@@ -274,11 +274,11 @@ def estimate_memory(
     Where the architecture cannot run without data activations are left out, with a warning.
     """
     training, dtype = settings.training, weights_dtype(settings.model, config)
-    size = dtype.itemsize
+    size, gradients = dtype.itemsize, trained_bytes(settings.model, config, dtype, counts[1])
+    states = _optimizer_bytes(settings, launch, gradients, counts[1])
     if launch.strategy.startswith("zero") and work.autocast is not None:
-        size = 2  # half precision to compute with
-    weights, gradients = (count * size for count in counts)
-    states = round(counts[1] * _optimizer_bytes(settings, launch, dtype))
+        size, gradients = 2, 2 * counts[1]  # half precision to compute with
+    weights = (counts[0] - counts[1]) * size + gradients
     shards = {
         kind: launch.world_size if launch.strategy in strategies else 1
         for kind, strategies in SHARDED_BY.items()
@@ -320,23 +320,26 @@ def estimate_memory(
     return MemoryEstimate(weights, made, states, activations, counted)
 
 
-def optimizer_bytes_per_parameter(optim_states: str | None, trained: torch.dtype) -> float:
-    """Return the bytes that AdamW keeps for each trained parameter, beside it and its gradient."""
-    return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained.itemsize)
+def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
+    """Return the bytes of AdamW's states for each trained parameter of `trained_size` bytes."""
+    return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
 
 
-def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, trained: torch.dtype) -> float:
-    """Return what is kept for each weight: EMA, and moments, AdamW's two where not known."""
-    averages = 0 if settings.run.ema_decay is None else 4
+def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, own_bytes: int, count: int) -> int:
+    """Return the bytes of all states: EMA, and moments, AdamW's two where not known.
+
+    The `count` trained weights take `own_bytes`.
+    """
+    averages = 0 if settings.run.ema_decay is None else 4 * count
     if launch.strategy.startswith("zero") and settings.training.mixed_precision in TYPES:
-        return 12  # float32 masters and two states ("ZeRO", arXiv 1910.02054, section 3.1)
+        return 12 * count  # float32 masters, two states ("ZeRO", arXiv 1910.02054, section 3.1)
     name = str(getattr(settings.training.optim, "value", settings.training.optim))
-    if name in ("sgd", "adafactor", "lomo", "adalomo"):
+    if name in ("sgd", "adafactor", "lomo", "adalomo") or not count:
         return averages
-    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, trained)
+    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, own_bytes / count)
     kept = 2 if "8bit" in name else adamw
     one = "lion" in name or name in ("adagrad", "rmsprop")
-    return averages + (kept / 2 if one else kept)
+    return averages + round(count * (kept / 2 if one else kept))
 
 
 def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:
@@ -347,13 +350,14 @@ def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: La
     """
     parameters, trainable = count_parameters(settings.model, config)
     training, dtype = settings.training, weights_dtype(settings.model, config)
+    own = trained_bytes(settings.model, config, dtype, trainable)
     kept = trainable if settings.model.use_peft else parameters
-    weights = kept * dtype.itemsize
+    weights = own if settings.model.use_peft else parameters * dtype.itemsize
     if launch.strategy.startswith("zero"):
         weights += kept * (2 if training.mixed_precision in TYPES else dtype.itemsize)
     if training.save_strategy == "no":  # final/ alone
         return weights
-    return weights + round(trainable * _optimizer_bytes(settings, launch, dtype))
+    return weights + _optimizer_bytes(settings, launch, own, trainable)
 
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:

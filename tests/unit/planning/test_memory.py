@@ -12,8 +12,11 @@ from transformers import LlamaForCausalLM
 
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
+from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
+from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES
 from utils.model.loss_head import LossHeadChoice
+from utils.model.weights import weights_dtype
 from utils.planning import memory
 from utils.planning.memory import (
     GIB,
@@ -21,6 +24,7 @@ from utils.planning.memory import (
     checkpoint_bytes,
     checkpointing_choices,
     choose,
+    count_parameters,
     estimate_memory,
     optimizer_bytes_per_parameter,
     plan_memory,
@@ -122,7 +126,7 @@ def test_states_and_what_cannot_run_without_data(monkeypatch, caplog):
         (None, torch.float32, 8), (None, torch.bfloat16, 4), ("bfloat16", torch.float32, 4),
         ("float32", torch.bfloat16, 8), ("int8", torch.bfloat16, 2.03125),
     ):  # fmt: skip
-        assert optimizer_bytes_per_parameter(kept, weights) == expected
+        assert optimizer_bytes_per_parameter(kept, weights.itemsize) == expected
     none, full = (
         estimate_memory(settings(), MIXTRAL, LAUNCH, work(weights=torch.bfloat16), choice, (9, 9))
         for choice in ("none", "full")
@@ -138,6 +142,42 @@ def test_states_and_what_cannot_run_without_data(monkeypatch, caplog):
     assert not found.counted
     assert found.total == found.weights + found.gradients + found.optimizer
     assert "without data (RuntimeError: data-dependent), so activations are not" in caplog.text
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora_modules_to_save": "lm_head"}, {"dtype": "float32"}, {"use_peft": None}]
+)
+def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(config, changes):
+    """PEFT keeps adapters in float32 beside weights in bfloat16: weights, gradients and states."""
+    lora = {"use_peft": "true", "dtype": "bfloat16", "bf16": "false"} | changes
+    base = {"model_config": None, "model_name_or_path": "m"}
+    given = settings(parse_fine_tuning, global_batch_size=16, **base, **lora)
+    plan_adapters(given, config)
+    dtype = weights_dtype(given.model, config)
+    model = with_adapters(causal_lm_class(config)(config).to(dtype), given.model)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    states = [each[name] for each in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    given.training.gradient_accumulation_steps = 2  # all gradients are there at the peak
+    counts = count_parameters(given.model, config)
+    found = estimate_memory(given, config, LAUNCH, work(weights=dtype), "none", counts)
+    assert found.weights == sum(weight.nbytes for weight in model.parameters())
+    assert found.gradients == sum(weight.nbytes for weight in trained)
+    assert found.optimizer == sum(state.nbytes for state in states)
+
+
+def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
+    """Layers trained whole are float32 there too (FineTuneTrainer)."""
+    lora = {"use_peft": "true", "load_in_4bit": "true", "lora_modules_to_save": "lm_head"}
+    base = {"model_config": None, "model_name_or_path": "m", "dtype": "bfloat16"}
+    given = settings(parse_fine_tuning, **base, **lora)
+    plan_adapters(given, LLAMA)
+    counts = count_parameters(given.model, LLAMA)
+    assert trained_bytes(given.model, LLAMA, torch.bfloat16, counts[1]) == 4 * counts[1]
 
 
 @pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
@@ -167,8 +207,10 @@ def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
     assert disk(save_strategy="no") == disk() / 3
     assert disk(ema_decay="0.999") == disk() / 3 * 4
     lora = {"model_config": None, "model_name_or_path": "m", "use_peft": "true"}
-    adapters = disk(parse=parse_fine_tuning, lora_target_modules=".*q_proj", **lora)
+    lora["lora_target_modules"] = ".*q_proj"
+    adapters = disk(parse=parse_fine_tuning, **lora)
     assert 0 < adapters < disk() / 5
+    assert disk(parse=parse_fine_tuning, dtype="bfloat16", **lora) == adapters, "float32 too"
     # DeepSpeed keeps masters, and the weights once more.
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert disk("zero2") == 16 * parameters  # float32: weights twice, two states
