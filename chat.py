@@ -121,9 +121,10 @@ def as_chat(fields: Any, given: argparse.Namespace) -> Chat:
     """Return a record's chat; an answer that it ends in becomes its `reference`. ValueError."""
     if not isinstance(fields, dict) or not {"messages", "prompt"} & fields.keys():
         raise ValueError("give an object with `messages` or `prompt`")
-    asked = fields.get("messages", fields.get("prompt"))
+    key = "messages" if "messages" in fields else "prompt"
+    asked = fields[key]
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    chat = {**fields, **document_fields(fields | {"messages": asked}, "messages")}
+    chat = {**fields, **document_fields(fields | {key: asked}, "messages", [(key, "messages")])}
     messages = chat["messages"] = list(chat["messages"])
     if given.system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": given.system})

@@ -165,22 +165,23 @@ def check_preparation(given: PreparationArguments) -> None:
         raise ConfigurationError(problems)
 
 
-def check_template_variables(given: Any) -> None:
-    """Raise ValueError unless a value maps names of variables of a chat template to values."""
+def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
+    """Raise ValueError unless a value maps names of variables of a chat template to values.
+
+    what: its name in error messages.
+    """
     if given is not None and not isinstance(given, Mapping):
-        raise ValueError(
-            f"chat_template_kwargs is {given!r}: give a mapping, such as {{enable_thinking: false}}"
-        )
+        raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")
     for name, value in (given or {}).items():
         if str(value).lower() in ("true", "false") and not isinstance(value, bool):
             raise ValueError(
-                f"chat_template_kwargs: {name} is the text {value!r}, which templates take for "
+                f"{what}: {name} is the text {value!r}, which templates take for "
                 f"true: write {str(value).lower()} without quotes"
             )
         if name in OF_EACH_CHAT:
-            raise ValueError(f"chat_template_kwargs: {name} is given with each chat; leave it out")
+            raise ValueError(f"{what}: {name} is given with each chat; leave it out")
         if not str(name).isidentifier():
-            raise ValueError(f"chat_template_kwargs: {name!r} is no name of a variable")
+            raise ValueError(f"{what}: {name!r} is no name of a variable")
 
 
 def _is_date(text: str | None) -> bool:

@@ -296,7 +296,14 @@ def _settle(given: Conversion) -> None:
                 del values.given[name]
                 given.note(_key(given, name), f"no effect, as {cause} is {shown(values[cause])}")
     for fault in (*check_packages(values), *check_run(values)):
-        given.note(_key(given, fault.partition(" ")[0]), fault)
+        name, word = fault.split()[:2]
+        value, comment = given.run.get(name, (None, ""))
+        key = _key(given, name)
+        refused = word.rstrip(":")
+        if isinstance(value, list) and refused in value and len(value) > 1:
+            given.run[name] = ([each for each in value if each != refused], comment)
+            given.made_of[name] = key
+        given.note(key, fault)
 
 
 def _key(given: Conversion, name: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from utils.config import checks
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import (
@@ -147,6 +148,19 @@ def made(tmp_path, monkeypatch):
         return tmp_path / "made.yaml"
 
     return write
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(["comet_ml", "tensorboard"], ["tensorboard"]), (["mlflow", "comet_ml"], None)],
+)
+def test_trackers_that_are_installed_stay(given, kept, made, monkeypatch):
+    monkeypatch.setattr(checks, "is_installed", lambda package: package == "tensorboard")
+    found = convert(made({**TRL, "report_to": given}))
+    assert found.run.get("report_to", (None,))[0] == kept
+    for absent in set(given) - {"tensorboard"}:
+        (why,) = [why for why in found.notes if f"report_to {absent} needs {absent}" in why]
+        assert found.notes[why] == ["report_to"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

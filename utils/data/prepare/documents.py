@@ -9,7 +9,7 @@ from typing import Any
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.messages import check_answers
 from utils.data.prepare.records import BadRow, Location, Record
-from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields, renamed
+from utils.data.prepare.rows import RowSettings, UnusableRowError, document_fields
 
 Message = Mapping[str, Any]
 FILTERED = "filtered"  # left out because the recipe says so: no fault
@@ -17,10 +17,11 @@ FILTERED = "filtered"  # left out because the recipe says so: no fault
 
 @dataclass(frozen=True)
 class TextDocument:
-    """Plain text, every token of it trained on."""
+    """Plain text, every token of it trained on; `column` is its name in the file."""
 
     text: str
     location: Location
+    column: str = "text"
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,15 @@ class ChatDocument:
 
 @dataclass(frozen=True)
 class CompletionDocument:
-    """A prompt and its completion as strings; as messages they are a ChatDocument."""
+    """A prompt and its completion as strings; as messages they are a ChatDocument.
+
+    column: the name of the completion in the file.
+    """
 
     prompt: str
     completion: str
     location: Location
+    column: str = "completion"
 
 
 Document = TextDocument | ChatDocument | CompletionDocument
@@ -54,28 +59,29 @@ def parse_documents(record: Record, rows: RowSettings) -> Iterator[Document | Ba
     try:
         yield _parsed(record, rows)
     except UnusableRowError as error:
-        yield BadRow(error.reason, rows.in_their_words(str(error)), record.location)
+        yield BadRow(error.reason, str(error), record.location)
 
 
 def _parsed(record: Record, rows: RowSettings) -> Document | BadRow:
     place = record.location
     if not rows.selects(record.fields):
         return BadRow(FILTERED, "not selected by the filter", place)
-    fields = document_fields(renamed(record.fields, rows.columns), rows.row_format)
+    fields = document_fields(record.fields, rows.row_format, rows.columns)
+    column = rows.answers_column
     if rows.row_format == "text":
         if not fields["text"].strip():
-            raise UnusableRowError("empty", "empty document: 'text' has no text")
-        return TextDocument(fields["text"], place)
+            raise UnusableRowError("empty", f"empty document: {column!r} has no text")
+        return TextDocument(fields["text"], place, column)
     options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
     extras = fields["tools"], options or None
     if "messages" in fields:
-        check_answers(fields["messages"])
+        check_answers(fields["messages"], column=repr(column))
         return ChatDocument(fields["messages"], place, *extras)
     if isinstance(prompt := fields["prompt"], list):
         messages = [*prompt, *fields["completion"]]
-        check_answers(messages, len(prompt))
+        check_answers(messages, len(prompt), repr(column))
         return ChatDocument(messages, place, *extras, len(prompt))
-    return CompletionDocument(prompt, fields["completion"], place)
+    return CompletionDocument(prompt, fields["completion"], place, column)
 
 
 def refuse_bad_row(row: BadRow, on_bad_row: str) -> None:

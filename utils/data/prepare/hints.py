@@ -19,7 +19,6 @@ from utils.data.prepare.messages import (
     role_word,
 )
 from utils.data.prepare.rows import (
-    RowSettings,
     detect_formats,
     document_fields,
     holds_chats,
@@ -181,14 +180,14 @@ def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
     if len(formats) != 1:
         return f"it could be {' or '.join(formats)} then"
     try:
-        found = document_fields(ours, formats[0])
+        found = document_fields(fields, formats[0], columns)
         messages = found.get("messages") or [*found.get("prompt", ()), *found.get("completion", ())]
         if holds_chats(ours, formats[0]):
             check_answers(messages)
             if not {"user", ASSISTANT} <= {message["role"] for message in messages}:
                 return "no question with an answer"
     except UnusableRowError as error:
-        return RowSettings(formats[0], columns).in_their_words(str(error))
+        return str(error)
     return ""
 
 

@@ -60,18 +60,21 @@ def are_messages(value: Any) -> bool:
     )
 
 
-def messages_of(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a column as templates read them; raises UnusableRowError."""
+def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a column as templates read them; raises UnusableRowError.
+
+    column: its name in error messages.
+    """
     value = decoded(value)
     if isinstance(value, Mapping):
         value = _of_columns(value)
     if not isinstance(value, list):
-        raise wrong_type(repr(name), "a list of messages", value)
+        raise wrong_type(column, "a list of messages", value)
     if not value:
-        raise UnusableRowError("empty", f"empty document: {name!r} has no messages")
+        raise UnusableRowError("empty", f"empty document: {column} has no messages")
     found: list[dict[str, Any]] = []
     for turn, given in enumerate(value):
-        where = f"message {turn} of {name!r}"
+        where = f"message {turn} of {column}"
         for message in _single_messages(where, given, turn):
             _add(found, _message(where, message), role_word(message) in CALL_ROLES)
     return found
@@ -83,24 +86,28 @@ def role_word(message: Mapping[str, Any]) -> str:
     return word.lower().replace("-", "_")
 
 
-def check_answers(messages: Sequence[Mapping[str, Any]], first_trained: int = 0) -> None:
+def check_answers(
+    messages: Sequence[Mapping[str, Any]], first_trained: int = 0, column: str = "the chat"
+) -> None:
     """Raise UnusableRowError without an answer, or for one without text.
 
-    An answer without text would train the end token alone.
+    An answer without text would train the end token alone. column: its name in error messages.
     """
     roles = dict.fromkeys(message["role"] for message in messages[first_trained:])
     if ASSISTANT not in roles:
         problem = (
-            f"nothing is trained on: no message is the assistant's (roles: {', '.join(roles)})"
+            f"nothing is trained on: no message of {column} is the assistant's (roles: "
+            f"{', '.join(roles)})"
         )
         raise UnusableRowError("no_assistant_tokens", problem)
-    for turn, message in enumerate(messages):
-        is_trained = message["role"] == ASSISTANT and message.get("weight") != 0
-        if is_trained and turn >= first_trained and _says_nothing(message):
+    answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
+    # Numbers of messages would count a system message that is a column of its own.
+    for number, answer in enumerate(answers, 1):
+        if answer.get("weight") != 0 and _says_nothing(answer):
             raise UnusableRowError(
                 "empty",
-                f"message {turn} is an answer without text, which would train the end of a turn "
-                "alone; give it weight: 0, or leave the chat out",
+                f"answer {number} of {column} has no text, which would train the "
+                "end of a turn alone; give it weight: 0, or leave the chat out",
             )
 
 
@@ -160,8 +167,11 @@ def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
     if asked is None or answered is None:
-        keys = ", ".join(message) or "none"
-        raise UnusableRowError("missing_field", f"{where} has no 'role' (keys: {keys})")
+        keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
+        raise UnusableRowError("missing_field", f"{where} has no {role!r} (keys: {keys})")
+    for key in (asked, answered):
+        if not isinstance(message[key], list | Mapping):  # whose parts are read below
+            check_text(f"{key!r} of {where}", message[key])
     others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
     if message.get("system"):  # as in XTuner's
         yield {"role": "system", "content": message["system"]}
@@ -216,6 +226,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
             message_text = f"{where} has {both[0]!r} and the same among its parts: keep one of them"
             raise UnusableRowError("wrong_type", message_text)
         found |= said
+    text_key = _text_key(message)
     given = {key: calls for key in CALL_KEYS if (calls := decoded(found.pop(key, None)))}
     if len(given) > 1:
         message_text = f"{where} has calls under {' and '.join(map(repr, given))}: keep one of them"
@@ -226,10 +237,12 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if found["role"] == "tool" or any(key in found for key in ("tool_calls", *REASONING)):
         found.setdefault("content", "")
     if "content" not in found:
-        raise UnusableRowError("missing_field", f"{where} has no 'content'{_unread(found)}")
-    check_text(f"content of {where}", found["content"])
+        raise UnusableRowError(
+            "missing_field", f"{where} has no {text_key!r}{_unread(found, text_key)}"
+        )
+    check_text(f"{text_key!r} of {where}", found["content"])
     refuse_media(where, found)
-    if _says_nothing(found) and (lost := _unread(found)):
+    if _says_nothing(found) and (lost := _unread(found, text_key)):
         raise UnusableRowError("unread_key", f"{where} has no text{lost}")
     return with_weight(where, found, is_trained)
 
@@ -238,7 +251,7 @@ def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
     """Return the thought of a message under its key and as `reasoning_content`, checked."""
     given = {key: _joined(message[key]) for key in REASONING if message.get(key)}
     for key, thought in given.items():
-        check_text(f"{key} of {where}", thought)
+        check_text(f"{key!r} of {where}", thought)
     if len(set(given.values())) > 1:
         names = " and ".join(map(repr, given))
         raise UnusableRowError("wrong_type", f"{where} has other thoughts under {names}: keep one")
@@ -259,7 +272,13 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
     return not message.get("tool_calls") and not any(str(text or "").strip() for text in said)
 
 
-def _unread(message: Mapping[str, Any]) -> str:
+def _text_key(message: Mapping[str, Any]) -> str:
+    """Return the key that holds the text of a published message, or the one that it lacks."""
+    order, usual = (_CONTENT, "content") if "role" in message else (("value", *_CONTENT), "value")
+    return next((key for key in order if key in message), usual)
+
+
+def _unread(message: Mapping[str, Any], text_key: str) -> str:
     """Name the keys of a message without text that may hold its text."""
     names = [
         key
@@ -271,16 +290,15 @@ def _unread(message: Mapping[str, Any]) -> str:
     ]
     if not names:
         return ""
-    return f", and {', '.join(map(repr, names))} is not read: write 'content' or 'tool_calls'"
+    return f", and {', '.join(map(repr, names))} is not read: write {text_key!r} or 'tool_calls'"
 
 
 def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its role by OpenAI's name, and its text as `content`."""
     is_sharegpt = "role" not in message
     given = message.get("from") if is_sharegpt else message["role"]
-    check_text(f"role of {where}", given)
-    order = ("value", *_CONTENT) if is_sharegpt else _CONTENT
-    content_key = next((key for key in order if key in message), "content")
+    check_text(f"{'from' if is_sharegpt else 'role'!r} of {where}", given)
+    content_key = _text_key(message)
     if content_key != "content" and message.get("content"):
         both = f"{where} has {content_key!r} and 'content': keep one of them"
         raise UnusableRowError("wrong_type", both)

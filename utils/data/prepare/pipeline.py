@@ -3,11 +3,12 @@
 import hashlib
 import json
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,13 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
+from utils.data.prepare.documents import content_digest
 from utils.data.prepare.encoding import choose_backend
 from utils.data.prepare.hints import list_unread
 from utils.data.prepare.plan import plan_preparation
+from utils.data.prepare.records import BadRow
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
-from utils.data.prepare.units import UnitWorker, run_units, token_features
+from utils.data.prepare.units import UnitWorker, read_documents, run_units, token_features
 from utils.data.prepare.workspace import NOTES, TRAINED_WRONGLY, UnitCounts, Workspace
 from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 SOURCES_LISTED = 100
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 EXAMPLE_TOKENS = 256
+DOCUMENTS_TRIED = 1000
 
 
 class Preparation:
@@ -121,11 +125,33 @@ class Preparation:
         empty = [split for split in self.plan.splits if not total.documents[split]]
         if empty:
             raise ConfigurationError(
-                f"{', '.join(empty)}: no document is left for this split; give more documents, "
-                "another --validation_fraction, or see above what was dropped"
+                f"{', '.join(empty)}: no document is left for this split; give more documents"
+                f"{self._fraction_hint()}, or see above what was dropped"
             )
         for split in self.plan.splits:
             self._assemble_split(split, counts, total)
+
+    def _fraction_hint(self) -> str:
+        """Return advice with a validation_fraction that holds out one document, not all.
+
+        It is found with the first documents, because a great corpus takes long to read again.
+        """
+        settings = self.plan.settings
+        own = [unit for unit in self.plan.units if unit.split == TRAIN]
+        read = (one for unit in own for one in read_documents(unit, settings, Counter()))
+        digests = {
+            content_digest(one, settings.seed) / 2**64
+            for one in islice(read, DOCUMENTS_TRIED)
+            if not isinstance(one, BadRow)
+        }
+        if not settings.validation_fraction or len(digests) < 2:
+            return ""
+        least, largest = min(digests), max(digests)
+        for digits in range(1, 18):
+            fraction = math.ceil(least * 10**digits) / 10**digits
+            if least < fraction < largest:
+                return f", or try --validation_fraction {fraction:.{digits}f}"
+        return ""
 
     def _report(self, counts: Mapping[int, UnitCounts], total: UnitCounts) -> None:
         """Log what came of each source, where there are several, and what was left out."""

@@ -301,8 +301,9 @@ def _row_settings(
             raise ConfigurationError(_format_problem(record, source, same or found))
         (row_format,) = same or found
     elif found and row_format not in found and on_bad_row == "error":
+        needed = map(RowSettings(row_format, source.columns).name_of, NEEDED[row_format])
         raise ConfigurationError(
-            f"{record.location}: the format {row_format} needs {' and '.join(NEEDED[row_format])}; "
+            f"{record.location}: the format {row_format} needs {' and '.join(needed)}; "
             f"it looks like {found[0]}: --format {found[0]}"
         )
     if problem := misreading(record.fields, source):
@@ -332,7 +333,7 @@ def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str
     if found:
         formats = " or ".join(f"--format {name}" for name in found)
         return f"{record.location}: could be {' or '.join(found)}: choose one with {formats}"
-    columns = sorted(renamed(record.fields, source.columns))
+    columns = sorted(record.fields)
     shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
     if absent := [name for name, _ in source.columns if name not in record.fields]:
         return (

@@ -77,14 +77,15 @@ def _prompt(
 ) -> Prompt:
     """Return the prompt of a line; raises any Exception."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
-    asked = record.get("messages", record.get("prompt"))
+    key = "messages" if "messages" in record else "prompt"
+    asked = record.get(key)
     if isinstance(asked, str) and template is None:
         return Prompt(asked, prompt_ids(tokenizer, asked))
     if template is None or not asked:
         what = "`prompt` or `messages`" if template else "`prompt`; there are no chats here"
         raise ValueError(f"give a text, or an object with {what}")
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    chat = document_fields(record | {"messages": messages}, "messages")
+    chat = document_fields(record | {key: messages}, "messages", [(key, "messages")])
     adapted = template.adapted(chat["messages"])
     document = ChatDocument(adapted, PROBE, chat["tools"], chat["chat_template_kwargs"])
     text = template.render(document, generation_prompt=True)

@@ -67,14 +67,21 @@ class RowSettings:
     @property
     def read_columns(self) -> list[str]:
         """The columns to read, by their names in the file; the format's own first."""
-        theirs = {ours: name for name, ours in self.columns}
-        own = [theirs.get(n, n) for n in (*NEEDED[self.row_format], *OPTIONAL[self.row_format])]
+        own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
 
-    def in_their_words(self, text: str) -> str:
-        """Return a message with the names that the file has for our columns."""
-        theirs = {repr(ours): repr(name) for name, ours in self.columns}
-        return re.sub(r"'\w+'", lambda found: theirs.get(found[0], found[0]), text)
+    def name_of(self, column: str) -> str:
+        """Return the name in the file of a column of ours."""
+        return next((name for name, ours in self.columns if ours == column), column)
+
+    @property
+    def answers_column(self) -> str:
+        """The column whose text or messages are trained on, by its name in the file.
+
+        Of alpaca the history: its output is checked as it is read.
+        """
+        alpaca = self.row_format == "alpaca"
+        return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether the filters select a row; raises UnusableRowError without their column."""
@@ -111,6 +118,31 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
     }
 
 
+class _Row(dict[str, Any]):
+    """The fields of a row under our names; messages name its columns as the file does."""
+
+    def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
+        super().__init__(renamed(given, columns))
+        self.given = given
+        self._theirs = {ours: theirs for theirs, ours in columns}
+
+    def shown(self, name: str) -> str:
+        """Return the file's name of a column of ours, in quotes."""
+        return repr(self._theirs.get(name, name))
+
+    def either(self, *names: str) -> tuple[str, Any]:
+        """Return the one column of those of one meaning that says something, and its value.
+
+        Raises UnusableRowError where two of them differ.
+        """
+        found = {name: self[name] for name in names if decoded(self.get(name))}
+        if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
+            both = " and ".join(map(self.shown, names))
+            reason = "two_systems" if "system" in names else "wrong_type"
+            raise UnusableRowError(reason, f"{both} differ: keep one of them")
+        return next(iter(found.items()), (names[0], None))
+
+
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
     """Return every format whose columns the row has (one, when the row is clear)."""
     return [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
@@ -124,21 +156,27 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
     return row_format == "prompt_completion" and _is_chat(prompt)
 
 
-def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, Any]:
-    """Return the checked fields of a row's document; raises UnusableRowError with the reason."""
-    missing = [repr(name) for name in NEEDED[row_format] if fields.get(name) is None]
+def document_fields(
+    given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
+) -> Mapping[str, Any]:
+    """Return the checked fields of a row's document; raises UnusableRowError with the reason.
+
+    columns: pairs (name in the file, our name).
+    """
+    fields = _Row(given, columns)
+    missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
-        given = {name: value for name, value in fields.items() if value is not None}
         message = f"no {' and no '.join(missing)}, which the format {row_format} needs"
-        message += f" ({_found(given)})"
-        if others := detect_formats(given):
+        message += f" ({_found(name for name, value in given.items() if value is not None)})"
+        held = {name: value for name, value in fields.items() if value is not None}
+        if others := detect_formats(held):
             message += (
                 f". It is a row of the format {others[0]}: files of different formats go into a "
                 "recipe, each as an entry of `sources`"
             )
         raise UnusableRowError("missing_field", message)
     if row_format == "text":
-        check_text("text", fields["text"])
+        check_text(fields.shown("text"), fields["text"])
         if _MEDIA_TAGS.search(fields["text"]):
             refuse_media("the row", fields)
         return fields
@@ -150,48 +188,52 @@ def document_fields(fields: Mapping[str, Any], row_format: str) -> Mapping[str, 
         messages = list(_alpaca(fields))
     else:
         (name,) = NEEDED[row_format]
-        messages = messages_of(name, fields[name])
-    return {"messages": _with_system(messages, _system(fields)), **extras}
+        messages = messages_of(fields.shown(name), fields[name])
+    return {"messages": _with_system(messages, fields), **extras}
 
 
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list) or are_messages(decoded(prompt))
 
 
-def _pair(fields: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+def _pair(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return prompt and completion, checked: both texts, or both lists of messages.
 
     The completion of a prompt of messages may be the text of the answer.
     """
     prompt, completion = fields["prompt"], fields["completion"]
-    others = {"system": _system(fields), "history": fields.get("history")}
+    question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
     if _is_chat(prompt):
-        if others["history"]:
-            raise UnusableRowError("wrong_type", "'history' goes into the messages of 'prompt'")
+        if fields.get("history"):
+            raise UnusableRowError("wrong_type", f"{history} goes into the messages of {question}")
         if isinstance(completion, str) and not _is_chat(completion):
             completion = [{"role": ASSISTANT, "content": completion}]
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
-            raise wrong_type("'completion'", "a text, or messages of role and content", completion)
+            raise wrong_type(answer, "a text, or messages of role and content", completion)
         return {
-            "prompt": _with_system(messages_of("prompt", prompt), others["system"]),
-            "completion": messages_of("completion", completion),
+            "prompt": _with_system(messages_of(question, prompt), fields),
+            "completion": messages_of(answer, completion),
         }
     if _is_chat(completion):
-        raise wrong_type("'prompt'", "a list of messages, as 'completion' is", prompt)
-    for name, value in (("prompt", prompt), ("completion", completion)):
-        check_text(name, value)
+        raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
+    for what, value in ((question, prompt), (answer, completion)):
+        check_text(what, value)
     if not completion.strip():
-        raise UnusableRowError("empty", "empty document: 'completion' has no text")
-    if given := [name for name, value in {**extras, **others}.items() if value]:
+        raise UnusableRowError("empty", f"empty document: {answer} has no text")
+    tools, _ = fields.either("tools", "functions")
+    system, said = fields.either("system", "system_prompt")
+    others = {**extras, system: said, "history": fields.get("history")}
+    if given := [name for name, value in others.items() if value]:
+        names = [fields.shown(tools if name == "tools" else name) for name in given]
         raise UnusableRowError(
             "wrong_type",
-            f"{' and '.join(map(repr, given))} go with messages, but 'prompt' is a text; chats are "
-            "made where --columns names 'prompt' instruction and 'completion' output",
+            f"{' and '.join(names)} go with messages, but {question} is a text; chats are "
+            f"made where --columns names {question} instruction and {answer} output",
         )
     return {"prompt": prompt, "completion": completion}
 
 
-def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _alpaca(fields: _Row) -> Iterator[dict[str, Any]]:
     """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
 
     `history` holds the turns before, such as pairs (instruction, output). Beside tools, an output
@@ -200,18 +242,19 @@ def _alpaca(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     given = fields.get("input") or ""
     output = fields["output"]
     for name, text in (("instruction", fields["instruction"]), ("input", given)):
-        check_text(name, text)
-    check_text("output", output)
+        check_text(fields.shown(name), text)
+    check_text(fields.shown("output"), output)
     history = decoded(fields.get("history")) or []
     if history:
-        yield from messages_of("history", history)
+        yield from messages_of(fields.shown("history"), history)
     question = "\n".join(text for text in (fields["instruction"], given) if text)
     yield {"role": "user", "content": question}
     if not output.strip():
-        raise UnusableRowError("empty", "empty document: 'output' has no text")
+        raise UnusableRowError("empty", f"empty document: {fields.shown('output')} has no text")
     calls = decoded(output)
     if fields.get("tools") and isinstance(calls, list) and calls and _are_calls(calls):
-        yield {"role": ASSISTANT, "content": "", "tool_calls": tool_calls_of("'output'", calls)}
+        found = tool_calls_of(fields.shown("output"), calls)
+        yield {"role": ASSISTANT, "content": "", "tool_calls": found}
     else:
         yield {"role": ASSISTANT, "content": output}
 
@@ -220,25 +263,22 @@ def _are_calls(calls: list[Any]) -> bool:
     return all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls)
 
 
-def _system(fields: Mapping[str, Any]) -> Any:
-    given = [fields.get(name) or None for name in ("system", "system_prompt")]
-    if None not in given and given[0] != given[1]:
-        raise UnusableRowError("two_systems", "'system' and 'system_prompt' give different texts")
-    return given[0] or given[1]
-
-
-def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
     """Put a row's own system text first; raises UnusableRowError beside another system message."""
+    name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages
     is_message = isinstance(system, Mapping)
+    if not isinstance(system, list | Mapping):  # whose parts are read below
+        check_text(fields.shown(name), system)
     given = {"content": system} if not is_message else dict(system)
-    (message,) = messages_of("system", [given | {"role": "system"}])
+    (message,) = messages_of(fields.shown(name), [given | {"role": "system"}])
     if messages[0]["role"] != "system":
         return [message, *messages]
     if messages[0]["content"] != message["content"]:
         raise UnusableRowError(
-            "two_systems", "the column 'system' and the first message give different system texts"
+            "two_systems",
+            f"{fields.shown(name)} and the first message give different system texts: keep one",
         )
     return messages
 
@@ -246,17 +286,15 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 # --- tools and template variables
 
 
-def _tools(fields: Mapping[str, Any]) -> list[Any] | None:
+def _tools(fields: _Row) -> list[Any] | None:
     """Return the tools of a row as OpenAI writes them, None where there are none."""
-    given = [tools for name in ("tools", "functions") if (tools := decoded(fields.get(name)))]
-    if len(given) == 2 and given[0] != given[1]:
-        raise UnusableRowError("wrong_type", "'tools' and 'functions' differ: keep one of them")
-    tools = given[0] if given else None
+    name, tools = fields.either("tools", "functions")
+    tools = decoded(tools)
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
     tools = [decoded(tool) for tool in (tools if isinstance(tools, list) else [tools])]
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise wrong_type("'tools'", "a list of JSON schemas", fields.get("tools"))
+        raise wrong_type(fields.shown(name), "a list of JSON schemas", fields[name])
     return [_tool(tool) for tool in tools]
 
 
@@ -272,10 +310,10 @@ def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tool, "function": {**function, "parameters": decoded(function["parameters"])}}
 
 
-def _template_kwargs(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:
     found = decoded(fields.get("chat_template_kwargs")) or {}
     try:
-        check_template_variables(found)
+        check_template_variables(found, fields.shown("chat_template_kwargs"))
     except ValueError as error:
         raise UnusableRowError("wrong_type", str(error)) from None
     return {key: value for key, value in found.items() if value is not None} or None

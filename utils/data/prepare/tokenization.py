@@ -124,7 +124,7 @@ class DocumentTokenizer:
             before, behind = self._special.around(ids)
             whole = np.concatenate([before, ids, behind])
             if len(whole) <= 4 and self._special.are_all(whole):
-                message = "empty document: 'text' has special tokens alone"
+                message = f"empty document: {document.column!r} has special tokens alone"
                 found.append(BadRow("empty", message, document.location))
             else:
                 found.append(self._made(whole, None))
@@ -154,7 +154,7 @@ class DocumentTokenizer:
         found: list[TokenizedDocument | BadRow] = []
         for document, (ids, start, held) in zip(documents, self._joined(pairs), strict=True):
             if self._special.are_all(ids[start:]):
-                message = "empty document: 'completion' has special tokens alone"
+                message = f"empty document: {document.column!r} has special tokens alone"
                 found.append(BadRow("empty", message, document.location))
                 continue
             before, behind = self._special.around(ids)

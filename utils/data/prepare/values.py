@@ -29,16 +29,16 @@ def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
     return UnusableRowError("wrong_type", message)
 
 
-def check_text(name: str, text: Any) -> None:
+def check_text(what: str, text: Any) -> None:
     """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
     if isinstance(text, bytes):  # of Arrow, which its reader could not decode
-        raise UnusableRowError("invalid_utf8", f"{name!r} is not UTF-8")
+        raise UnusableRowError("invalid_utf8", f"{what} is not UTF-8")
     if not isinstance(text, str):
-        raise wrong_type(repr(name), "a string", text)
+        raise wrong_type(what, "a string", text)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"{name!r} holds half a surrogate pair at character {error.start}"
+        message = f"{what} holds half a surrogate pair at character {error.start}"
         raise UnusableRowError("invalid_utf8", message) from None
 
 

@@ -506,7 +506,10 @@ REFUSED = {
         {"messages": [*turns(Q), {"role": "assistant", "content": None, "refusal": "no"}]},
         "has no 'content', and 'refusal' is not read",
     ),
-    "empty answer": ({"messages": turns(Q, ("assistant", " \n"))}, "an answer without text"),
+    "empty answer": (
+        {"messages": turns(Q, ("assistant", " \n"))},
+        "answer 1 of 'messages' has no text",
+    ),
     "two calls keys": (
         {
             "messages": [
@@ -580,7 +583,7 @@ REFUSED = {
     ),
     "nobody answers": (
         {"messages": turns(Q, ("agent", "a"))},
-        r"no message is the assistant's \(roles: user, agent\)",
+        r"is the assistant's \(roles: user, agent\)",
     ),
     "other keys of messages": (
         {"messages": [{"speaker": "human", "text": "q"}]},
