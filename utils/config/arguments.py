@@ -16,7 +16,7 @@ from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting, shown
 from utils.config.errors import ConfigurationError
-from utils.support.redaction import redacted
+from utils.support.redaction import redact, redacted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -338,7 +338,10 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
     for entry in entries:
         name, equals, directory = entry.partition("=")
         if not equals:
-            name, directory = re.sub(r"[^a-z0-9]+", "_", Path(entry).name.lower()).strip("_"), entry
+            name, directory = (
+                re.sub(r"[^a-z0-9]+", "_", redact(Path(entry).name).lower()).strip("_"),
+                entry,
+            )
         if not directory or not re.fullmatch(r"[a-z0-9_]+", name):
             raise ValueError(
                 f"eval_data {entry!r}: expected NAME=DIR, the name of lower-case letters, digits "

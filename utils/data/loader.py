@@ -14,6 +14,7 @@ from utils.data.order import PADDING_SEQUENCE, GlobalBatchSampler
 from utils.data.packing import PackPlan
 from utils.data.token_dataset import TokenDataset
 from utils.launch.signals import shield_loader_worker
+from utils.support.redaction import redact
 
 # What PackedDataset assembles of B sequences of T tokens:
 # input_ids       (B, T) int32
@@ -176,12 +177,14 @@ class TokenCounts:
 def source_names(paths: Sequence[Path]) -> list[str]:
     """Name datasets by the shortest ends of their paths that differ, less what all end with.
 
+    Known secrets in them are masked: the names become those of metrics, and are in checkpoints.
+
     >>> source_names([Path("/data/web/train"), Path("/data/code/train")])
     ['web', 'code']
     >>> source_names([Path("/a/web"), Path("/b/web"), Path("/b/code")])
     ['a/web', 'b/web', 'b/code']
     """
-    parts = [path.parts for path in paths]
+    parts = [tuple(map(redact, path.parts)) for path in paths]
     length = 1
     while len({part[-length:] for part in parts}) < len(set(parts)):
         length += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from utils.config.errors import ConfigurationError
 from utils.status.run_state import read_status, runs_below
-from utils.support.redaction import load_env_file
+from utils.support.redaction import load_env_file, redact
 
 CUT_OFF = "incomplete record"  # what wandb says of a record whose end is missing
 
@@ -69,5 +69,5 @@ def _upload(file: Path) -> bool:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{redact(text)}\n")
     sys.stdout.flush()

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from utils.support.redaction import redacted
+from utils.support.redaction import redact, redacted
 
 FILE_NAME = "metrics.jsonl"
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
@@ -193,11 +193,14 @@ def duration(seconds: float) -> str:
 def printable(text: str) -> str:
     r"""Return a text on one line of a terminal: line ends, escape codes and the like as escapes.
 
+    Known secrets are masked.
+
     >>> printable("a b"), printable("line\nend \x1b[1m")
     ('a b', 'line\\nend \\x1b[1m')
     """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in redact(text)
     )
 
 

@@ -25,12 +25,17 @@ TOKEN_NAMES = ("WANDB_API_KEY", "HF_TOKEN", "HF_WRITE_TOKEN")
 MASK = "***"
 
 _SECRET_NAME = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|(ACCESS|SECRET|PRIVATE)_KEY)$", re.IGNORECASE
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PAT|PWD))S?(_?\d+)?$",
+    re.IGNORECASE,
 )
 # A shorter value is more likely a word or a number of ordinary text ("true", "2026") than a
 # secret. Masking it would damage every file, and services issue longer ones.
 _SHORTEST_SECRET = 8
-_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")  # also within a longer word
+# Tokens of the Hub and of GitHub, also within a longer word; an address's user with a password.
+_FORMS = re.compile(
+    r"hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
+    r"""|(?<=://)[^\s/@:'"\\,<>]*:[^\s/'"\\,<>]+(?=@)"""
+)
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
@@ -119,7 +124,7 @@ def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
 def _masked(text: str, forms: tuple[str, ...]) -> str:
     for form in forms:
         text = text.replace(form, MASK)
-    return _HUB_TOKEN.sub(MASK, text)
+    return _FORMS.sub(MASK, text)
 
 
 def _in_yaml(text: str) -> str:
@@ -136,6 +141,7 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: repr(text)[1:-1],
     lambda text: repr(text + "'" + '"')[1:-4],
+    lambda text: ascii(text)[1:-1],
     lambda text: text.replace("'", "''"),
     _in_yaml,
     lambda text: html.escape(text, quote=False),

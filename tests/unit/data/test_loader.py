@@ -9,6 +9,7 @@ import pytest
 import torch
 from saved_datasets import documents_of, masks_of, save
 
+from utils.config.arguments import eval_splits
 from utils.data.loader import (
     PackedDataset,
     TrainLoader,
@@ -212,3 +213,10 @@ def test_names_are_short_and_differ():
         (["/one"], ["one"]),
     ):
         assert source_names([Path(path) for path in paths]) == names
+
+
+def test_no_secret_in_the_name_of_a_folder_becomes_that_of_a_metric(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "so-Secret: it is")
+    folder = "/a/web so-Secret: it is x"
+    assert source_names([Path(folder), Path("/a/code")]) == ["web *** x", "code"]
+    assert eval_splits([folder]) == {"web_x": folder}

@@ -88,14 +88,34 @@ def test_secrets_are_masked_by_value_and_by_form(monkeypatch):
 @pytest.mark.parametrize(
     "name",
     ["TOKEN", "hf_token", "GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "X_APIKEY",
-     "DB_PASSWD", "APP_SECRET_KEY", "SSH_PRIVATE_KEY"],
+     "DB_PASSWD", "APP_SECRET_KEY", "SSH_PRIVATE_KEY", "API_KEY", "OPENAI_KEY", "GITHUB_PAT",
+     "DB_PASS", "MYSQL_PWD", "KEY_PASSPHRASE", "HF_TOKEN_2", "WANDB_API_KEY1", "API_KEYS"],
 )  # fmt: skip
 def test_names_of_secrets_and_of_other_things(name, monkeypatch):
     monkeypatch.setenv(name, f"  {CANARY}\n")
     assert redact(f"a {CANARY} b") == "a *** b", "also without the line end of a pasted value"
-    for other in ("TOKENIZERS_PARALLELISM", "SLURM_JOB_NAME", "KEYBOARD", "SECRETARY"):
+    others = ("TOKENIZERS_PARALLELISM", "SLURM_JOB_NAME", "KEYBOARD", "SECRETARY", "PWD", "OLDPWD",
+              "MONKEY", "HF_TOKEN_PATH", "COMPASS")  # fmt: skip
+    for other in others:
         monkeypatch.setenv(other, "ordinary-text")
     assert redact("ordinary-text") == "ordinary-text"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://user:pa%40ss@host/x", "https://***@host/x"),
+        ("https://:token@host", "https://***@host"),
+        ("proxy http://u:p@ss@10.0.0.1:3128, at 12:30", "proxy http://***@10.0.0.1:3128, at 12:30"),
+        ('{"a": "s3://k:v@b", "c": "d@e"}', '{"a": "s3://***@b", "c": "d@e"}'),
+        (f"git clone https://{'ghp_' + 'Ab1' * 12}@github.com", "git clone https://***@github.com"),
+        ('{"a": "http://host:80", "b": "c@d"}', '{"a": "http://host:80", "b": "c@d"}'),
+        ("http://host:80/a@b ssh://git@host", "http://host:80/a@b ssh://git@host"),
+        ("hf://datasets/owner/name@main", "hf://datasets/owner/name@main"),
+    ],
+)
+def test_passwords_in_addresses_are_masked(text, shown):
+    assert redact(text) == shown
 
 
 HARD = [
@@ -108,6 +128,7 @@ WRITERS = {
     "json with its characters": lambda text: json.dumps(text, ensure_ascii=False),
     "json in json": lambda text: json.dumps({"a": json.dumps([text])}),
     "repr": repr,
+    "ascii": ascii,
     "repr of an error": lambda text: repr(KeyError("it's \"" + text)),
     "repr in json": lambda text: json.dumps(repr([text])),
     "yaml": lambda text: yaml.dump({"a": text}, allow_unicode=True, width=10**6),
