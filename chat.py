@@ -28,7 +28,8 @@ from utils.checkpoints.record import known_run_id
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.rows import document_fields
 from utils.launch.script import configure_environment, run_script
-from utils.support.foreign import foreign, read_object
+from utils.support.foreign import RENDERING_BYTES, foreign, limits, read_object
+from utils.support.redaction import redact
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
@@ -208,7 +209,9 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         if config:
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, path)
+            with warnings.catch_warnings():  # without its weights it would answer as the base does
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                model = PeftModel.from_pretrained(model, path)
     if missing := sorted(info["missing_keys"]):
         raise ConfigurationError(f"{base} lacks tensors of the model: {', '.join(missing[:5])}.")
     return model.eval(), tokenizer
@@ -235,7 +238,8 @@ class ChatModel:
         ends = [*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id]
         if tokenizer.chat_template is not None:
             self.template = ChatTemplate(tokenizer)
-            with contextlib.suppress(Exception):  # of one that could not be trained with
+            slow = limits(f"{path}: its chat template", RENDERING_BYTES)
+            with slow, contextlib.suppress(Exception):  # of one that could not be trained with
                 ends.append(end_of_turn_id(tokenizer))  # checkpoints do not have it in their files
         settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -370,7 +374,7 @@ def talk(model: ChatModel, given: argparse.Namespace) -> None:
 
 def say(text: str) -> None:
     """Write a line that is no answer."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{redact(text)}\n")
     sys.stderr.flush()
 
 

@@ -18,8 +18,10 @@ from launching import ROOT, quiet_environment
 
 import chat
 import prepare_data
+import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError, ExitCode
+from utils.data.tokenizers import load_tokenizer
 from utils.support import foreign
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,81 @@ def test_a_token_of_an_impossible_id_is_refused(sound, readers, tmp_path, number
     folder = copied(sound, "base", damage, tmp_path)
     with pytest.raises(ConfigurationError, match=str(folder)):
         readers["prepare"](folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("hidden_size", 10**9), ("vocab_size", 10**9), ("head_dim", 10**10), ("head_dim", 10**6)],
+)
+def test_sizes_that_no_memory_holds_are_refused_before_it_is_taken(
+    sound, fine_tuning, pretraining, tmp_path, name, size
+):
+    """Not by a full disk, nor where memory runs out: a smaller size is what helps."""
+    damage = Damage("size", functools.partial(damaged.set_key, "config.json", (name,), size))
+    folder = copied(sound, "base", damage, tmp_path)
+    for more in ([], ["--dry_run"]):
+        with pytest.raises(ConfigurationError) as refusal:
+            sft_train.main([*fine_tuning(tmp_path / "out", model_name_or_path=folder), *more])
+        assert refusal.value.exit_code == ExitCode.REFUSED, refusal.value
+        assert str(folder) in str(refusal.value)
+    if name == "head_dim":
+        argv = pretraining(tmp_path / "new", model_config=folder / "config.json")
+        with pytest.raises(ConfigurationError, match="head_dim and other sizes"):
+            pretrain.main([*argv, "--dry_run"])
+
+
+@pytest.mark.parametrize("share", [1.5, -0.1])
+def test_a_dropout_is_a_probability(sound, readers, tmp_path, share):
+    keys = ("attention_dropout",)
+    damage = Damage("dropout", functools.partial(damaged.set_key, "config.json", keys, share))
+    folder = copied(sound, "base", damage, tmp_path)
+    with pytest.raises(ConfigurationError, match=f"attention_dropout is {share}, not a probabil"):
+        readers["plan"](folder, tmp_path / "out")
+
+
+def test_an_adapter_without_its_weights_is_refused(sound, readers, tmp_path):
+    (*_, renamed) = (
+        each
+        for each in damaged.damaged_tensors("adapter_model.safetensors")
+        if each.name.endswith("renamed")
+    )
+    folder = copied(sound, "adapter", renamed, tmp_path)
+    with pytest.raises(ConfigurationError, match="Found missing adapter keys"):
+        readers["answer"](folder, tmp_path / "out")
+
+
+def test_a_broken_configuration_brings_no_advice_about_tokenizers(sound, readers, tmp_path):
+    damage = Damage("cut", functools.partial(damaged.cut_short, "config.json"))
+    folder = copied(sound, "base", damage, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"config.json is not JSON") as refusal:
+        readers["plan"](folder, tmp_path / "out")
+    assert "A folder needs tokenizer.json" not in str(refusal.value)
+
+
+def test_a_chat_spends_the_limit_of_its_template_once(sound, readers, tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "CPU_LIMIT_S", 1.0)
+    write = functools.partial(
+        damaged.write, "chat_template.jinja", damaged.TEMPLATES["loop"].encode()
+    )
+    folder = copied(sound, "base", Damage("loop", write), tmp_path)
+    monkeypatch.setattr(chat.ChatModel, "rendered", lambda *_: pytest.fail("a second time"))
+    with pytest.raises(ConfigurationError, match=rf"{folder}: its chat template takes more than"):
+        readers["answer"](folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", ["7", None, 7.5, [7], True])
+def test_an_id_in_vocab_json_is_a_number(tmp_path, number):
+    """Transformers would leave the token out, and cut its text otherwise."""
+    letters = [*"abcdefgh", "<eos>"]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "unk_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    ids: dict[str, object] = {letter: place for place, letter in enumerate(letters)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    assert load_tokenizer(str(tmp_path)).get_vocab()["b"] == 1
+    (tmp_path / "vocab.json").write_text(json.dumps(ids | {"b": number}))
+    with pytest.raises(ConfigurationError, match=rf"{tmp_path}/vocab.json: the id of 'b' is "):
+        load_tokenizer(str(tmp_path))
 
 
 def _in_a_worker(seconds: float) -> str:

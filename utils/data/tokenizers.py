@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.support.foreign import foreign
+from utils.support.foreign import foreign, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
     if not is_folder and re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name_or_path) is None:
         raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
     with foreign(name_or_path, "no tokenizer can be loaded from there", ADVICE):
+        _check_ids(Path(name_or_path))
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=is_folder or is_cached, trust_remote_code=False
         )
@@ -51,6 +52,15 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
             "tokenizer.json"
         )
     return tokenizer
+
+
+def _check_ids(folder: Path) -> None:
+    """Raise ConfigurationError for an id that is no number: its token would be left out."""
+    path = folder / "vocab.json"
+    if path.is_file() and not (folder / "tokenizer.json").exists():  # else it is not read
+        for word, number in read_object(path).items():
+            if type(number) is not int:
+                raise ConfigurationError(f"{path}: the id of {word!r} is {number!r:.40}, no number")
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:

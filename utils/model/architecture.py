@@ -16,6 +16,7 @@ from transformers import (
 
 from utils.config.errors import ConfigurationError
 from utils.support.foreign import limits
+from utils.support.host import memory_room_bytes
 
 # What each is called differs by architecture; the attribute that a config has is the one meant.
 EXPERTS_PER_TOKEN = (
@@ -138,6 +139,13 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     name = config.name_or_path or f"a model of type {config.model_type}"
     with limits(f"building {name}"), torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
+    # A load computes these on the CPU, in int64 first, also where no weight is loaded.
+    needed, room = 4 * sum(value.nbytes for value in built.buffers()), memory_room_bytes()
+    if needed > room:
+        raise ConfigurationError(
+            f"{name}: its tables of positions take {needed / 2**30:,.0f} GiB, and here "
+            f"{room / 2**30:,.0f} GiB are free: see that its head_dim and other sizes are right."
+        )
     return built
 
 

@@ -23,7 +23,9 @@ from utils.model.architecture import (
     layer_settings,
     outside_text,
     text_model_of,
+    without_weights,
 )
+from utils.support.host import memory_room_bytes
 
 CPU = torch.device("cpu")
 VOCABULARY = 64
@@ -95,6 +97,8 @@ def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> 
             config = _cut(model_config, cut_heads)
             _run(build_probe_model(config, "eager", device), device)
             return config
+        except ConfigurationError:  # too large
+            raise
         except MISFITS as error:
             misfit = error
     raise ProbeError(
@@ -113,8 +117,20 @@ def build_probe_model(
 
     Weights that text leaves out are zeros, which take no memory and no time however large towers
     for images are. from_config would shard the model under ZeRO-3. The CPU's random generator is
-    put back.
+    put back. Raises ConfigurationError for a model that memory does not hold: sizes that `_cut`
+    leaves may be any number.
     """
+    planned = without_weights(config)
+    unused = {id(value) for value in outside_text(planned).values()}
+    built = (*planned.parameters(), *planned.buffers())
+    needed = sum(value.nbytes for value in built if id(value) not in unused)
+    room = memory_room_bytes()
+    if needed > room:
+        raise ConfigurationError(
+            f"{config.name_or_path or config.model_type}: two of its layers take "
+            f"{needed / 2**30:,.0f} GiB, and {room / 2**30:,.0f} GiB are free here: see that its "
+            "head_dim and other sizes are right."
+        )
     config = copy.deepcopy(config)
     config._attn_implementation = attn_implementation
     model_class: Any = causal_lm_class(config)

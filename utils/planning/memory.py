@@ -48,6 +48,10 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # How much more than predicted may be needed. A process on a CPU grows by kernels, their threads and
 # what malloc loses between tensors: up to 1.8 times small models (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
+LESS = (
+    "lower per_device_train_batch_size (the global batch stays), set activation_checkpointing: "
+    "full, or shard over more GPUs (strategy: fsdp2); --dry_run --suggest says what fits"
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def plan_memory(
     Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
     the smallest room. Without `attention` there is no device to ask: a dry run takes the GPU that
     --assume or slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even
-    if the prediction is too high.
+    if the prediction is too high, and for weights that a host cannot hold.
     """
     training = settings.training
     requested, possible = checkpointing_choices(settings, config, launch)
@@ -125,17 +129,18 @@ def plan_memory(
     )
     margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
     choice, reason = choose(requested, predicted, room, margin)
-    needed = predicted[choice].total
+    needed, weights = predicted[choice].total, predicted[choice].weights
+    # Nothing runs where the weights alone are too much: a host's kernel would kill the process.
+    limit = room if size is None else int(margin * size)
+    hopeless = limit is not None and weights > limit
     logger.info(f"memory: {counts[0]:,} parameters, {counts[1]:,} trained; {predicted[choice]}")
     logger.info("activation checkpointing: %s", reason)
     problem = (
         f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room or 0) / GIB:.1f} "
         f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch {work.rows}): "
-        "lower per_device_train_batch_size (the global batch stays), set "
-        "activation_checkpointing: full, or shard over more GPUs (strategy: fsdp2); --dry_run "
-        "--suggest says what fits"
+        f"{_weights_alone(settings, config, weights) if hopeless else LESS}"
     )
-    if size is not None and needed > margin * size:
+    if hopeless or (size is not None and needed > margin * size):
         raise ConfigurationError(problem)
     if room is not None and needed > room:
         logger.warning("%s. It will probably run out", problem)
@@ -152,6 +157,15 @@ def plan_memory(
         rows = replace(work, weights=work.autocast or work.weights)
         sharded = peak(choice, rows, replace(launch, strategy="fsdp2"))
     return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded)
+
+
+def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int) -> str:
+    """Return why no other setting makes them fit, and what to do."""
+    return (
+        f"the weights alone take {weights / GIB:.1f} GiB. See that the sizes in "
+        f"{settings.model.model_config or config.name_or_path} are right, take a smaller model, or "
+        "shard over more GPUs (strategy: fsdp2)"
+    )
 
 
 def workload(

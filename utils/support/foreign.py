@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from utils.config.errors import ConfigurationError
 from utils.support.notes import memory_error, storage_error, waits_for_ranks
+from utils.support.redaction import redact
 
 # Published templates render a chat in a millisecond. A model of 671 billion parameters is built
 # without its weights in a fifth of a second.
@@ -37,8 +38,8 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Read files of somebody else in a with block: any error of a library refuses them.
 
     `what` is a file, or a folder or a Hub name whose files are read. The ConfigurationError names
-    it, says in `problem` what does not work, and names a folder's damaged files. Errors of storage,
-    memory and other ranks pass.
+    it, says in `problem` what does not work, and names a folder's damaged files. The `advice` is
+    for a folder without such files. Errors of storage, memory and other ranks pass.
     """
     folder = Path(what)
     try:
@@ -54,8 +55,9 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
         lost_rank = waits_for_ranks(traceback.extract_tb(error.__traceback__))
         if lost_rank or storage_error(error) or memory_error(error):
             raise
-        found = [*_damaged_files(folder), reason(error)]
-        text = f"{what}: {problem}: {'; '.join(found)}. {advice}"
+        damaged = [*_damaged_files(folder)]
+        text = f"{what}: {problem}: {'; '.join([*damaged, reason(error)])}. "
+        text += "" if damaged else advice
         raise ConfigurationError(text.rstrip()) from error
 
 
@@ -103,7 +105,7 @@ def reason(error: BaseException) -> str:
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     text = " ".join(text.split())
-    said = text if " " in text else f"{type(error).__name__} {text}"
+    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # whole, not cut
     return (said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}...").rstrip(" .")
 
 

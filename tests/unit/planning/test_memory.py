@@ -33,7 +33,7 @@ from utils.planning.memory import (
 
 
 def estimate(total: int, counted: bool = True) -> MemoryEstimate:
-    return MemoryEstimate(total, 0, 0, 0, counted=counted)
+    return MemoryEstimate(0, 0, 0, total, counted=counted)
 
 
 def test_the_gpu_of_the_nodes_is_a_number_of_gib():
@@ -56,6 +56,23 @@ def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch, caplog):
         plan = plan_memory(given, LLAMA, alone, None, LossHeadChoice("fused", ""), False)
         assert plan.choice == "none"
         assert "It will probably run out" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "attention"), [("cpu", CPU), ("cuda", None)])
+def test_weights_that_no_device_holds_are_refused_with_the_place_of_their_sizes(
+    device, attention, monkeypatch
+):
+    predicted: list[MemoryEstimate] = []
+    monkeypatch.setattr(memory, "estimate_memory", lambda *_: predicted[-1])
+    monkeypatch.setattr(memory, "memory_room_bytes", lambda: 80 * GIB)
+    monkeypatch.setenv(memory.VARIABLE, "80")
+    given, launch = settings(model_config="my.json"), replace(LAUNCH, device=device)
+    for gib, fits in ((75, True), (90, False)):
+        predicted.append(MemoryEstimate(gib * GIB, 0, 0, 0, counted=True))
+        alone = r"the weights alone take 90.0 GiB. See that the sizes in my.json are right"
+        with nullcontext() if fits else pytest.raises(ConfigurationError, match=alone) as refusal:
+            plan_memory(given, LLAMA, launch, attention, LossHeadChoice("fused", ""), False)
+        assert fits or "activation_checkpointing: full" not in str(refusal.value)
 
 
 def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):

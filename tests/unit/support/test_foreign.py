@@ -98,3 +98,10 @@ def test_a_thread_has_no_limits():
     thread.start()
     thread.join()
     assert done
+
+
+def test_a_secret_is_masked_before_a_reason_is_cut(monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "canary-" + "x" * 2 * module.LONGEST_REASON)
+    said = module.reason(ValueError(f"no such file: {'y' * 200}/canary-{'x' * 900}"))
+    assert "canary" not in said
+    assert said.endswith("/***" + "x" * (900 - 2 * module.LONGEST_REASON))
