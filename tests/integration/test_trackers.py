@@ -149,5 +149,5 @@ def test_what_wandb_recorded_offline_goes_up_into_one_run(tracked, tmp_path):
         found = [(point["train/global_step"], point[name]) for point in points if name in point]
         assert dict(found) == wanted
         assert len(found) > len(wanted), "wandb only appends: undone steps are there twice"
-    assert {kind for _, kind in server.artifacts} == {"report"}
+    assert {kind for _, kind in server.artifacts} == {"report", "run_table"}, "samples are a table"
     assert b"<title>run</title>" in server.files["/artifact/report.html"]
