@@ -504,7 +504,7 @@ TABLE = [
         "a second job in the run directory", submit_again, 2, Then.TRAINS_ON, r"is in use by",
     ),
     Interruption(
-        "disk full, then freed", fill, 74, Then.RESUBMITTED, r"No space|free",
+        "disk full, then freed", fill, 74, Then.RESUBMITTED, r"No space left|are missing",
         lost=SAVE_STEPS - 1, before=mount("size=1g"), mend=free, fine_tuning=True,
     ),
     Interruption(
