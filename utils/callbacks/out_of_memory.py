@@ -136,7 +136,8 @@ def _what_helps(trainer: Any, phase: str, device: str, others: int) -> str:
         for fewer in [size for size in smaller if rows % size == 0]:  # divides as rows does
             size = own - (rows - fewer) * plan.sequence_bytes
             changes[f"--per_device_train_batch_size {fewer}"] = size
-        changes["strategy: fsdp2 (a new run)"] = plan.sharded_bytes
+        if args.world_size > 1 and not trainer.is_fsdp_enabled:
+            changes["strategy: fsdp2 (a new run)"] = plan.sharded_bytes
         best = sorted((size, change) for change, size in changes.items() if size < own)
         now = f"(predicted; now {readable(own)})"
         lines = [f"{change}: {readable(size)} {now}" for size, change in best]
@@ -145,5 +146,6 @@ def _what_helps(trainer: Any, phase: str, device: str, others: int) -> str:
     if on_host and (workers := args.dataloader_num_workers):
         lines.append(f"--dataloader_num_workers {workers // 2}: each is a process")
     lines += ["more memory for the job: sbatch --mem, ulimit -v"] * on_host
-    lines.append("strategy: fsdp2, more GPUs, a shorter sequence_length (docs/faq.md)")
+    wider = "more GPUs" if trainer.is_fsdp_enabled else "more GPUs with strategy: fsdp2"
+    lines.append(f"{wider}, a shorter sequence_length (docs/faq.md)")
     return "\n  ".join(["what would help most", *lines[:3]])

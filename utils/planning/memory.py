@@ -16,8 +16,8 @@ from utils.config.assumed import assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
-from utils.model.adapters import trained_bytes, with_adapters
-from utils.model.architecture import MISFITS, causal_lm_class
+from utils.model.adapters import linear_and_experts, trained_bytes, with_adapters
+from utils.model.architecture import MISFITS, causal_lm_class, without_weights
 from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
 from utils.model.finished_model import name_of
@@ -25,6 +25,7 @@ from utils.model.loss_head import LossHeadChoice
 from utils.model.quantization import quantized_layers
 from utils.model.weights import weights_dtype
 from utils.planning.memory_trace import Workload, most_alive, trace
+from utils.planning.remedies import Fits, remedies
 from utils.support.collectives import gathered
 from utils.support.host import host_name, memory_room_bytes
 
@@ -48,10 +49,6 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # How much more than predicted may be needed. A process on a CPU grows by kernels, their threads and
 # what malloc loses between tensors: up to 1.8 times small models (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
-LESS = (
-    "lower per_device_train_batch_size (the global batch stays), set activation_checkpointing: "
-    "full, or shard over more GPUs (strategy: fsdp2); --dry_run --suggest says what fits"
-)
 
 
 @dataclass(frozen=True)
@@ -130,19 +127,20 @@ def plan_memory(
     margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
     choice, reason = choose(requested, predicted, room, margin)
     needed, weights = predicted[choice].total, predicted[choice].weights
-    # Nothing runs where the weights alone are too much: a host's kernel would kill the process.
     limit = room if size is None else int(margin * size)
     hopeless = limit is not None and weights > limit
     logger.info(f"memory: {counts[0]:,} parameters, {counts[1]:,} trained; {predicted[choice]}")
     logger.info("activation checkpointing: %s", reason)
-    problem = (
-        f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room or 0) / GIB:.1f} "
-        f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch {work.rows}): "
-        f"{_weights_alone(settings, config, weights) if hopeless else LESS}"
-    )
-    if hopeless or (size is not None and needed > margin * size):
-        raise ConfigurationError(problem)
-    if room is not None and needed > room:
+    if room is not None and (hopeless or needed > room):
+        fits = fitting(room, config, attention, loss_head, compiled)
+        others = remedies(settings, launch, choice, possible, fits)
+        problem = (
+            f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room) / GIB:.1f} "
+            f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch "
+            f"{work.rows}){_weights_alone(settings, config, weights) if hopeless else ''}; {others}"
+        )
+        if hopeless or (size is not None and needed > margin * size):
+            raise ConfigurationError(problem)
         logger.warning("%s. It will probably run out", problem)
     training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
 
@@ -160,22 +158,39 @@ def plan_memory(
 
 
 def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int) -> str:
-    """Return why no other setting makes them fit, and what to do."""
-    return (
-        f"the weights alone take {weights / GIB:.1f} GiB. See that the sizes in "
-        f"{settings.model.model_config or config.name_or_path} are right, take a smaller model, or "
-        "shard over more GPUs (strategy: fsdp2)"
-    )
+    """Return that the weights alone are too much, and which file has their sizes."""
+    source = settings.model.model_config or config.name_or_path
+    return f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} right?"
+
+
+def fitting(
+    room: int, config: PreTrainedConfig, attention: AttentionChoice | None,
+    loss_head: LossHeadChoice, compiled: bool,
+) -> Fits:  # fmt: skip
+    """Return what says whether a run with other settings fits into `room` bytes."""
+
+    def fits(settings: RunSettings, launch: LaunchFacts, choice: str) -> bool:
+        if launch.strategy == "fsdp2" and attention is not None and launch.device == "cpu":
+            return False  # it needs GPUs
+        model, layers = settings.model, compiled and launch.strategy != "zero3"
+        if model.use_peft and not (model.lora_target_modules or model.lora_target_parameters):
+            modules, experts = linear_and_experts(without_weights(config))
+            model.lora_target_modules, model.lora_target_parameters = modules, experts or None
+            model.lora_dropout = 0.0 if experts else model.lora_dropout
+        work = workload(settings, config, launch, attention, loss_head, layers)
+        try:
+            counts = count_parameters(model, config)
+        except MISFITS:  # PEFT does not adapt every model
+            return False
+        return estimate_memory(settings, config, launch, work, choice, counts).total <= room
+
+    return fits
 
 
 def workload(
-    settings: RunSettings,
-    config: PreTrainedConfig,
-    launch: LaunchFacts,
-    attention: AttentionChoice | None,
-    loss_head: LossHeadChoice,
-    compiled: bool,
-) -> Workload:
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts,
+    attention: AttentionChoice | None, loss_head: LossHeadChoice, compiled: bool,
+) -> Workload:  # fmt: skip
     """Return the micro-batch of a rank, in the types that this launch computes with."""
     training = settings.training
     weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)

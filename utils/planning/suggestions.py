@@ -34,9 +34,11 @@ from utils.planning.memory import (
     VARIABLE,
     checkpointing_choices,
     estimate_memory,
+    fitting,
     planned_device,
     workload,
 )
+from utils.planning.remedies import remedies
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +112,14 @@ class Planner:
     def _compiled(self, launch: LaunchFacts) -> bool:
         return self.compiled and launch.strategy != "zero3"
 
+    @property
+    def room(self) -> int:
+        """Return the bytes that a prediction may take, with the reserve that `auto` leaves."""
+        return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
+
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it fits with the reserve that `auto` leaves too."""
-        room = self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"])
-        return candidate.counted and candidate.total_bytes * MARGIN["cuda"] <= room
+        """Say whether a candidate fits."""
+        return candidate.counted and candidate.total_bytes <= self.room
 
     def candidates(self, launch: LaunchFacts) -> Iterator[Candidate]:
         """Yield all choices that fit, of each strategy and recomputation the smaller ones first."""
@@ -217,7 +223,10 @@ def suggest(planner: Planner, launch: LaunchFacts) -> None:
         return
     ordered = best_first(list(planner.candidates(launch)))
     if not ordered:
-        logger.warning("suggest: nothing fits %s; %s", planner.gpus, _what_would(planner, launch))
+        choices = planner.choices(launch)
+        fits = fitting(planner.room, planner.config, None, planner.loss_head, planner.compiled)
+        what = remedies(planner.settings, launch, choices[-1], choices, fits)
+        logger.warning("suggest: nothing fits %s; %s", planner.gpus, what)
         return
     best, kept = ordered[0], planner.settings.run.global_batch_size
     kinds: dict[tuple[str, str], Candidate] = {}
@@ -234,24 +243,6 @@ def suggest(planner: Planner, launch: LaunchFacts) -> None:
         *map(planner.row, [*kinds.values()][:ROWS]),
     ]
     logger.info("%s", "\n".join(lines))
-
-
-def _what_would(planner: Planner, launch: LaunchFacts) -> str:
-    """Say how many of these GPUs would do, and what takes less."""
-    settings, found = planner.settings, None
-    total, count = settings.run.global_batch_size, launch.world_size
-    while found is None and (count := count * 2) <= total:
-        if total % count == 0:
-            wider = replace(launch, world_size=count, strategy="fsdp2")
-            one = planner.candidate(wider, 1, planner.choices(wider)[-1])
-            found = one if planner.fits(one) else None
-    parts = ["a micro-batch of 1 with full recomputation is the least"]
-    if found is not None:
-        parts.append(f"{count} of them hold it with strategy: fsdp2")
-    if not settings.model.use_peft and settings.script == "sft_train.py":
-        parts.append("LoRA (use_peft: true, dtype: bfloat16) keeps one copy of 2 bytes a weight")
-    parts.append("a shorter sequence_length and optim_states: int8 take less")
-    return "; ".join(parts)
 
 
 def report_forecast(

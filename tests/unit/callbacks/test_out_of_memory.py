@@ -46,7 +46,7 @@ def trainer(monkeypatch, tmp_path):
         device=torch.device("cuda"), world_size=8, dataloader_num_workers=0,
         per_device_eval_batch_size=8, per_device_train_batch_size=4,
     )  # fmt: skip
-    made.state, made.events = TrainerState(global_step=6), []
+    made.state, made.events, made.is_fsdp_enabled = TrainerState(global_step=6), [], False
     made.model = torch.nn.Linear(2, 2)
     made.optimizer = torch.optim.AdamW(made.model.parameters())
     made.checkpoints = SimpleNamespace(output_dir=tmp_path, background=None)
@@ -94,12 +94,25 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
         assert f"\n{line}\n" in text, text
     helps = [best, "--per_device_train_batch_size 2: 2.0 GiB", "strategy: fsdp2 (a new run): 2.4"]
     listed = text.partition("what would help most\n")[2].splitlines()[:4]
-    assert [line.strip().startswith(each) for line, each in zip(listed, helps, strict=False)]
+    assert all(line.strip().startswith(each) for line, each in zip(listed, helps, strict=False))
     assert listed[3] == ""
     assert text.endswith(f"torch.OutOfMemoryError: {CUDA}\n")
     (event,) = trainer.events
     assert event["page"] == page.name
     assert notes.read_notes(tmp_path)[0].exit_code == 79
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_fsdp2_is_named_only_where_it_is_not_on(trainer, tmp_path, ranks, sharded):
+    """On one GPU only together with more of them."""
+    trainer.is_fsdp_enabled, trainer.args.world_size = sharded, ranks
+    trainer.args.per_device_train_batch_size = 1
+    assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
+    text = (tmp_path / "out-of-memory-rank0.txt").read_text()
+    assert ("strategy: fsdp2 (a new run)" in text) == (ranks > 1 and not sharded)
+    assert ("more GPUs with strategy: fsdp2, a shorter" in text) == (not sharded)
+    assert ("more GPUs, a shorter" in text) == sharded
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_gpu_of_the_nodes_is_a_number_of_gib():
 def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch, caplog):
     monkeypatch.setattr(memory, "estimate_memory", lambda *_: estimate(gib * GIB))
     monkeypatch.setenv(memory.VARIABLE, "80")
-    advice = "for a device of 80.0 GiB .strategy single, 1 rank.*micro-batch 1.*: lower per_device"
+    advice = "for a device of 80.0 GiB .strategy single, 1 rank.*micro-batch 1.*a smaller model"
     given, alone = settings(per_device_train_batch_size=1), replace(LAUNCH, device="cuda")
     with pytest.raises(ConfigurationError, match=advice) if ends else nullcontext():
         plan = plan_memory(given, LLAMA, alone, None, LossHeadChoice("fused", ""), False)
@@ -69,7 +69,7 @@ def test_weights_that_no_device_holds_are_refused_with_the_place_of_their_sizes(
     given, launch = settings(model_config="my.json"), replace(LAUNCH, device=device)
     for gib, fits in ((75, True), (90, False)):
         predicted.append(MemoryEstimate(gib * GIB, 0, 0, 0, counted=True))
-        alone = r"the weights alone take 90.0 GiB. See that the sizes in my.json are right"
+        alone = r"The weights alone take 90.0 GiB: are the sizes in my.json right\?"
         with nullcontext() if fits else pytest.raises(ConfigurationError, match=alone) as refusal:
             plan_memory(given, LLAMA, launch, attention, LossHeadChoice("fused", ""), False)
         assert fits or "activation_checkpointing: full" not in str(refusal.value)

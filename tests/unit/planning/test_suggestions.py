@@ -82,9 +82,11 @@ def test_more_memory_recomputes_less_and_does_not_shard(plan):
 
 def test_where_nothing_fits_it_says_what_would(plan, caplog):
     suggest(plan(140), FOUR)
-    assert "suggest: nothing fits 4 x A100; a micro-batch of 1 with full" in caplog.text
-    assert "16 of them hold it with strategy: fsdp2" in caplog.text
-    assert "LoRA" not in caplog.text, "pretraining has none"
+    assert (
+        "suggest: nothing fits 4 x A100; by the same prediction this fits: GPUs: 16" in caplog.text
+    )
+    assert "GPUs: 16, strategy: fsdp2, per_device_train_batch_size: 1" in caplog.text
+    assert "use_peft" not in caplog.text, "pretraining has none"
 
 
 def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
