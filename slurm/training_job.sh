@@ -58,6 +58,10 @@ elif ((code > 128 && code <= 192)); then
   # The launchers leave a verdict for whatever happens to their workers. They were killed themselves.
   verdict="srun or a node's launcher was killed by signal $((code - 128)), see any lines of srun above"
   code=76
+elif ((code >= 233 && code <= 236)); then
+  # The last byte of Slurm's 1001 to 1004 (slurm_errno.h): communication failed.
+  verdict="srun lost a node, see its lines above"
+  code=76
 elif ((code == 253)); then
   code=79
   verdict="Slurm killed the job's processes because a node's memory ran out: sacct -j $job -o MaxRSS,ReqMem; ask for more (sbatch --mem), or use fewer data workers."

@@ -528,7 +528,7 @@ TABLE = [
         before=without_torch, mend=bring_back,
     ),
     Interruption(
-        "a node without the data", None, 2, Then.REFUSED, r"documents",
+        "a node without the data", None, 2, Then.REFUSED, r"documents: not a",
         before=hide(path=lambda scene: scene.jobs.files / "documents"), mend=bring_back,
     ),
 ]  # fmt: skip

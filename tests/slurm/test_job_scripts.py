@@ -193,6 +193,12 @@ def test_an_end_without_a_verdict_is_sruns(stand_ins):
     assert "memory" not in done.stdout, "nothing is known of it"
     assert stand_ins.arguments("scontrol") == ["requeue", "7"]
     stand_ins.forget()
+    stand_ins.answer(233)  # srun's after "Task launch failed: Communication connection failure"
+    done = stand_ins.run(TRAIN, "train.py")
+    assert done.returncode == 76
+    assert "srun lost a node, see its lines above" in done.stdout
+    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
+    stand_ins.forget()
     stand_ins.answer(253)  # Slurm's code for a kill for lack of memory
     done = stand_ins.run(TRAIN, "train.py")
     assert done.returncode == 79
