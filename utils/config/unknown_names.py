@@ -249,9 +249,10 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
             answers[other] = f"here it is {dashes}{ours}"
         elif not ours.isidentifier():
             answers[other] = ours
-    answers |= {each: f"did you mean {dashes}{each}?" for each in known}
     plain = name.rpartition(".")[2]  # others have sections, as in training.steps
+    exact = answers.get(plain)
+    answers |= {each: f"did you mean {dashes}{each}?" for each in known}
     near = get_close_matches(plain, answers, n=1, cutoff=0.9)
     near = near or get_close_matches(plain, known, n=1, cutoff=0.8)
     advice = answers[near[0]] if near else "--help all lists all settings"
-    return f"unknown setting {written}: {advice}"
+    return f"unknown setting {written}: {exact or advice}"
