@@ -44,7 +44,7 @@ def test_in_training(starved):
     first = r"--activation_checkpointing full: [\d.]+ KiB \(predicted; now [\d.]+ MiB\)"
     shown = rf"  - \S+: {what}\n    what would help most: {first}\n    what took it: {page}\n"
     assert re.search(shown, done.stdout), done.stdout[-2000:]
-    assert re.match(rf"rank 0 on \S+ failed: out of memory: \S+ {what}$", verdict.text)
+    assert re.match(rf"rank 0 on \S+ failed: \S+ {what}$", verdict.text)
     assert verdict.exit_code == 79
     assert re.match(rf"\S+: {what}\n\n\*\*\* on 1 rank\(s\), 2 sequences x 64", text)
     assert re.search(r" tokens, \d+ of them real\n", text)
@@ -73,7 +73,7 @@ def test_in_the_evaluation_of_one_of_two_ranks(starved):
     told = r"\S+ rank 1  out of memory: \S+ out of memory \(host\), eval, step 6: .*\nwhat would "
     told += rf"help most: --per_device_eval_batch_size 4: about .*\nwhat took it: {page}\n"
     assert re.search(told, done.stdout), done.stdout[-3000:]
-    ended = r"rank 1 on \S+ failed: out of memory: \S+ out of memory \(host\), eval, step 6"
+    ended = r"rank 1 on \S+ failed: \S+ out of memory \(host\), eval, step 6"
     assert re.match(ended, verdict.text)
     assert verdict.exit_code == 79
     assert page.name == "out-of-memory-rank1.txt"

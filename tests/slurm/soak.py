@@ -209,8 +209,12 @@ class Soak:
         def due() -> bool:
             return time.monotonic() > self.next_kill and run.steps() >= wanted
 
-        over = lambda: time.monotonic() > deadline  # noqa: E731
-        ended = lambda: self.slurm.state(run.job) in ENDED  # noqa: E731
+        def over() -> bool:
+            return time.monotonic() > deadline
+
+        def ended() -> bool:
+            return self.slurm.state(run.job) in ENDED
+
         wait_until(lambda: ended() or due() or over(), "no step", run.job.output, 900)
         if over() or ended():
             state = self.slurm.wait(run.job, 900)

@@ -268,7 +268,8 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
     problems = [redact(problem) for problem in error.problems]
     first = problems[0].splitlines()[0]
-    leave_note(error.ending, error.exit_code, f"{error.kind}: {first}")
+    note = first if error.kind in first else f"{error.kind}: {first}"
+    leave_note(error.ending, error.exit_code, note)
     note_error(f"{error.kind}: {first}")
     if global_rank() == 0:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"

@@ -14,7 +14,7 @@ from utils.config.errors import ConfigurationError
 from utils.support.foreign import foreign
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +75,26 @@ def _words(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     yield from islice((word for word in tokenizer.get_vocab() if word not in special), 100)
 
 
+def _encoded(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool
+) -> "BatchEncoding":
+    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
+        return tokenizer(
+            list(texts),
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # silences "longer than the model's maximum": packing splits texts
+            **options,
+        )
+
+
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
 ) -> list[np.ndarray]:
     """Return the ids of each text."""
     if not texts:
         return []  # a tokenizer takes no empty list
-    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
-        encoded = tokenizer(
-            list(texts),
-            add_special_tokens=special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # silences "longer than the model's maximum": packing splits texts
-        )
+    encoded = _encoded(tokenizer, texts, add_special_tokens=special_tokens)
     return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
@@ -98,15 +104,8 @@ def encode_with_offsets(
     """Yield the ids of each text, and (tokens, 2) where in it each token starts and stops."""
     if not texts:
         return
-    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
-        encoded = tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+    options = {"add_special_tokens": False, "return_offsets_mapping": True}
+    encoded = _encoded(tokenizer, texts, **options)
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         yield np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
