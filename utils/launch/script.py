@@ -109,6 +109,11 @@ def configure_environment() -> None:
     # go through them a thousand times, nor once more when the process ends.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
+    if sys.version_info < (3, 11, 10):
+        # fork copies Python's lock of threads. A thread of torch may hold this lock, and then the
+        # data worker hangs at its start (github.com/python/cpython/issues/112275). Asking for the
+        # frames waits until the lock is free.
+        os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
     # PEFT imports it, where it is installed, and it asks for a package that training never uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

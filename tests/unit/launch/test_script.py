@@ -169,7 +169,7 @@ def test_a_rank_that_has_ended_neither_fails_nor_waits_in_its_teardown(body, cod
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env=os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
-        timeout=30, capture_output=True, check=False,
+        timeout=600, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == code
 
@@ -191,7 +191,7 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(ranks, notes):
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program)],
             env=os.environ | {"WORLD_SIZE": ranks, "PYTHONPATH": str(ROOT)},
-            timeout=30, stdout=full, stderr=full, check=False,
+            timeout=600, stdout=full, stderr=full, check=False,
         )  # fmt: skip
     assert done.returncode == 69
     assert the_note(notes) == ("refused", 69, "cluster error: no GPU")
@@ -271,3 +271,23 @@ def test_switches_keep_what_the_user_set_and_a_slurm_job_is_offline(monkeypatch,
         assert os.environ.get("HF_HUB_OFFLINE") == expected
         assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
         assert ("offline (Slurm job); HF_HUB_OFFLINE=0 allows" in caplog.text) == (expected == "1")
+
+
+FORK = """
+import os, sys
+calls = []
+sys._current_frames = lambda: calls.append("asked")
+from utils.launch.script import configure_environment
+configure_environment()
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+print(len(calls))
+"""
+
+
+def test_old_pythons_ask_for_the_lock_of_their_threads_before_a_fork():
+    command = [sys.executable, "-c", FORK]
+    printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    assert int(printed) == (sys.version_info < (3, 11, 10))
