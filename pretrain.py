@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         settings,
         plan,
         data,
-        run_callbacks(settings, plan, launch, run, checkpoints),
+        run_callbacks(settings, plan, data, launch, run, checkpoints),
     )
     check_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)

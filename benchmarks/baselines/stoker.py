@@ -64,13 +64,17 @@ class Account:
 
         from utils.runs.finish import run_callbacks
 
-        def timed(*given: Any) -> list[Any]:
+        events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+        def timed(*given: Any) -> Any:
             callbacks = run_callbacks(*given)
-            for each in callbacks:
-                for name in ["metrics", *(one for one in dir(TrainerCallback) if one[:3] == "on_")]:
-                    if hasattr(each, name):
-                        setattr(each, name, self._timed(type(each).__name__, getattr(each, name)))
-            last: Any = callbacks[-1]
+            for each in callbacks.in_order():
+                for name in events:
+                    setattr(each, name, self._timed(type(each).__name__, getattr(each, name)))
+            for figures in (callbacks.throughput, callbacks.mixture, callbacks.memory):
+                measured = self._timed(type(figures).__name__, figures.metrics)
+                vars(figures)["metrics"] = measured
+            last: Any = callbacks.in_order()[-1]
             last.on_step_end = self._counted(last.on_step_end)
             return callbacks
 
@@ -110,21 +114,14 @@ class Account:
 
 def unwatched() -> Any:
     """Patch a run's callbacks: none that only watches, no figures, no lines, a silent journal."""
-    from utils.callbacks.journal import Journal
-    from utils.callbacks.nonfinite import NonFiniteGuard
-    from utils.callbacks.stop import StopWatch
     from utils.runs.finish import run_callbacks
 
-    class Silent(Journal):  # the trainer asks for one
-        def on_log(self, *_: Any, **__: Any) -> None:
-            """Write nothing."""
-
-    def kept(*given: Any) -> list[Any]:
+    def kept(*given: Any) -> Any:
         callbacks = run_callbacks(*given)
-        for each in callbacks:
-            if isinstance(each, Journal):
-                each.__class__ = Silent
-        return [one for one in callbacks if isinstance(one, (Journal, StopWatch, NonFiniteGuard))]
+        vars(callbacks.journal)["on_log"] = lambda *_, **__: None
+        acting = [callbacks.stop, callbacks.guard, callbacks.journal]
+        vars(callbacks).update(in_order=lambda: acting, metrics=dict)
+        return callbacks
 
     return mock.patch("utils.runs.finish.run_callbacks", kept)
 

@@ -11,8 +11,8 @@ import tiny
 from transformers import TrainerCallback
 
 import pretrain
-from utils.callbacks.stop import StopWatch
 from utils.config.errors import ExitCode
+from utils.training.callbacks import Callbacks
 
 # Logs, evaluations and saves that do not fall together; two micro-batches a step; dropout, so that
 # random numbers count.
@@ -29,7 +29,7 @@ class Provoke(TrainerCallback):
 
     def __init__(self, event: str, step: int, action: Callable[["Provoke"], None], nth: int = 1):
         self.step, self.action, self.nth = step, action, nth
-        self.callbacks: list[TrainerCallback] = []
+        self.callbacks: Callbacks | None = None  # of the run, once it has them
         setattr(self, event, self._count)
 
     def _count(self, args, state, _control, **_kwargs):
@@ -38,10 +38,6 @@ class Provoke(TrainerCallback):
             if self.nth == 0:
                 self.output_dir = Path(args.output_dir)
                 self.action(self)
-
-    @property
-    def watch(self) -> StopWatch:
-        return next(callback for callback in self.callbacks if isinstance(callback, StopWatch))
 
 
 def touch(name: str) -> Callable[[Provoke], None]:
@@ -57,7 +53,7 @@ def send(*signals: int) -> Callable[[Provoke], None]:
 
 
 def let_the_time_run_out(provoke: Provoke) -> None:
-    provoke.watch.deadline.ends_at = time.monotonic() + 3
+    provoke.callbacks.stop.deadline.ends_at = time.monotonic() + 3
 
 
 @pytest.fixture
@@ -72,10 +68,10 @@ def start(pretraining, workspace, monkeypatch):
     def start(run: Path, provoke: Provoke | None = None, **changes: object) -> int:
         def run_callbacks(*args):
             callbacks = real(*args)
-            if provoke is None:
-                return callbacks
-            provoke.callbacks = callbacks
-            return [provoke, *callbacks]
+            if provoke is not None:
+                provoke.callbacks, order = callbacks, [provoke, *callbacks.in_order()]
+                callbacks.in_order = lambda: order
+            return callbacks
 
         monkeypatch.setattr(reporting, "run_callbacks", run_callbacks)
         held_out = workspace / "heldout"

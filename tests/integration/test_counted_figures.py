@@ -184,13 +184,7 @@ def test_experts_count_by_those_that_a_token_takes(pretraining, workspace, tmp_p
 
 
 def test_an_evaluation_without_a_loss_token_says_so(caplog):
-    class Alone:
-        device = torch.device("cpu")
-
-        def reduce(self, totals, **_):
-            return totals
-
-    figures = EvaluationTotals(Alone()).figures("eval_chat")
+    figures = EvaluationTotals(torch.device("cpu")).figures("eval_chat")
     assert figures["eval_chat_tokens"] == 0
     assert math.isnan(figures["eval_chat_loss"])
     assert "eval_chat: not one loss token" in caplog.text

@@ -183,7 +183,7 @@ def test_storage_that_fails_in_the_background_ends_the_run(
         if step == 4:
             slow.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run / "x"))
         if step == 5:
-            wait_until(lambda: provoke.watch.checkpoints.failed, "no failure is noticed")
+            wait_until(lambda: provoke.callbacks.stop.checkpoints.failed, "no failure is noticed")
 
     provoke = AtEachStep(look)
     with pytest.raises(StorageError, match=r"No space left on device, writing .*/run"):

@@ -52,12 +52,12 @@ class EarlyStopping(TrainerCallback):
         """Whether the run is over."""
         return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
 
-    def resume_from(self, saved: dict[str, Any]) -> None:
-        """Take over what the checkpoint holds."""
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the values that the checkpoint holds."""
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
-    def resume_state(self) -> dict[str, Any]:
-        """Return what the checkpoint that is about to be written must hold."""
+    def state(self) -> dict[str, Any]:
+        """Return the values for the next checkpoint."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(

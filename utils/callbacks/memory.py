@@ -7,10 +7,9 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.metrics import MetricCallback
 from utils.support.collectives import gathered
 from utils.support.host import host_name
 
@@ -20,7 +19,7 @@ GIB = 1024**3
 LEFT = ("memory_free_gib", "memory_headroom_gib")  # the least is the worst
 
 
-class MemoryMonitor(MetricCallback):
+class MemoryMonitor(TrainerCallback):
     """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
 
     torch's allocator counts the device's; the host's is that of this process, without its workers.
@@ -54,7 +53,6 @@ class MemoryMonitor(MetricCallback):
         if control.should_evaluate or control.should_save:
             self.peak_bytes = max(self.peak_bytes, self._new_peak())
 
-    @override
     def metrics(self) -> dict[str, float]:
         """Return the worst rank's figures of training; collective over ranks."""
         self.measure(self.peak_bytes)

@@ -1,4 +1,4 @@
-"""Callbacks that add figures to each training log; docs/metrics.md says what each figure is."""
+"""Callbacks with `metrics()` for each training log; docs/metrics.md explains every figure."""
 
 import logging
 import sys
@@ -20,19 +20,7 @@ from utils.support.collectives import gathered
 logger = logging.getLogger(__name__)
 
 
-class MetricCallback(TrainerCallback):
-    """A callback with figures for every training log.
-
-    The trainer's `log()` merges `metrics()` of each of them into a training log before any logger
-    sees it; all ranks call it together, at the same step.
-    """
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures since the last call, units in their names; collective over ranks."""
-        return {}
-
-
-class MixtureShares(MetricCallback):
+class MixtureShares(TrainerCallback):
     """The sources of a mixture, counted from step 0 over all starts; silent with one dataset.
 
     Sources have the short names of utils/data/loader.py. The weights of `train_data` are shares of
@@ -52,7 +40,6 @@ class MixtureShares(MetricCallback):
             )
             logger.info("mixture: %s", ", ".join(asked))
 
-    @override
     def metrics(self) -> dict[str, float]:
         """Return the figures of all sources, up to the step that Throughput counted last."""
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
@@ -68,7 +55,7 @@ class MixtureShares(MetricCallback):
         return figures
 
 
-class Throughput(MetricCallback):
+class Throughput(TrainerCallback):
     """Speed over the steps since the last training log, evaluation and saving left out.
 
     The clock is read after the log's own wait for the device, so no step between two logs waits.
@@ -153,7 +140,6 @@ class Throughput(MetricCallback):
         self.window_wait_s = self.loader.wait_s
         self.window_tokens = self.loader.tokens_seen.count(self.step)
 
-    @override
     def metrics(self) -> dict[str, float]:
         """Return the speed since the last call; collective over ranks."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"

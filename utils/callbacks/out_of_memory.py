@@ -62,7 +62,7 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
     add(str, trace)
     if rank == 0:
         event = {"event": "out_of_memory", "step": step, "rank": rank, "host": host_name()}
-        trainer.samples.journal.write(event | {"phase": phase, "page": page.name})
+        trainer.callbacks.journal.write(event | {"phase": phase, "page": page.name})
     return f"{words}\nwhat would help most: {first}\nwhat took it: {page}"
 
 

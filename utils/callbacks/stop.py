@@ -108,13 +108,13 @@ class StopWatch(TrainerCallback):
         self.last_event: float | None = None
         self.first_step = True  # of this start: allocation and compilation predict no other step
 
-    def resume_from(self, saved: dict[str, Any]) -> None:
-        """Take over what the checkpoint holds."""
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the values that the checkpoint holds."""
         self.evaluation_due = saved.get("evaluation_due", False)
         self.extra_saves = list(saved.get("extra_saves", []))
 
-    def resume_state(self) -> dict[str, Any]:
-        """Return what the checkpoint that is about to be written must hold."""
+    def state(self) -> dict[str, Any]:
+        """Return the values for the next checkpoint."""
         self.extra_saves = [saved for saved in self.extra_saves if saved != self.step]
         if self.extra_save:
             self.extra_saves.append(self.step)

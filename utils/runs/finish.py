@@ -5,10 +5,9 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from utils.callbacks.evaluation import EarlyStopping
+from utils.callbacks.evaluation import EarlyStopping, Samples
 from utils.callbacks.journal import Journal
 from utils.callbacks.live import LiveView
 from utils.callbacks.memory import MemoryMonitor
@@ -23,9 +22,11 @@ from utils.checkpoints.store import Checkpoints
 from utils.config.arguments import eval_splits, profiled_steps
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
+from utils.data.loader import source_names
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
 from utils.planning.plan import RunPlan
+from utils.planning.run_data import RunData
 from utils.report.page import FILE_NAME, write_at_the_end
 from utils.runs.evaluate import evaluate_at_the_end
 from utils.runs.export import export_final
@@ -34,6 +35,8 @@ from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
 from utils.support.notes import memory_reports
 from utils.support.run_lock import leave_run_lock, wait_until_left
+from utils.training.callbacks import Callbacks
+from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
 from utils.training.trainer import PackedTrainer
@@ -42,37 +45,56 @@ logger = logging.getLogger(__name__)
 
 
 def run_callbacks(
-    settings: RunSettings, plan: RunPlan, launch: LaunchFacts, run: Run, checkpoints: Checkpoints
-) -> list[TrainerCallback]:
-    """Return the callbacks of both scripts, in the order in which they act."""
-    inherited = []
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run,
+    checkpoints: Checkpoints,
+) -> Callbacks:  # fmt: skip
+    """Return the callbacks of both scripts."""
+    options, output_dir = settings.run, checkpoints.output_dir
+    inherited = early_stopping = average = profiler = None
     if settings.model.init_optimizer and run.resume_from is None:
         assert run.weights_from is not None, "checked with the settings"
-        inherited = [InheritedOptimizer(Path(run.weights_from))]
-    # After what asks for evaluations and saves, before what measures their time.
-    stop = StopWatch(checkpoints, save_minutes=settings.run.save_minutes or 0)
+        inherited = InheritedOptimizer(Path(run.weights_from))
+    if patience := options.early_stopping_patience:
+        early_stopping = EarlyStopping(patience, options.early_stopping_threshold)
+    if decay := options.ema_decay:
+        average = AveragedWeights(decay, run.resume_from)
+    if options.profile_steps:
+        profiler = ProfilerWindow(*profiled_steps(options.profile_steps), output_dir)
+    router, balance = plan.loss_head.router, None
+    if router is not None:
+        balance = ExpertBalance(router, settings.training)
+    stop = StopWatch(checkpoints, save_minutes=options.save_minutes or 0)
     memory = MemoryMonitor(plan.memory.sequence_bytes)
+    journal = Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s)
     memory_reports[:] = [report]
-    asked_for: list[TrainerCallback] = []
-    if patience := settings.run.early_stopping_patience:
-        asked_for.append(EarlyStopping(patience, settings.run.early_stopping_threshold))
-    if decay := settings.run.ema_decay:
-        asked_for.append(AveragedWeights(decay, run.resume_from))
-    if settings.run.profile_steps:
-        window = profiled_steps(settings.run.profile_steps)
-        asked_for.append(ProfilerWindow(*window, checkpoints.output_dir))
-    return [
-        HangWatch(settings.run.hang_timeout_s, launch.hosts, checkpoints.output_dir),
-        *inherited,
-        stop,
-        *asked_for,
-        Throughput(),
-        MixtureShares(),
-        memory,
-        NonFiniteGuard(checkpoints.output_dir),
-        Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s),
-        LiveView(list(eval_splits(settings.data.eval_data)), stop.limit_s),
-    ]
+    return Callbacks(
+        watchdog=HangWatch(options.hang_timeout_s, launch.hosts, output_dir),
+        inherited=inherited,
+        stop=stop,
+        early_stopping=early_stopping,
+        average=average,
+        profiler=profiler,
+        throughput=Throughput(),
+        mixture=MixtureShares(),
+        memory=memory,
+        guard=NonFiniteGuard(output_dir),
+        journal=journal,
+        live=LiveView(list(eval_splits(settings.data.eval_data)), stop.limit_s),
+        samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
+        balance=balance,
+        source_losses=_source_losses(settings, plan, data),
+    )
+
+
+def _source_losses(settings: RunSettings, plan: RunPlan, data: RunData) -> SourceLosses | None:
+    """Return the losses by source of a mixture; None with one source, or a head without them."""
+    if len(data.train.datasets) == 1:
+        return None
+    if plan.loss_head.name != "fused":
+        logger.info("loss/NAME is left out: loss_head logits tells no token's loss from another's")
+        return None
+    names = source_names([dataset.path for dataset in data.train.datasets])
+    return SourceLosses(names, settings.training)
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
@@ -82,27 +104,26 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     ConfigurationError, and leaves ``final/`` alone, where another job took the directory over.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
+    average = trainer.callbacks.average
     try:
-        if not trainer.watch.stopped:
+        if not trainer.callbacks.stop.stopped:
             _evaluate_last_step(trainer)
             trainer.checkpoints.check_ownership()
-            if trainer.average is not None:
-                trainer.average.put_in_place()
+            if average is not None:
+                average.put_in_place()
             export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
         trainer.accelerator.end_training()
-        for view in trainer.callback_handler.callbacks:
-            if isinstance(view, LiveView):
-                view.close()
-        if trainer.watch.stopped:
+        trainer.callbacks.live.close()
+        if trainer.callbacks.stop.stopped:
             leave_run_lock(output_dir)
         if state.is_world_process_zero:
             write_at_the_end(output_dir)
-            end_wandb(output_dir / FILE_NAME, trainer.watch.stopped)
+            end_wandb(output_dir / FILE_NAME, trainer.callbacks.stop.stopped)
     finally:
-        HangWatch.leave()
+        trainer.callbacks.watchdog.leave()
     step = state.global_step
-    if trainer.watch.stopped:
+    if trainer.callbacks.stop.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
         logger.info(
@@ -112,8 +133,8 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     _name_the_best(trainer)
     loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     kept = Path(loaded).name if loaded else f"step {step}"
-    if trainer.average is not None:
-        decay = f"ema_decay {trainer.average.decay:g}"
+    if average is not None:
+        decay = f"ema_decay {average.decay:g}"
         kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
     logger.info("%s holds the weights of %s in %s", output_dir / FINAL, kept, name_of(save_dtype))
     _use_the_result(trainer, output_dir)

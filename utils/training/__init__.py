@@ -7,6 +7,6 @@ zero_resharding       DeepSpeed's checkpoints on another number of ranks
 smoothing             averaged weights (EMA), and noise on the embeddings (NEFTune)
 optimizer             which optimizer a run builds, and the state of an earlier stage
 low_precision_adam    AdamW with bf16 or 8-bit moments, on low_precision_states' rounding
-expert_balance        the load-balancing loss of experts over each global batch
-losses                of each source of a mixture; of held-out splits, with token accuracy
+losses                by data source, of held-out splits, and of expert balance
+callbacks             the callbacks of a run and the other collaborators, by name
 """

@@ -1,16 +1,16 @@
 """The trainer of sft_train.py, full or LoRA; apart, for pretraining need not import TRL's."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset, load_from_disk
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 from trl import SFTTrainer, get_peft_config
 from typing_extensions import override
 
 from utils.config.settings import RunSettings
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
+from utils.training.callbacks import Callbacks
 from utils.training.trainer import PackedTrainer
 
 
@@ -24,7 +24,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         settings: RunSettings,
         plan: RunPlan,
         data: RunData,
-        callbacks: Sequence[TrainerCallback],
+        callbacks: Callbacks,
     ):
         adapters = get_peft_config(settings.model)
         if adapters is not None:

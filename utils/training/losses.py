@@ -1,94 +1,140 @@
-"""Losses that are logged beside that of the global batch: by source of a mixture, and held out."""
+"""Losses beside that of the global batch: by data source, of held-out splits, of expert balance.
+
+Only a log or a save waits for the device. Checkpoints hold the sums of the steps that were not
+logged yet, so a resumed run logs what an uninterrupted one does.
+"""
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from typing_extensions import override
+from accelerate.utils import reduce
+from transformers import TrainingArguments
 
-from utils.callbacks.metrics import MetricCallback
-from utils.data.loader import source_names
+from utils.data.loader import Batch
+from utils.model.loss_head import RouterTerm, balance_loss
 from utils.support.collectives import gathered
+from utils.training.resume_state import rank_share
 
-if TYPE_CHECKING:
-    from utils.training.trainer import PackedTrainer
-
-KEY = "unlogged_source_losses"  # in each checkpoint
+# Names in each checkpoint.
+UNLOGGED_BY_SOURCE, UNLOGGED_BALANCE = "unlogged_source_losses", "unlogged_aux_loss"
 
 logger = logging.getLogger(__name__)
 
 
-class SourceLosses(MetricCallback):
+class SourceLosses:
     """Logs `loss/NAME` of each source of a mixture: the mean of its loss tokens since the last log.
 
-    The same for any ranks and micro-batches, up to rounding. Only a log or a save waits for the
-    device. Checkpoints hold each rank's sums of the steps that were not logged yet.
+    The figures do not depend on the number of ranks or the micro-batch size, up to rounding.
     """
 
-    def __init__(self, trainer: "PackedTrainer"):
-        self.names = source_names([each.path for each in trainer.train_sequences.datasets])
-        self.args, self.accelerator = trainer.args, trainer.accelerator
-        shape = 2, len(self.names)  # losses, and how many tokens they are of
-        self.totals = torch.zeros(shape, dtype=torch.float64, device=self.args.device)
+    def __init__(self, names: Sequence[str], args: TrainingArguments):
+        self.names, self.args = names, args
+        shape = 2, len(names)  # sums of losses, numbers of loss tokens
+        self.totals = torch.zeros(shape, dtype=torch.float64, device=args.device)
 
-    def take(self, outputs: Any) -> None:
-        """Add what a micro-batch's LossOutput has."""
+    def add(self, outputs: Any) -> None:
+        """Add the losses of a micro-batch, from its LossOutput."""
         self.totals += outputs.by_source
 
-    def resume_from(self, saved: dict[str, Any]) -> None:
-        """Take over this rank's sums; rank 0 takes all of another number of ranks."""
-        by_rank = saved.get(KEY, [])
+    def state(self) -> dict[str, Any]:
+        """Return each rank's sums by source; collective over ranks."""
+        own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
+        return {UNLOGGED_BY_SOURCE: gathered(own)}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore this rank's sums; on another number of ranks, rank 0 gets all of them."""
+        by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
-        for rank, sums in enumerate(by_rank):  # by name: a resumed run may have other sources
+        for rank, sums in enumerate(by_rank):
             if self.args.process_index == (rank if same else 0):
+                # By name: the resumed run may have other sources.
                 own = [sums.get(name, (0.0, 0.0)) for name in self.names]
                 self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
 
-    def resume_state(self) -> dict[str, Any]:
-        """Return each rank's sums by source."""
-        return {KEY: gathered(dict(zip(self.names, self.totals.T.tolist(), strict=True)))}
-
-    @override
     def metrics(self) -> dict[str, float]:
         """Return the mean losses since the last log, of the sources that had a loss token."""
-        sums = self.accelerator.reduce(self.totals, reduction="sum").tolist()
+        sums = reduce(self.totals, reduction="sum").tolist()
         self.totals.zero_()
         each = zip(self.names, *sums, strict=True)
         return {f"loss/{name}": loss / count for name, loss, count in each if count}
 
 
-def losses_by_source(trainer: "PackedTrainer") -> SourceLosses | None:
-    """Give the trainer of a mixture its callback; None, and a log line where it knows nothing."""
-    if len(trainer.train_sequences.datasets) == 1:
-        return None
-    if not trainer.fused_head:
-        logger.info("loss/NAME is left out: loss_head logits tells no token's loss from another's")
-        return None
-    callback = SourceLosses(trainer)
-    trainer.add_callback(callback)
-    return callback
+class ExpertBalance:
+    """The load-balancing loss of experts over each global batch; logs its mean as `aux_loss`.
+
+    The term depends on the assignments of the whole global batch. If a step has several
+    micro-batches, a pass without gradients counts their assignments first. `aux_loss` is the term
+    before its coefficient, as TRL logs it.
+    """
+
+    def __init__(self, term: RouterTerm, args: TrainingArguments):
+        self.term, self.args = term, args
+        self.tokens: torch.Tensor | None = None  # in the global batch
+        self.counted: torch.Tensor | None = None  # assignments of the global batch
+        self.total: torch.Tensor | float = 0.0  # this rank's parts, of steps not logged yet
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return each rank's sum over the steps not logged yet, and their number; collective."""
+        return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the sum over the steps that the checkpoint's run had not logged."""
+        sums, self.steps = saved.get(UNLOGGED_BALANCE, ([0.0], 0))
+        self.total = rank_share(sums, self.args)
+
+    def begin_step(
+        self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
+    ) -> None:
+        """Prepare the term of a step with these micro-batches; collective over ranks."""
+        self.steps += 1
+        tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
+        self.tokens = reduce(torch.full((), tokens, device=self.args.device), reduction="sum")
+        self.counted = None
+        if len(batches) > 1:
+            own: Any = sum(count_assignments(batch) for batch in batches)
+            self.counted = reduce(own, reduction="sum")
+
+    def weighted(self, outputs: Any) -> torch.Tensor:
+        """Return a micro-batch's part of the term, times the ranks: DDP averages over them."""
+        assert self.tokens is not None, "begin_step comes first"
+        assignments = self.counted
+        if assignments is None:
+            assignments = reduce(outputs.assignments, reduction="sum")
+        part = balance_loss(assignments, outputs.probabilities, self.tokens * outputs.layers)
+        part = part * self.args.world_size
+        self.total = self.total + part.detach()
+        return self.term.coefficient * part
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of the term over the steps since the last log; collective over ranks."""
+        if not self.steps:
+            return {}
+        sums, steps = gathered(float(self.total)), self.steps
+        self.total, self.steps = 0.0, 0
+        return {"aux_loss": sum(sums) / len(sums) / steps}
 
 
 class EvaluationTotals:
-    """Losses, loss tokens and hits of a split, summed on the device, this rank's part."""
+    """This rank's sums over a held-out split, on the device: losses, loss tokens, hits."""
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.totals = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    def __init__(self, device: torch.device):
+        self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Add a micro-batch: its loss summed, not averaged; labels (B, T) unshifted."""
-        following, hits = labels[:, 1:], outputs.get("hits")
-        if hits is None:  # all logits are there; -100 is no word
-            hits = outputs["logits"][:, :-1].argmax(-1) == following
-        own = outputs["loss"], following.ne(-100).sum(), hits.sum()
+        """Add a micro-batch: its summed loss; unshifted labels (batch, sequence)."""
+        next_labels, hits = labels[:, 1:], outputs.get("hits")
+        if hits is None:  # the head returned all logits; they never predict -100
+            hits = outputs["logits"][:, :-1].argmax(-1) == next_labels
+        own = outputs["loss"], next_labels.ne(-100).sum(), hits.sum()
         self.totals += torch.stack([value.double() for value in own])
 
     def figures(self, prefix: str) -> dict[str, float]:
         """Return the means over all loss tokens of the split; collective over ranks."""
-        loss_sum, tokens, hits = self.accelerator.reduce(self.totals, reduction="sum").tolist()
+        loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:
             logger.warning("%s: not one loss token in the sequences evaluated: no loss", prefix)
         loss, accuracy = (total / tokens if tokens else math.nan for total in (loss_sum, hits))

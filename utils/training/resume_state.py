@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -33,13 +33,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Stateful(Protocol):
+    """A collaborator of the trainer with values that a resumed run needs."""
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON for the next checkpoint, under names of its own; collective over ranks."""
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore from the values of all collaborators; empty at the first start of a run."""
+
+
 class ResumeState(TrainerCallback):
     """Saves and restores the position in the data, losses not logged yet, and callbacks' state.
 
     As JSON in trainer_state.json. The order of samples is a pure function of the step
-    (utils/data/order.py): no batch is read and skipped. It stands before the callbacks whose state
-    it restores: `resume_state()` returns JSON for the next checkpoint, collective over ranks, and
-    `resume_from(saved)` gets what a checkpoint holds of all, nothing at a run's first start.
+    (utils/data/order.py): no batch is read and skipped. It precedes the callbacks that it restores.
     """
 
     def __init__(self, trainer: "PackedTrainer"):
@@ -50,7 +58,7 @@ class ResumeState(TrainerCallback):
         self.collect()
         trainer, state, checkpoints = self.trainer, self.trainer.state, self.trainer.checkpoints
         step = state.global_step
-        if state.best_global_step in trainer.watch.extra_saves:
+        if state.best_global_step in trainer.callbacks.stop.extra_saves:
             # Trainer would find its directory; the uninterrupted run has none.
             state.best_global_step = None
         if not checkpoints.begin(step):
@@ -75,7 +83,7 @@ class ResumeState(TrainerCallback):
 
     def name_the_best(self) -> None:
         """Note that the evaluation which a stopped run owed found the checkpoint to be the best."""
-        state, extra = self.trainer.state, self.trainer.watch.extra_saves
+        state, extra = self.trainer.state, self.trainer.callbacks.stop.extra_saves
         if self.trainer.save_best and state.global_step in extra:
             extra.remove(state.global_step)  # the uninterrupted run saves it for its own sake
         if state.global_step not in extra:
@@ -91,8 +99,8 @@ class ResumeState(TrainerCallback):
         if unlogged := step - trainer._globalstep_last_logged:
             sums = gathered(trainer._tr_loss.item())
             values |= {"unlogged_steps": unlogged, "unlogged_loss_sums": sums}
-        for callback in self._resumable():
-            values |= callback.resume_state()
+        for each in trainer.callbacks.stateful():
+            values |= each.state()
         states: Any = trainer.state.stateful_callbacks  # a dict, whatever its annotation says
         states[OWN_STATE] = values
 
@@ -112,12 +120,8 @@ class ResumeState(TrainerCallback):
             own = rank_share(sums, args)
             self.trainer._tr_loss = torch.full_like(self.trainer._tr_loss, own)
             self.trainer._globalstep_last_logged -= saved["unlogged_steps"]
-        for callback in self._resumable():
-            callback.resume_from(saved)
-
-    def _resumable(self) -> list[Any]:
-        callbacks = self.trainer.callback_handler.callbacks
-        return [callback for callback in callbacks if hasattr(callback, "resume_from")]
+        for each in self.trainer.callbacks.stateful():
+            each.restore(saved)
 
     def mean_loss(self) -> float:
         """Return the mean loss of the run's steps, over all its starts; collective over ranks."""

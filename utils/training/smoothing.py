@@ -28,12 +28,12 @@ class AveragedWeights(TrainerCallback):
     def __init__(self, decay: float, resume_from: str | None):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
-    def resume_from(self, saved: Mapping[str, Any]) -> None:
-        """Take over what the checkpoint holds beside the average."""
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the number of steps; `load` reads the average itself."""
         self.steps = saved.get(AVERAGED, 0)
 
-    def resume_state(self) -> dict[str, Any]:
-        """Return what the checkpoint that is about to be written must hold beside the average."""
+    def state(self) -> dict[str, Any]:
+        """Return the number of steps for the next checkpoint; `save` writes the average itself."""
         return {AVERAGED: self.steps}
 
     @override

@@ -3,7 +3,6 @@
 import gc
 import logging
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,14 @@ from unittest import mock
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
 
-from utils.callbacks.evaluation import EarlyStopping, FinishedEarlyError, Samples
-from utils.callbacks.journal import Journal
-from utils.callbacks.metrics import MetricCallback
-from utils.callbacks.nonfinite import NonFiniteGuard
-from utils.callbacks.stop import EvaluationInterrupted, StopWatch
-from utils.callbacks.watchdog import HangWatch
+from utils.callbacks.evaluation import FinishedEarlyError
+from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
@@ -33,8 +28,8 @@ from utils.model.compilation import compile_layers, keep_products, leave_length_
 from utils.model.finished_model import finished_generation, set_generation_settings
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
-from utils.training.expert_balance import ExpertBalance
-from utils.training.losses import EvaluationTotals, losses_by_source
+from utils.training.callbacks import Callbacks
+from utils.training.losses import EvaluationTotals
 from utils.training.optimizer import optimizer_of
 from utils.training.resume_state import (
     DataEpochs,
@@ -42,7 +37,7 @@ from utils.training.resume_state import (
     load_random_states,
     save_random_states,
 )
-from utils.training.smoothing import AveragedWeights, EmbeddingNoise
+from utils.training.smoothing import EmbeddingNoise
 from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -51,12 +46,12 @@ logger = logging.getLogger(__name__)
 class PackedTrainer(Trainer):
     """A Trainer on packed sequences: own loaders, one loss weighted by tokens, committed saves.
 
-    Among `callbacks` are a StopWatch and a NonFiniteGuard. test_hooks.py checks each override.
+    tests/integration/test_hooks.py checks each override.
     """
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: RunSettings,
-        plan: RunPlan, data: RunData, callbacks: Sequence[TrainerCallback], **kwargs: Any,
+        plan: RunPlan, data: RunData, callbacks: Callbacks, **kwargs: Any,
     ):  # fmt: skip
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
@@ -70,13 +65,8 @@ class PackedTrainer(Trainer):
             compile_layers(model)  # before FSDP2 shards them
         padded = settings.model.pad_embeddings_to_multiple_of is not None
         self.generation = finished_generation(model, tokenizer, data.train, padded)
-        (self.guard,) = (each for each in callbacks if isinstance(each, NonFiniteGuard))
-        (self.watch,) = (each for each in callbacks if isinstance(each, StopWatch))
-        self.early_stopping = next((c for c in callbacks if isinstance(c, EarlyStopping)), None)
-        self.average = next((c for c in callbacks if isinstance(c, AveragedWeights)), None)
-        (journal,) = (each for each in callbacks if isinstance(each, Journal))
-        self.samples = Samples(data.prompts, settings.run.sample_max_new_tokens, journal)
-        self.checkpoints, self.save_best = self.watch.checkpoints, settings.run.save_best
+        self.callbacks, self.checkpoints = callbacks, callbacks.stop.checkpoints
+        self.save_best = settings.run.save_best
         self.resume_state = ResumeState(self)
         if settings.training.bf16_full_eval or settings.training.fp16_full_eval:
             # Trainer would cast the weights in place in the evaluation before the export.
@@ -91,23 +81,18 @@ class PackedTrainer(Trainer):
             data_collator=dict,  # the loaders assemble whole batches: none is called
             eval_dataset=self.eval_splits or None,
             optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
-            callbacks=[self.resume_state, DataEpochs(), *callbacks],
+            callbacks=[self.resume_state, DataEpochs(), *callbacks.in_order()],
             **kwargs,
         )
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the journal reports
         self.args.save_total_limit = None  # Checkpoints deletes old ones
         # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
-        self.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
+        self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
         # Trainer's own noise goes by the length of packed sequences.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(self.model, alpha) if alpha else None
-        self.balance: ExpertBalance | None = None
-        if loss_head.router is not None:
-            self.balance = ExpertBalance(loss_head.router, self)
-            self.add_callback(self.balance)
-        self.source_losses = losses_by_source(self)
         if not self.model_accepts_loss_kwargs:
             raise ConfigurationError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be "
@@ -140,7 +125,7 @@ class PackedTrainer(Trainer):
         """Move a micro-batch to the device and widen it there; Trainer waits for each tensor."""
         # All logits need no positions, and dense models no tokens by sequence: they stay here.
         needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
-        needed["sequence_tokens"] = self.balance is not None
+        needed["sequence_tokens"] = self.callbacks.balance is not None
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         made = model_inputs(used, self.args.device)
         if self.noise is not None:
@@ -158,9 +143,17 @@ class PackedTrainer(Trainer):
         own = sum(len(batch["loss_positions"]) for batch in batches)
         items = torch.full((), own, dtype=torch.int64, device=device)
         items = self.accelerator.reduce(items, reduction="sum")
-        if self.balance is not None:
-            self.balance.begin_step(batches)
+        if self.callbacks.balance is not None:
+            self.callbacks.balance.begin_step(batches, self._expert_assignments)
         return batches, items
+
+    def _expert_assignments(self, batch: Batch) -> torch.Tensor:
+        """Return how often a micro-batch chooses each expert, as the model routes in training."""
+        model: Any = self.model_wrapped
+        model.train()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            prepared = self._prepare_inputs(batch)
+            return model(**prepared, use_cache=False, count_only=True).assignments
 
     @override
     def compute_loss(
@@ -175,11 +168,11 @@ class PackedTrainer(Trainer):
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
         loss, outputs = Trainer.compute_loss(self, model, inputs, True, items)
-        if self.source_losses is not None:
-            self.source_losses.take(outputs)
-        if self.balance is not None:
-            loss = loss + self.balance.weighted(outputs)
-        self.guard.take_loss(loss)
+        if self.callbacks.source_losses is not None:
+            self.callbacks.source_losses.add(outputs)
+        if self.callbacks.balance is not None:
+            loss = loss + self.callbacks.balance.weighted(outputs)
+        self.callbacks.guard.take_loss(loss)
         return (loss, outputs) if return_outputs else loss
 
     @override
@@ -208,7 +201,7 @@ class PackedTrainer(Trainer):
 
         Equal for any ranks and batch size, up to rounding: Trainer averages micro-batches' means.
         """
-        self._eval_totals = EvaluationTotals(self.accelerator)
+        self._eval_totals = EvaluationTotals(self.args.device)
         output = super().evaluation_loop(dataloader, metric_key_prefix=metric_key_prefix, **others)
         assert output.metrics is not None
         output.metrics.update(self._eval_totals.figures(metric_key_prefix))
@@ -219,7 +212,7 @@ class PackedTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate all splits, after samples: their time then counts as the evaluations'."""
         if eval_dataset is None:
-            self.samples.take(self)
+            self.callbacks.samples.take(self)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     @override
@@ -237,7 +230,7 @@ class PackedTrainer(Trainer):
                 self.checkpoints.finish()
             except Exception as error:  # what ended the run is what the user has to read
                 logger.error("the last checkpoint was not committed: %s", error)
-            HangWatch.leave()
+            self.callbacks.watchdog.leave()
             raise
         finally:
             self.checkpoints.close()
@@ -247,9 +240,7 @@ class PackedTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; training logs get the callbacks' figures, the summary the mean loss of the run."""
         if "loss" in logs:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, MetricCallback):
-                    logs.update(callback.metrics())
+            logs.update(self.callbacks.metrics())
         if "train_loss" in logs:
             self.checkpoints.finish()  # the journal lists its save before the summary
             logs["train_loss"] = self.resume_state.mean_loss()
@@ -262,7 +253,7 @@ class PackedTrainer(Trainer):
         self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
     ) -> None:
         """Log, evaluate and save what is due; an interrupted evaluation is followed by a save."""
-        self.guard.take_step(self.state.global_step - 1, grad_norm)
+        self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
         except EvaluationInterrupted:
@@ -284,20 +275,20 @@ class PackedTrainer(Trainer):
         Trainer skips the scheduler at the start alone. If a stopped run owes this evaluation, what
         follows from its metrics follows there; the checkpoint of its step was written before it.
         """
-        self.guard.settle()
-        at_start, owed = skip_scheduler, self.watch.evaluation_due
+        self.callbacks.guard.settle()
+        at_start, owed = skip_scheduler, self.callbacks.stop.evaluation_due
         skip_scheduler = at_start and not owed
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if skip_scheduler:
             return metrics
-        judge, given = self.early_stopping, (self.args, self.state, self.control, metrics)
+        judge, given = self.callbacks.early_stopping, (self.args, self.state, self.control, metrics)
         ended = judge is not None and judge.take_evaluation(*given)
         last = ended and self.args.save_strategy != SaveStrategy.NO
         # Trainer judges the same metrics again, which are no new best then.
         best = self._determine_best_metric(metrics=metrics, trial=trial)
-        self.watch.evaluation_due = False
+        self.callbacks.stop.evaluation_due = False
         if not at_start and (last or (best and self.save_best)):
-            self.watch.save_the_best(self.control)
+            self.callbacks.stop.save_the_best(self.control)
         elif best and at_start:
             self.resume_state.name_the_best()
         return metrics
@@ -305,7 +296,7 @@ class PackedTrainer(Trainer):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Commit a checkpoint, of finite weights alone; collective over ranks."""
-        self.guard.settle(model)
+        self.callbacks.guard.settle(model)
         self.resume_state.save(lambda: super(PackedTrainer, self)._save_checkpoint(model, trial))
 
     @override
@@ -348,8 +339,8 @@ class PackedTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save this rank's random states, of its own device alone; and the averaged weights."""
         save_random_states(Path(output_dir), self.args)
-        if self.average is not None:
-            self.average.save(Path(output_dir))
+        if self.callbacks.average is not None:
+            self.callbacks.average.save(Path(output_dir))
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -375,15 +366,15 @@ class PackedTrainer(Trainer):
     @override
     def _load_best_model(self) -> None:
         """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
-        if self.watch.stopped or self.state.best_model_checkpoint is None:
+        if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
             return
         best = Path(self.state.best_model_checkpoint)
         self.checkpoints.check(best)
         with loadable_checkpoint(self, str(best)) as loadable:
             self.state.best_model_checkpoint = loadable
             super()._load_best_model()
-        if self.average is not None:
-            self.average.load(best)
+        if self.callbacks.average is not None:
+            self.callbacks.average.load(best)
         self.state.best_model_checkpoint = str(best)
 
     @override

@@ -110,20 +110,18 @@ def test_what_a_part_costs_is_in_percent_of_pairs():
 
 
 def test_callbacks_that_only_watch_are_left_out_and_the_journal_is_silent():
-    """Of the callbacks of a run, whatever they are by now: what the trainer needs stays."""
+    """The benchmark keeps the callbacks without which the trainer would not run."""
     from unittest import mock
-
-    from transformers import TrainerCallback
 
     from benchmarks.baselines.stoker import unwatched
     from utils.callbacks.journal import Journal
-    from utils.callbacks.nonfinite import NonFiniteGuard
-    from utils.callbacks.stop import StopWatch
     from utils.runs import finish
+    from utils.training.callbacks import Callbacks
 
-    needed = [mock.create_autospec(kind, instance=True) for kind in (StopWatch, NonFiniteGuard)]
-    journal = Journal.__new__(Journal)
-    made = [TrainerCallback(), *needed, journal]
+    parts = {name: mock.MagicMock() for name in Callbacks.__dataclass_fields__}
+    made = Callbacks(**parts | {"journal": Journal.__new__(Journal)})
     with mock.patch("utils.runs.finish.run_callbacks", return_value=made), unwatched():
-        assert finish.run_callbacks() == [*needed, journal]
-    assert type(journal).on_log is not Journal.on_log
+        kept = finish.run_callbacks()
+    assert kept.in_order() == [made.stop, made.guard, made.journal]
+    assert kept.metrics() == {}
+    assert kept.journal.on_log() is None

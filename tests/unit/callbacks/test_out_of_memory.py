@@ -50,7 +50,7 @@ def trainer(monkeypatch, tmp_path):
     made.model = torch.nn.Linear(2, 2)
     made.optimizer = torch.optim.AdamW(made.model.parameters())
     made.checkpoints = SimpleNamespace(output_dir=tmp_path, background=None)
-    made.samples = SimpleNamespace(journal=SimpleNamespace(write=made.events.append))
+    made.callbacks = SimpleNamespace(journal=SimpleNamespace(write=made.events.append))
     made.memory = SimpleNamespace(
         choice="selective", sequence_bytes=500 * MIB, sharded_bytes=2500 * MIB,
         predicted_bytes={"none": 4000 * MIB, "selective": 3000 * MIB, "full": 2800 * MIB},

@@ -1,0 +1,71 @@
+"""The callbacks of a run and the other collaborators of the trainer, by name."""
+
+from dataclasses import dataclass
+
+from transformers import TrainerCallback
+
+from utils.callbacks.evaluation import EarlyStopping, Samples
+from utils.callbacks.journal import Journal
+from utils.callbacks.live import LiveView
+from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.metrics import MixtureShares, Throughput
+from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.profiler import ProfilerWindow
+from utils.callbacks.stop import StopWatch
+from utils.callbacks.watchdog import HangWatch
+from utils.training.losses import ExpertBalance, SourceLosses
+from utils.training.optimizer import InheritedOptimizer
+from utils.training.resume_state import Stateful
+from utils.training.smoothing import AveragedWeights
+
+
+@dataclass
+class Callbacks:
+    """The callbacks of a run and the samples; None: the run does without.
+
+    runs/finish.py makes them, the trainer calls them by name.
+    """
+
+    watchdog: HangWatch
+    inherited: InheritedOptimizer | None
+    stop: StopWatch
+    early_stopping: EarlyStopping | None
+    average: AveragedWeights | None
+    profiler: ProfilerWindow | None
+    throughput: Throughput
+    mixture: MixtureShares
+    memory: MemoryMonitor
+    guard: NonFiniteGuard
+    journal: Journal
+    live: LiveView
+    samples: Samples
+    balance: ExpertBalance | None
+    source_losses: SourceLosses | None
+
+    def in_order(self) -> list[TrainerCallback]:
+        """Return the callbacks in the order in which they act on an event of training.
+
+        `stop` follows what asks for evaluations and saves, and precedes what measures their time.
+        """
+        order = [
+            self.watchdog, self.inherited, self.stop, self.early_stopping, self.average,
+            self.profiler, self.throughput, self.mixture, self.memory, self.guard, self.journal,
+            self.live,
+        ]  # fmt: skip
+        return [callback for callback in order if callback is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of a training log; collective over ranks."""
+        figures = self.throughput.metrics() | self.mixture.metrics() | self.memory.metrics()
+        if self.balance is not None:
+            figures |= self.balance.metrics()
+        if self.source_losses is not None:
+            figures |= self.source_losses.metrics()
+        return figures
+
+    def stateful(self) -> list[Stateful]:
+        """Return the collaborators with values in each checkpoint."""
+        everything: list[Stateful | None] = [
+            self.stop, self.early_stopping, self.average, self.balance, self.source_losses,
+        ]  # fmt: skip
+        return [each for each in everything if each is not None]
