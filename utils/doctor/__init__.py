@@ -1,5 +1,5 @@
-"""`python -m utils.doctor`: what this machine has for training, what is missing, what mends it.
+"""`python -m utils.doctor`: checks whether this machine can train, and says what to install.
 
 checks    Python, packages, GPUs, attention, compiler, memory, Slurm, .env, the Hub, wandb, disks
-__main__  runs each check guarded and within a time, and prints what it finds
+__main__  runs each check with a time limit, and prints its findings
 """

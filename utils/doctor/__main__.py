@@ -1,8 +1,8 @@
-"""Says what is there for training, what is missing, and what to type; starts nothing.
+"""Check what this machine has for training; say what is missing and what to type.
 
     python -m utils.doctor [--output_dir runs]
 
-Ends within half a minute, with 0 where nothing is missing that training needs, else 1.
+It takes at most half a minute. The exit code is 1 if something that training needs is missing.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from utils.doctor import checks
 from utils.doctor.checks import INTERACTIVE, TAKES_JOBS, Finding
 from utils.support.redaction import redact
 
-LIMIT_S = 28.0  # of all checks
-CHECK_LIMIT_S = 15.0  # torch is imported from a cold disk
+LIMIT_S = 28.0  # for all checks
+CHECK_LIMIT_S = 15.0  # enough to import torch from a cold disk
 
 Check = Callable[[], Iterator[Finding]]
 
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
-    """Return what a check finds; one that fails, or hangs on a dead disk, is a finding itself."""
+    """Run a check and return its findings; an error or a time-out becomes a finding."""
     findings: list[Finding] = []
 
     def run() -> None:
         try:
-            findings.extend(check())  # an error leaves those before it
+            findings.extend(check())  # after an error the earlier findings stay
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             findings.append(Finding("unknown", f"{name} could not be checked ({text})"))
@@ -68,7 +68,7 @@ def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
 
 
 def show(finding: Finding) -> None:
-    """Print one finding, and below it what mends it."""
+    """Print one finding, and below it what to type."""
     lines = [f"{finding.level:<8} {finding.what}"]
     if finding.mend:
         lines.append(f"{'':<8} -> {finding.mend}")
@@ -77,7 +77,7 @@ def show(finding: Finding) -> None:
 
 
 def conclude(findings: Sequence[Finding]) -> int:
-    """Print the sum of it; return the exit code."""
+    """Print a summary; return the exit code."""
     missing, warnings, unknown = (
         sum(each.level == level for each in findings) for level in ("missing", "warning", "unknown")
     )
@@ -99,4 +99,4 @@ def conclude(findings: Sequence[Finding]) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # not waiting for a check that hangs
+    os._exit(code)  # do not wait for a check that hangs

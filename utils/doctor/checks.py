@@ -1,4 +1,4 @@
-"""The checks: each yields findings, and may raise or hang where a machine is not as expected."""
+"""The checks. Each yields findings; it may raise or hang on an unexpected machine."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from utils.support.redaction import load_env_file
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERACTIVE = "srun --gpus=1 python -m utils.doctor"
-# What for, and what it takes, where nothing in pyproject.toml says so.
+# Optional packages and their use.
 OPTIONAL = {
     "deepspeed": "strategies zero1, zero2 and zero3",
     "flash-attn": "FlashAttention 2, about as fast as torch's own kernels",
@@ -30,16 +30,17 @@ COMMAND_LIMIT_S = 8.0
 REACH_LIMIT_S = 4.0
 LEAST_MEMORY_GIB = 4
 LEAST_FREE_GIB = 20
-SHARED = "/dev/shm"  # noqa: S108 - it is looked at
-TAKES_JOBS = "Slurm takes jobs"  # begins the finding of a partition that runs them
-# sinfo's states of a node that will run jobs; "*" behind one: the node does not answer.
+SHARED = "/dev/shm"  # noqa: S108 - only its size is read
+TAKES_JOBS = "Slurm takes jobs"  # the beginning of the finding that partitions run jobs
+# sinfo's states of nodes that run jobs. A state that ends in "*" is not among them: such a node
+# does not answer.
 USABLE = ("idle", "mix", "mixed", "alloc", "comp", "resv", "plnd", "boot", "pow_up")
 
 
 class Finding(NamedTuple):
-    """One line: `level` is ok, option, warning, missing or unknown; `mend` is what to type.
+    """One line of the output: its level, the fact, and what to type.
 
-    unknown: the question could not be answered, so nothing follows from it.
+    `level` is ok, option, warning, missing, or unknown if the question could not be answered.
     """
 
     level: str
@@ -48,7 +49,7 @@ class Finding(NamedTuple):
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Return what a command prints; raises OSError, also where it does not end in time."""
+    """Return the output of a command. Raises OSError if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, capture_output=True, errors="replace", timeout=COMMAND_LIMIT_S, check=False
@@ -65,7 +66,7 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def check_python() -> Iterator[Finding]:
-    """Check the interpreter, and the versions of packages against pyproject.toml."""
+    """Compare Python and the packages with pyproject.toml."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -97,7 +98,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -105,7 +106,7 @@ def installed(package: str) -> str | None:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check GPUs, their driver and torch's build of CUDA against each other."""
+    """Check that GPUs, driver and torch's CUDA version fit together."""
     import torch
 
     cuda, rocm = torch.version.cuda, torch.version.hip
@@ -161,7 +162,7 @@ def _gpu(index: int) -> Finding:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Say which attention `auto` takes in bf16, and whether layers can be compiled."""
+    """Check which attention `auto` chooses in bf16, and whether layers can be compiled."""
     import torch
 
     from utils.kernels.varlen import AttentionNeeds, find_kernels
@@ -199,11 +200,11 @@ def check_host() -> Iterator[Finding]:
         yield Finding("ok", f"{SHARED}: {shared.free / 2**30:.0f} GiB free")
 
 
-# --- what is around it
+# --- the cluster, tokens, the Hub and disks
 
 
 def check_slurm() -> Iterator[Finding]:
-    """Check this cluster's settings, and Slurm's partitions."""
+    """Check slurm/cluster.env and Slurm's partitions."""
     if not shutil.which("sbatch"):
         what = "no Slurm here (no sbatch on PATH): jobs are submitted on a login node"
         yield Finding("option", what)
@@ -224,7 +225,7 @@ def check_slurm() -> Iterator[Finding]:
 
 
 def _partitions(rows: Sequence[Sequence[str]]) -> Finding:
-    """Judge sinfo's rows: partition, up or not, time limit, nodes, their state, their GPUs."""
+    """Judge sinfo's rows: partition, availability, time limit, nodes, their state, their GPUs."""
     strange = [row for row in rows if len(row) != 6 or not row[3].isdecimal()]
     if strange:
         what = f"sinfo's answer is not understood ({'|'.join(strange[0])!r:.80})"
@@ -245,7 +246,7 @@ def _partitions(rows: Sequence[Sequence[str]]) -> Finding:
 
 
 def check_tokens() -> Iterator[Finding]:
-    """Check .env and its mode, then which tokens are there; no value is shown."""
+    """Check .env and its mode, and which tokens are set, without showing a value."""
     from requests.utils import get_netrc_auth
 
     path = ROOT / ".env"
@@ -263,7 +264,7 @@ def check_tokens() -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Check the cache of the Hub, whether it is reached, and whose token there is."""
+    """Check the Hub's cache, the connection and the token's user."""
     import requests
     from huggingface_hub import HfApi, constants, get_token
 
@@ -289,7 +290,7 @@ def check_hub() -> Iterator[Finding]:
     try:
         name = HfApi().whoami().get("name")
         yield Finding("ok", f"{constants.ENDPOINT} is reached; the token is {name}'s")
-    except Exception as error:  # httpx's, and the Hub's own
+    except Exception as error:  # errors of httpx and of the Hub
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
             yield Finding("warning", f"the Hub does not take the token ({_reason(error)})",
                           "hf auth login, or another HF_TOKEN in .env")  # fmt: skip
@@ -299,19 +300,19 @@ def check_hub() -> Iterator[Finding]:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's class and status code; its text may hold a URL with a token."""
+    """Return an error's class and status code; its text may contain a URL with a token."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return f"{type(error).__name__}{'' if status is None else f' {status}'}"
 
 
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:
-    """Check free space, and that files can be written, where a directory is or will be."""
+    """Check free space and write permission for a directory, which need not exist yet."""
     there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".stoker-doctor-") as file:
             file.write(bytes(2**14))
             file.flush()
-            os.fsync(file.fileno())  # a quota may show only now
+            os.fsync(file.fileno())  # some quotas only fail here
     except OSError as error:
         what = f"{name} {directory} cannot be written to ({error.strerror})"
         mend = f"check owner, mode and quota of {there}, or set another {name}"

@@ -1,7 +1,7 @@
-"""`python -m utils.importing FILE`: another toolkit's config becomes our two recipes.
+"""`python -m utils.importing FILE`: convert another toolkit's config to our two recipes.
 
-toolkits     what keys of axolotl, LLaMA-Factory and TRL mean; a config on its way
-sources      the datasets that it names -> the data recipe
-conversion   everything else -> the training recipe; what has no counterpart, with the reason
+toolkits     the keys of axolotl, LLaMA-Factory and TRL; the state of a conversion
+sources      converts the datasets of a config to the data recipe
+conversion   converts everything else to the training recipe; notes keys without a counterpart
 __main__     prints both recipes, or writes them into a folder
 """

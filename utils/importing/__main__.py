@@ -1,4 +1,4 @@
-"""Another toolkit's config becomes our two recipes, with notes on what differs.
+"""Convert another toolkit's config to our two recipes, with notes on differences.
 
 python -m utils.importing axolotl.yaml [--kind axolotl] [--gpus 8] [--output_dir DIR]
 """
@@ -15,7 +15,7 @@ from utils.importing.toolkits import TOOLKITS, Conversion
 
 
 def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
-    """Return the two recipes, and a chat template that stands in the config, by file."""
+    """Return the text of the two recipes, and of a chat template from the config, by file."""
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
     template, texts = folder / f"{source.stem}.jinja", {}

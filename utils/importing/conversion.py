@@ -1,4 +1,4 @@
-"""Every key of another toolkit's config becomes lines of our recipes, or a note with the reason."""
+"""Converts every key of another toolkit's config to lines of our recipes, or notes why not."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
 TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full")}
 CHECKPOINTING = ("activation_checkpointing", "fsdp_activation_checkpointing")
-# Keys by which a config is one of another kind of training, or none.
+# Keys of configs for another kind of training, or for no training.
 OTHER_METHODS = (
     "reward_model", "process_reward_model", "export_dir", "do_predict", "diffusion", "beta",
     "ppo_epochs", "reward_functions", "reward_funcs",
@@ -33,7 +33,7 @@ OTHER_METHODS = (
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Convert a config file; YamlError, or ConfigurationError if it is no training of ours."""
+    """Convert a config file. Raises YamlError, and ConfigurationError for unsupported trainings."""
     entries = load_file(path)
     marks = {each: sum(mark in entries for mark in TOOLKITS[each].marks) for each in TOOLKITS}
     kind = kind or max(marks, key=lambda each: marks[each])
@@ -85,7 +85,7 @@ def _check_method(given: Conversion) -> None:
 
 
 def _convert_batch(given: Conversion) -> None:
-    """Convert what makes a step: sequences and packing."""
+    """Convert batch sizes and packing."""
     total = given.take("total_batch_size")
     steps = given.take("gradient_accumulation_steps")
     if steps is not None and (total or not isinstance(steps, int)):  # DeepSpeed's "auto"
@@ -210,7 +210,7 @@ def _convert_targets(given: Conversion) -> None:
 
 
 def _convert_precision(given: Conversion) -> None:
-    """Convert types and recomputation; a frozen base takes two bytes a parameter."""
+    """Convert types and recomputation. A frozen base becomes bfloat16, two bytes per parameter."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
     bf16, pure = given.take("bf16"), given.take("pure_bf16")
     pure = pure or bf16 == "full"
@@ -265,7 +265,7 @@ def _convert_strategy(given: Conversion) -> None:
 
 
 def _convert_rest(given: Conversion) -> None:
-    """Move what is ours by name, and say why for every other key."""
+    """Move keys that are settings of ours, and note the reason for every other key."""
     for ours, entry in list(given.given.items()):
         key = entry.source
         if ours in given.declared and key not in LEFT:
@@ -275,7 +275,7 @@ def _convert_rest(given: Conversion) -> None:
 
 
 def _account(given: Conversion) -> None:
-    """Name each key of the config that neither became a line nor has a note."""
+    """Add a note for each key of the config that neither became a line nor has a note."""
     notes = {key.partition(".")[0] for keys in given.notes.values() for key in keys}
     named = notes | {*given.made_of.values()}
     for key, (value, _) in given.entries.items():
@@ -284,7 +284,7 @@ def _account(given: Conversion) -> None:
 
 
 def _settle(given: Conversion) -> None:
-    """Leave out what another line leaves no effect, and note what the start would refuse."""
+    """Remove lines that other lines make ineffective, and lines that the start would refuse."""
     values = SettingValues(
         given.declared,
         {n: Given(v, why, 1) for n, (v, why) in given.run.items() if n in given.declared},
@@ -307,6 +307,6 @@ def _settle(given: Conversion) -> None:
 
 
 def _key(given: Conversion, name: str) -> str:
-    """Take a line out of the training recipe; return the key that it was made of."""
+    """Remove a line from the training recipe; return the key that it was made from."""
     given.run.pop(name, None)
     return given.made_of.pop(name, name)

@@ -1,4 +1,4 @@
-"""What datasets another toolkit's config names, as `sources` and `eval_sources` of our recipe."""
+"""Converts the datasets of another toolkit's config to `sources` and `eval_sources`."""
 
 import json
 import re
@@ -10,13 +10,13 @@ from typing import Any
 from utils.config.declarations import Given
 from utils.importing.toolkits import Conversion, is_off
 
-# axolotl's types by how they begin, and our format; None: the columns tell it.
+# The beginning of axolotl's types -> our format; None if the columns determine it.
 FORMATS = {
     "completion": "text", "pretrain": "text", "sharegpt": "sharegpt", "alpaca": "alpaca",
     "gpteacher": "alpaca", "chat_template": None, "messages": None,
 }  # fmt: skip
-KNOWN_KEYS = {"role": "content", "from": "value"}  # of a message, as they are read
-# Words for a role that are known here, by LLaMA-Factory's name of the role.
+KNOWN_KEYS = {"role": "content", "from": "value"}  # keys of a message that we can read
+# LLaMA-Factory's tag of a role -> the words for this role that we can read.
 TAGS = {
     "user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"),
     "system_tag": ("system",), "observation_tag": ("observation", "tool"),
@@ -27,7 +27,7 @@ Entries = list[dict[str, Any]]
 
 
 def convert_data(given: Conversion, folder: str) -> None:
-    """Make the data recipe, whose output is `folder`, and the training recipe's words for it."""
+    """Make the data recipe with output `folder`, and the training recipe's lines for the data."""
     sources = _read_sources(given, "sources")
     plain = [each["path"] if each.keys() == {"path"} else each for each in sources]
     given.data["sources"] = (plain, "")
@@ -72,14 +72,14 @@ def _convert_length(given: Conversion) -> None:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return the list that is meant, where a toolkit takes "a, b" or one entry for it too."""
+    """Return the value as a list, because toolkits also accept "a, b" or a single entry."""
     if isinstance(value, str):
         return re.split(r"\s*,\s*", value)
     return value if isinstance(value, list) else [value]
 
 
 def _hold_out(given: Conversion, folder: str) -> None:
-    """Convert the data that is evaluated on, splits of their own or a share of all."""
+    """Convert held-out data: separate splits, or a share of all documents."""
     splits = []
     if given.value("eval_sources"):
         found = _read_sources(given, "eval_sources")
@@ -99,7 +99,7 @@ def _hold_out(given: Conversion, folder: str) -> None:
 
 
 def _read_sources(given: Conversion, name: str) -> Entries:
-    """Return an entry for each dataset that is named, and note what is unclear."""
+    """Return an entry for each dataset, and add notes for unclear settings."""
     readers: dict[str, Callable[[Conversion, str, Any], Entries]] = {
         "axolotl": _axolotl, "llamafactory": _factory, "trl": _trl,
     }  # fmt: skip
@@ -151,7 +151,7 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 def _axolotl_columns(
     given: Conversion, source: str, entry: dict[str, Any], kind: Any
 ) -> dict[str, str]:
-    """Take the names of columns out of an entry, as columns of ours."""
+    """Remove the names of columns from an entry, and return them as our `columns`."""
     columns = {}
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     for fields in (custom, entry):
@@ -179,7 +179,7 @@ def _axolotl_columns(
 
 
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
-    """Look names up in dataset_info.json, beside the config or in LLaMA-Factory's `data`."""
+    """Look names up in dataset_info.json, in the config's folders or LLaMA-Factory's `data`."""
     folder, known = Path(given.value("dataset_dir") or "data"), {}
     for base in (Path(), *given.path.absolute().parents):
         with suppress(OSError, ValueError):
@@ -198,7 +198,7 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
 def _factory_entry(
     given: Conversion, source: str, info: dict[str, Any], folder: Path, name: str
 ) -> dict[str, Any]:
-    """Convert an entry of dataset_info.json, and note each key that has no counterpart."""
+    """Convert an entry of dataset_info.json, with a note for each key without a counterpart."""
     take, is_known = info.pop, bool(info)
     file = str(folder / take("file_name")) if "file_name" in info else f"sources/{name}"
     path = take("hf_hub_url", None) or file
@@ -258,7 +258,7 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
 
 
 def _trl_test_split(given: Conversion, found: Entries, is_mixture: bool) -> None:
-    """Name the split that TRL evaluates on: `test`, if eval_strategy asks for evaluations."""
+    """Add the split that TRL evaluates on: `test`, if eval_strategy asks for evaluations."""
     named, strategy = given.use("dataset_test_split"), given.value("eval_strategy", "no")
     if is_off(strategy) or strategy == "no":
         if named:

@@ -1,6 +1,6 @@
-"""What keys of axolotl, LLaMA-Factory and TRL mean, and a config on its way to our recipes.
+"""The keys of axolotl, LLaMA-Factory and TRL, and the state of a conversion.
 
-A key is ours where a table says so, else by OTHER_NAMES, else where it is a setting of that name.
+Our name for a key comes from the toolkit's table, else from OTHER_NAMES, else it is the same.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Keys a toolkit is known by, ours by its names, and what it does unless told, by our names.
+    """A toolkit: the keys that identify it, our names for its keys, and its defaults by our names.
 
-    winners: keys that the toolkit prefers to others of the same meaning. null_counts: whether null
-    overrules a default there.
+    winners: keys that the toolkit prefers among keys of the same meaning. null_counts: null
+    overrides a default in this toolkit.
     """
 
     marks: tuple[str, ...]
@@ -41,7 +41,7 @@ class Toolkit:
     null_counts: bool = True
 
 
-# Why a key has no counterpart, for all toolkits; also of keys inside the entry of a dataset.
+# The reasons why keys of any toolkit, also inside a dataset's entry, have no counterpart.
 LEFT = by_name({
     "checkpoints verify themselves, and the same command resumes": ""
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
@@ -158,9 +158,10 @@ TOOLKITS = {
 
 
 class Conversion:
-    """A config on its way: `given` is what is left of it by our name, `run` and `data` the recipes.
+    """The state of a conversion: `given` has the remaining keys by our name.
 
-    A recipe has (value, comment) by setting. notes: the keys without a counterpart by reason.
+    The recipes `run` and `data` have (value, comment) by setting. notes: the keys without a
+    counterpart, by reason.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -172,7 +173,7 @@ class Conversion:
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, tuple[Any, str]] = {}
         self.notes: dict[str, list[str]] = {}
-        self.template = ""  # a chat template that stands in the config itself
+        self.template = ""  # text of a chat template inside the config
         self.given: dict[str, Given] = {}
         for key, (value, line) in entries.items():
             name = toolkit.names.get(key) or OTHER_NAMES.get(key, key)
@@ -188,7 +189,10 @@ class Conversion:
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
 
     def _give(self, name: str, new: Given, winners: tuple[str, ...]) -> None:
-        """Take a key; of two with one meaning the one that is on, else the toolkit's own choice."""
+        """Add a key.
+
+        If two keys have the same meaning, keep the one that is on, or the toolkit's choice.
+        """
         old = self.given.get(name)
         if old:
             ranks = [(is_off(each.value), each.source not in winners) for each in (old, new)]
@@ -198,31 +202,31 @@ class Conversion:
             self.note(old.source, f"{new.source} decides, which means the same")
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return what is given under our name."""
+        """Return the value of a setting, by our name."""
         return self.given[name].value if name in self.given else default
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return what is given under our name, once."""
+        """Remove a setting and return its value."""
         return self.given.pop(name).value if name in self.given else default
 
     def use(self, name: str, default: Any = None) -> Any:
-        """Return what is given under our name, once, for a line of the data recipe."""
+        """Remove a setting and return its value; it becomes a line of the data recipe."""
         if name in self.given:
             self.made_of[name] = self.given[name].source
         return self.take(name, default)
 
     def note(self, key: str, reason: str) -> None:
-        """Say what becomes of a key."""
+        """Add a note about a key."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
     def drop(self, name: str, reason: str) -> None:
-        """Leave out what is given under our name, and say why."""
+        """Remove a setting, with a note that says why."""
         if name in self.given:
             self.note(self.given.pop(name).source, reason)
 
     def leave(self, key: str, value: Any, ours: str = "") -> None:
-        """Say why a key has no counterpart; `key` may be a path, as in datasets.roles."""
+        """Note why a key has no counterpart; `key` may be a path such as datasets.roles."""
         name = key.rpartition(".")[2]
         reason = LEFT.get(name) or REFUSED.get(ours or name) or OTHER_NAMES.get(name)
         if value in (None, ""):
@@ -234,7 +238,7 @@ class Conversion:
         self.note(key, reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
-        """Say why nothing inside a mapping has a counterpart, one key at a time."""
+        """Note for each key inside a mapping why it has no counterpart."""
         for key, value in values.items():
             if isinstance(value, Mapping) and value:
                 self.leave_all(f"{path}.{key}", value)
@@ -258,12 +262,12 @@ class Conversion:
         self.made_of[name] = key
 
     def move(self, name: str) -> None:
-        """Set a setting as it is given."""
+        """Move a setting to the training recipe unchanged."""
         if name in self.given:
             entry = self.given.pop(name)
             self.put(name, entry.value, "" if entry.source == name else entry.source, entry.source)
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value turns off what it is about."""
+    """Return whether a value turns its setting off."""
     return any(value is off or (value == off and type(value) is type(off)) for off in _OFF_VALUES)

@@ -1,4 +1,4 @@
-"""What makes training on a CPU faster: oneDNN for float32, a heap that keeps what is freed."""
+"""Settings for faster training on a CPU: oneDNN for float32, and a heap that keeps freed memory."""
 
 import ctypes
 from collections.abc import Mapping
@@ -9,18 +9,19 @@ from torch import nn
 from utils.config.precision import has_amx
 from utils.support.host import cpu_fact
 
-# torch's words: float32 products exactly, or as oneDNN does them.
+# torch's names: exact float32 products, or oneDNN's.
 _EXACT, _ONEDNN = "highest", "medium"
 _CACHE_LINE = 64  # bytes
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's numbers of them for mallopt
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 
 
 def settle_products(device: str) -> str | None:
-    """Let this process multiply float32 by oneDNN where MKL is slow; return a line for the log.
+    """Use oneDNN for float32 products in this process if MKL is slow; return a line for the log.
 
-    MKL's AVX-512 kernels are fast on Intel's processors only: a float32 step on an AMD EPYC takes
-    1.8 times as long with them. "medium" allows torch to round factors to bfloat16, which oneDNN
-    does with AMX only; a check shows that it does not here. What the user told torch stays.
+    MKL's AVX-512 kernels are only fast on Intel's processors: a float32 step on an AMD EPYC takes
+    1.8 times as long with them. The precision "medium" allows torch to round factors to bfloat16.
+    oneDNN only does that with AMX, and a check here verifies that it does not. A precision that the
+    user set is not changed.
     """
     avx_512 = device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -34,19 +35,19 @@ def settle_products(device: str) -> str | None:
 
 
 def by_onednn() -> bool:
-    """Whether this process multiplies float32 by oneDNN."""
+    """Return whether this process uses oneDNN for float32 products."""
     return torch.get_float32_matmul_precision() == _ONEDNN and not has_amx()
 
 
 def products_name() -> str:
-    """Return the name of the library that does."""
+    """Return the name of the library for float32 products."""
     return "oneDNN" if by_onednn() else "torch's default"
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep what is freed; False where the user decided, or without glibc.
+    """Make glibc keep freed memory. Return False if the user configured malloc, or without glibc.
 
-    Otherwise the kernel clears hundreds of megabytes anew in each step: a tenth of its time.
+    Otherwise the kernel would clear hundreds of megabytes in each step, a tenth of its time.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -56,10 +57,10 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Move weights on a CPU to whole cache lines, where torch puts its own tensors.
+    """Copy weights on a CPU whose address is not a multiple of a cache line.
 
-    Those of a safetensors file lie where the file has them, and MKL may sum in another order there
-    than after a resume.
+    A weight of a safetensors file can start at any address, and MKL may sum in another order there
+    than at an aligned address, where the weight is after a resume.
     """
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head, a few tokens at a time: the logits of all are never in memory.
+"""Cross-entropy of a linear head for a few tokens at a time, without the logits of all tokens.
 
-The gradients are computed in the forward pass, while a chunk's logits are there, so the head costs
-three matrix products and not four. Buffers are made once. The softmax is compiled on a GPU where
-layers are: without, it goes through memory several times.
+The forward pass also computes the gradients, while it has a chunk's logits, so the head needs three
+matrix products instead of four. Buffers are allocated once. If layers are compiled on a GPU, so is
+the softmax, which otherwise reads and writes memory several times.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a head is in memory at a time on a kind of device.
+    """The sizes of chunks and buffers on a kind of device.
 
-    rows: tokens of a chunk, rounded to whole `tile` rows, at most `logits` logits; block: logits in
-    float32; words: the vocabulary is filled up to a multiple of it with zeros.
+    rows: tokens of a chunk, a multiple of `tile`, with at most `logits` logits. block: logits in
+    float32 at a time. words: the vocabulary is padded with zeros to a multiple of this.
     """
 
     rows: int
@@ -36,21 +36,21 @@ class Sizes:
     words: int
 
 
-# A CPU's block stays in its cache. A GPU's fast products read rows of whole 16 bytes: with GPT-2's
-# 50,257 words a step took twice as long as with some words more.
+# A CPU's block fits its cache. Fast products of a GPU need rows of a multiple of 16 bytes: with
+# GPT-2's 50,257 words a step took twice as long as with a padded vocabulary.
 SIZES = {
     "cpu": Sizes(rows=1024, tile=64, logits=2**26, block=2**20, words=1),
     "cuda": Sizes(rows=4096, tile=128, logits=2**29, block=2**25, words=8),
 }
 COMPILED_ROWS = 2048
 CHECKED_TOKENS = 128
-TOLERANCE = 1e-3  # relative: in half precision a few derivatives are rounded otherwise
+TOLERANCE = 1e-3  # relative: in half precision a few derivatives round differently
 
 _checked: set[tuple[object, ...]] = set()
 
 
 class LogitTerms(NamedTuple):
-    """What a model does to the logits: multiply by `scale`, then cap * tanh(logits / cap)."""
+    """A model's changes of its logits: multiply by `scale`, then cap * tanh(logits / cap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -63,19 +63,20 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *,
     bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the cross-entropy of softmax(hidden @ weight.T + bias): summed, float32, shape ().
+    """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
-    And of each token, float32 (N,), without a gradient; and whether its target has the largest
-    logit, bool (N,), None where gradients are made in the logits' place.
+    Also return the loss of each token, float32 (N,), without a gradient, and whether its target has
+    the largest logit, bool (N,). The latter is None if gradients are computed, because they
+    overwrite the logits.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
-    Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` to rounding. Products are in
-    autocast's type, or else in the weight's; the rest, and the sum of the weight's gradient, in
-    float32. Waits for no device. compiled: compile the softmax, on a GPU.
+    Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding. Products have
+    autocast's type, or the weight's type without autocast. Everything else is float32, including
+    the sum of the weight's gradient. Waits for no device. compiled: compile the softmax, on a GPU.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    gradients = torch.is_grad_enabled()  # inside the function it never is
+    gradients = torch.is_grad_enabled()  # always off inside autograd functions
     how = (dtype, terms, gradients, compiled and device != "cpu")
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *how)
@@ -86,11 +87,11 @@ def _whole(count: int, tile: int) -> int:
 
 
 def _chunk_rows(tokens: int, words: int, sizes: Sizes, compiled: bool) -> int:
-    """Return how many tokens go through the head at a time: about as many in each chunk."""
+    """Return the tokens per chunk, so that all chunks have about the same number."""
     most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
     most = max(1, most // sizes.tile * sizes.tile)
     if compiled:
-        return most  # whatever the tokens, so that one shape is compiled
+        return most  # for any number of tokens, so that only one shape is compiled
     chunks = max(1, -(-tokens // most))
     return min(_whole(max(1, -(-tokens // chunks)), sizes.tile), most)
 
@@ -105,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
-        if hidden.device.type == "cpu":  # oneDNN makes and keeps code for each number of tokens
+        if hidden.device.type == "cpu":  # oneDNN compiles and caches code for each number of tokens
             more = _whole(tokens, SIZES["cpu"].tile) - tokens
             hidden = functional.pad(hidden, (0, 0, 0, more))
             targets = functional.pad(targets, (0, more), value=IGNORED)
@@ -128,8 +129,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale, *_ = gradients
         assert ctx.gradients is not None, "this loss was differentiated before"
-        # In place, as the weight's is large. Nobody else holds it then: autograd adds that of a
-        # tied embedding to it, in place too.
+        # Scale in place, because the weight's gradient is large, and drop our references, so that
+        # autograd adds the gradient of a tied embedding in place as well.
         made, ctx.gradients = ctx.gradients, None
         scaled = [
             None if own is None else own.mul_(scale).to(dtype)
@@ -139,9 +140,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedHead:
-    """The buffers and gradients of one call; gradients are those of the loss's sum.
+    """The buffers of one call, and the gradients of the summed loss.
 
-    The weight has W >= V rows: those beyond the vocabulary are zeros, as are their gradients.
+    The weight has W >= V rows. Rows beyond the vocabulary are zeros, and so are their gradients.
     """
 
     def __init__(
@@ -158,29 +159,29 @@ class ChunkedHead:
         self.chunk_rows = _chunk_rows(len(hidden), words, sizes, compiled)
         self.logits = hidden.new_empty(self.chunk_rows, words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        # Of tokens whose logits are in float32 at a time; a row is one thread's.
+        # Tokens whose logits are in float32 at a time, at least one per thread.
         block = max(torch.get_num_threads(), sizes.block // self.vocabulary)
         shape = min(self.chunk_rows, block), self.vocabulary
         self.buffers = [] if compiled else [zeros(shape) for _ in range(2)]
-        # Whether a token's largest logit is its target's.
+        # Whether the target of a token has the largest logit.
         self.hits = None if any(needed) else hidden.new_zeros(len(hidden), dtype=torch.bool)
         self.hidden_gradient = torch.empty_like(hidden) if needed[0] else None
         self.weight_gradient = zeros(self.weight.shape) if needed[1] else None
         self.bias_gradient = zeros(words) if needed[2] else None
-        # CUDA adds products of half precision to float32; elsewhere they are made first.
+        # CUDA can add a half-precision product to a float32 sum. Other devices need a buffer.
         product = needed[1] and hidden.dtype != torch.float32 and device != "cuda"
         self.product = torch.empty_like(self.weight) if product else None
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return those of hidden states, weight and bias, of the vocabulary alone."""
+        """Return the gradients of hidden states, weight and bias, without padding rows."""
         weight, bias = self.weight_gradient, self.bias_gradient
-        if len(self.weight) != self.vocabulary:  # else no view, to which autograd adds in place
+        if len(self.weight) != self.vocabulary:  # a view would stop autograd from adding in place
             weight = None if weight is None else weight[: self.vocabulary]
             bias = None if bias is None else bias[: self.vocabulary]
         return self.hidden_gradient, weight, bias
 
     def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
-        """Return the loss of each token (C,) and add up the gradients; targets (C,)."""
+        """Return the loss of each token (C,) and accumulate the gradients; targets (C,)."""
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
@@ -189,7 +190,7 @@ class ChunkedHead:
         if self.bias is not None:
             derivative += self.bias
         if self.compiled:
-            # The whole buffer, zeros behind the last token: one shape is compiled.
+            # Use the whole buffer, with zeros after the last token, to compile only one shape.
             targets = functional.pad(targets, (0, self.chunk_rows - tokens))
             self.logits[tokens:] = 0
             logits = self.logits[:, : self.vocabulary]
@@ -198,7 +199,7 @@ class ChunkedHead:
             logits = derivative[:, : self.vocabulary]
             losses = softmax_derivative(logits, targets, self.buffers, self.cap, self.needed)
         if self.hits is not None:
-            likely = logits.max(-1).indices  # on a CPU in a third of argmax's time
+            likely = logits.max(-1).indices  # on a CPU three times as fast as argmax
             self.hits[rows] = (likely == targets)[:tokens] & has_loss
         own = has_loss[:, None].to(hidden.dtype)
         if self.hidden_gradient is not None:
@@ -225,9 +226,9 @@ class ChunkedHead:
 def softmax_derivative(
     logits: Tensor, targets: Tensor, buffers: list[Tensor], cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Return the losses (C,) of logits (C, V), which become their own derivatives, in place.
+    """Return the losses (C,) of logits (C, V), and replace the logits by their derivatives.
 
-    buffers: two of float32 (B, V), for B tokens at a time.
+    buffers: two float32 tensors (B, V), for B tokens at a time.
     """
     size, losses = len(buffers[0]), []
     for some, those in zip(logits.split(size), targets[:, None].split(size), strict=True):
@@ -235,8 +236,8 @@ def softmax_derivative(
         wide.copy_(some)
         if cap is not None:
             wide.div_(cap).tanh_().mul_(cap)
-        # torch would make a float32 copy of its own, if it were given the logits.
-        if wide.is_cpu:  # in 0.6 of the time: the largest probability is exp(highest) / sum(exp)
+        # Given the logits, torch would allocate a float32 copy.
+        if wide.is_cpu:  # 0.6 of the time; the largest probability is exp(largest) / sum(exp)
             torch.softmax(wide, -1, out=derivative)
             normalizer = wide.amax(-1) - derivative.amax(-1).log()
             losses.append(normalizer - wide.gather(-1, those).squeeze(-1))
@@ -255,14 +256,14 @@ def softmax_derivative(
 def compiled_softmax_derivative(
     logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Do the same in one compiled function; each shape of logits is compiled once.
+    """Compute `softmax_derivative` by one compiled function, which is compiled once per shape.
 
-    It reads the logits twice and writes them once. Raises ConfigurationError where the first tokens
-    of a shape's first result are not those of `softmax_derivative`.
+    It reads the logits twice and writes them once. For each new shape it compares the first tokens
+    with `softmax_derivative`, and raises ConfigurationError if they differ.
     """
     kind = (logits.shape, logits.dtype, cap, differentiate)
     before = None if kind in _checked else logits[:CHECKED_TOKENS].clone()
-    # Read here: compiled by torch 2.11 for a CPU it is read after it has become a derivative.
+    # Not in the compiled function: torch 2.11 on a CPU would read it after it was overwritten.
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1).float()
     if cap is not None:
         chosen = chosen.div_(cap).tanh_().mul_(cap)
@@ -270,8 +271,8 @@ def compiled_softmax_derivative(
     if before is not None:
         buffers = [torch.empty_like(before, dtype=torch.float32) for _ in range(2)]
         expected = softmax_derivative(before, targets[: len(before)], buffers, cap, differentiate)
-        # What is not finite, as after a divergence, counts as 0 in both. Without gradients the
-        # logits are those of before.
+        # Values that are not finite, as after a divergence, count as 0 in both. Without gradients
+        # the logits must be unchanged.
         for found, wanted in ((losses, expected), (logits, before)):
             one, other = (v[: len(before)].float().nan_to_num(0, 0, 0) for v in (found, wanted))
             if (one - other).norm() > TOLERANCE * other.norm():
@@ -289,7 +290,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
-    """Return log(sum(exp(logits))) of each token (C,): a kernel that reads, one that writes."""
+    """Return log(sum(exp(logits))) of each token (C,), by one reading and one writing kernel."""
     wide = logits.float()
     if cap is not None:
         wide = cap * torch.tanh(wide / cap)
@@ -304,7 +305,7 @@ def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate
 
 
 def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    """Return (V, ...) as (words, ...) in a type; copied only where either differs."""
+    """Return (V, ...) padded with zeros to (words, ...) in this type; copy only if necessary."""
     if len(values) == words:
         return values.to(dtype)
     padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)

@@ -10,17 +10,18 @@ from utils.kernels.cpu_products import by_onednn
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-# On a CPU torch's kernel is slower in half precision than in float32 up to this length, and slower
-# than batched products by oneDNN up to the second one.
+# On a CPU torch's kernel is slower in half precision than in float32 up to the first length, and
+# slower than batched products by oneDNN up to the second.
 SHORT_ON_CPU, BLOCKED_ON_CPU = 256, 1024
-QUERIES = 128  # of a batched product
-SCORES = 2**21  # float32 scores at a time: what a CPU's caches hold
+QUERIES = 128  # queries of a batched product
+SCORES = 2**21  # float32 scores at a time; they fit a CPU's caches
 
 
 class Documents(NamedTuple):
-    """Where documents lie: `cu_seq_lens` int32 (n + 1,), the last value repeated as padding.
+    """The boundaries of documents in a micro-batch.
 
-    No document is longer than `max_length`, nor than a row of `row_length` tokens.
+    `cu_seq_lens` is int32 (n + 1,); the last value is repeated as padding. No document is longer
+    than `max_length`, nor than a sequence of `row_length` tokens.
     """
 
     cu_seq_lens: Tensor
@@ -29,7 +30,7 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """What shapes the scores besides queries and keys; `window` counts the query's own token."""
+    """The other inputs of the scores; `window` includes the query's own token."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -38,18 +39,18 @@ class ScoreTerms(NamedTuple):
     sinks: Tensor | None = None
 
 
-# Its lengths are known only at run time: compiled layers call it as it is.
+# The lengths are only known at run time, so it cannot be compiled.
 @torch.compiler.disable
 def per_document_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    """Run SDPA in documents that lie end to end, (tokens, heads, dim); one call for each length.
+    """Run SDPA in each document of (tokens, heads, dim), with one call for each length.
 
-    Reads the lengths on the host, which waits for the device when `cu_seq_lens` is not on the CPU.
+    Reads the lengths on the host, so it waits for the device unless `cu_seq_lens` is on the CPU.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
-    if len(set(lengths)) == 1:  # whole rows, say: nothing has to be gathered
+    if len(set(lengths)) == 1:  # no copies are needed
         query, key, value = (
             states.unflatten(0, (-1, lengths[0])).transpose(1, 2) for states in (query, key, value)
         )
@@ -57,10 +58,11 @@ def per_document_sdpa(
     alike: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
         blocked = _in_blocks(query, length, terms)
-        # oneDNN compiles code for each shape: what fills a document up lies behind it, unseen.
+        # oneDNN compiles code for each shape, so round lengths up. Causal attention cannot see the
+        # padding after a document.
         alike.setdefault(-(-length // 64) * 64 if blocked else length, []).append(document)
-    # split and cat have one backward node each; a slice per document would have a zero-filled
-    # gradient of all tokens per document.
+    # split and cat have one backward node each. A slice per document would create a zero-filled
+    # gradient of all tokens for each document.
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[Tensor] = [query] * len(lengths)
     for length, members in alike.items():
@@ -85,19 +87,19 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
     if terms.window is not None and terms.window >= length:
-        terms = terms._replace(window=None)  # it hides nothing
+        terms = terms._replace(window=None)  # the window hides nothing
     blocked = _in_blocks(query, length, terms)
     short = query.device.type == "cpu" and length <= SHORT_ON_CPU
     if query.dtype in HALF_TYPES and (blocked or short):
-        with torch.autocast("cpu", enabled=False):  # which would make them narrow again
+        with torch.autocast("cpu", enabled=False):  # autocast would cast back to half precision
             attended = causal_sdpa(query.float(), key.float(), value.float(), terms)
         return attended.to(query.dtype)
     if blocked:
         return _blocked_attention(query, key, value, terms.scale)
     mask = None if terms.window is None else _visible(length, terms.window, query.device)
     grouped = query.shape[1] != key.shape[1]
-    # CUDA has grouped heads in its half precision kernels alone: the rest would fall back to the
-    # one that keeps all scores in memory.
+    # Only CUDA's half-precision kernels support grouped heads. Others would fall back to a kernel
+    # that keeps all scores in memory.
     native = not query.is_cuda or (query.dtype in HALF_TYPES and mask is None)
     if grouped and not native:
         repeats = query.shape[1] // key.shape[1]
@@ -109,7 +111,7 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
 
 
 def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
-    """Whether documents of this length are computed by `_blocked_attention`."""
+    """Return whether `_blocked_attention` computes documents of this length."""
     plain = terms._replace(scale=None, window=None) == ScoreTerms()
     whole = terms.window is None or terms.window >= length
     computed = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
@@ -117,9 +119,9 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Do the same out of oneDNN's batched products: a step on packed chats takes 16 % less time."""
+    """Attend by oneDNN's batched products; a step on packed chats takes 16 % less time."""
     heads, length, _ = query.shape[1:]
-    # Few shapes: documents go together by powers of two, the largest first.
+    # Use few shapes: group documents by powers of two, the largest group first.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
     sizes: list[int] = []
     while left := len(query) - sum(sizes):
@@ -129,9 +131,9 @@ def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
 
 
 def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend with some queries at a time to all keys that they see."""
+    """Attend with a block of queries at a time to all keys that it sees."""
     rows, heads, length, dim = query.shape
-    pairs = rows * key.shape[1]  # of a row and a key head, each with some query heads
+    pairs = rows * key.shape[1]  # (row, key head) pairs, each with several query heads
     query = (query * (dim**-0.5 if scale is None else scale)).reshape(pairs, -1, length, dim)
     key, value = (states.reshape(pairs, length, -1) for states in (key, value))
     later = torch.full((QUERIES, QUERIES), -torch.inf, device=query.device).triu_(1)
@@ -148,10 +150,10 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend with all scores in memory, as SDPA has neither soft caps nor sinks.
+    """Attend with all scores in memory, because SDPA has neither soft caps nor sinks.
 
-    Soft caps as in Gemma 2 (arXiv 2408.00118, section 2), sinks as in gpt-oss: one more logit per
-    head that takes weight and gives no value.
+    Soft caps follow Gemma 2 (arXiv 2408.00118, section 2). Sinks follow gpt-oss: one more logit per
+    head, which gets weight but has no value.
     """
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))

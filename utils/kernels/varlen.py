@@ -1,8 +1,8 @@
 """Causal attention over packed documents: `packed_varlen` for transformers, and its kernels.
 
-A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) of a
-whole micro-batch laid end to end, `Documents` and `ScoreTerms`, and returns (tokens, heads,
-value_dim).
+A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) of all
+sequences of a micro-batch, concatenated, with `Documents` and `ScoreTerms`. It returns (tokens,
+heads, value_dim).
 """
 
 import importlib
@@ -27,11 +27,11 @@ from utils.kernels.per_document import (
     per_document_sdpa,
 )  # fmt: skip
 
-# transformers looks for "flash", "sdpa" and "flex_attention" inside a name: it has none of them.
+# The name must not contain "flash", "sdpa" or "flex_attention", which transformers looks for.
 NAME = "packed_varlen"
 ROW_SDPA = "row_sdpa"
-MAX_FLASH_HEAD_DIM = 256  # of FlashAttention 2, 3 and torch's copy of it
-# On Hopper torch would take FlashAttention 2 first, cuDNN's kernel being about twice as fast there
+MAX_FLASH_HEAD_DIM = 256  # limit of FlashAttention 2 and 3 and of torch's copy
+# On Hopper torch would prefer FlashAttention 2, although cuDNN's kernel is about twice as fast
 # (transformers#48163).
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
@@ -40,7 +40,7 @@ CUDNN_FIRST = [
 
 
 class AttentionNeeds(NamedTuple):
-    """What a model asks of its attention kernel; `dropout` is the probability in training."""
+    """The features that a model needs from its attention kernel; `dropout` is a probability."""
 
     head_dim: int
     softcap: bool = False
@@ -54,7 +54,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel that can run here; `features` beside plain attention: softcap, sinks, dropout."""
+    """A kernel that can run here; `features` are softcap, sinks, dropout."""
 
     name: str
     label: str
@@ -63,7 +63,7 @@ class VarlenKernel:
     on_cuda_only: bool = True
 
     def missing(self, needs: AttentionNeeds) -> list[str]:
-        """Name what the model needs and this kernel does not compute."""
+        """Return names of the needed features that this kernel lacks."""
         wanted = {
             "softcap": (needs.softcap, "logit soft caps"),
             "sinks": (needs.sinks, "attention sinks"),
@@ -84,8 +84,8 @@ PER_DOCUMENT = VarlenKernel(
 def register_packed_varlen(kernel: VarlenKernel) -> None:
     """Register `packed_varlen` with `kernel` for half precision on CUDA.
 
-    No mask function goes with it, so models make no mask: the kernel learns where documents lie
-    from `cu_seq_lens`, and padding has to be a segment of its own.
+    Registered without a mask function, so models make no mask. The kernel gets the documents'
+    boundaries from `cu_seq_lens`; padding must be a separate segment.
     """
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
 
@@ -99,10 +99,10 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally inside each document of a packed micro-batch.
 
-    query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens
-    laid end to end. Returns ((B, T, H, D), None). On a CPU and in float32, as in the proof of
-    isolation, PER_DOCUMENT stands in for a CUDA kernel. Raises ConfigurationError for what it
-    cannot compute.
+    query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens of
+    all sequences. Returns ((B, T, H, D), None). CUDA kernels are replaced by PER_DOCUMENT on a CPU
+    and in float32, as in the isolation check. Raises ConfigurationError for inputs that it cannot
+    compute.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
@@ -115,7 +115,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             "computes Stoker's batches alone; to generate, call "
             "model.set_attn_implementation('sdpa'), or 'eager' where the model has no sdpa."
         )
-    # Rotary embeddings and norms kept in fp32 leave queries wider than values.
+    # Rotary embeddings and norms in float32 can make queries wider than values.
     dtype = value.dtype if query.dtype == torch.float32 else query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -140,9 +140,9 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 def find_kernels(
     device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
 ) -> tuple[list[VarlenKernel], list[str]]:
-    """Find the kernels that compute all of `needs` here, best first, and why others do not.
+    """Return the kernels that support `needs` here, best first, and why the others do not.
 
-    whole_rows: no sequence of the run holds more than one document.
+    whole_rows: no sequence of the run has more than one document.
     """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
     usable, refusals = [], []
@@ -153,8 +153,8 @@ def find_kernels(
             refusals.append(f"{label} lacks {', '.join(missing)}")
         else:
             usable.append(kernel)
-    # FlashAttention 3 is as fast as cuDNN's kernel, and the rest of CUDA's kernels are for half
-    # precision: where there are none, there is no such kernel either.
+    # FlashAttention 3 is as fast as cuDNN's kernel. cuDNN's kernel needs half precision, as these
+    # kernels do, so it is only possible if one of them is.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
         by_row = load_row_sdpa(needs, packed=usable[0])
         usable = [by_row, *usable] if by_row else usable
@@ -162,7 +162,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Load the CUDA kernels, best first, each with its label; a string says why one cannot run."""
+    """Load the CUDA kernels with their labels, best first; a string is a reason not to use one."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -181,7 +181,7 @@ def _is_hopper() -> bool:
 
 
 def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
-    """Import a kernel; a string says that it is missing, or built for another torch."""
+    """Import a kernel, or return why it cannot be imported."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -191,7 +191,7 @@ def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
 
 
 def load_flash_attention(version: int) -> VarlenKernel | str:
-    """Load FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or say why not."""
+    """Load FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or return why not."""
     module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
     function = _import_function(module, "flash_attn_varlen_func")
     if isinstance(function, str):
@@ -209,7 +209,7 @@ def _flash(
 ) -> Tensor:  # fmt: skip
     """Call `flash_attn_varlen_func` of FlashAttention 2 or 3; only terms in use are passed."""
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
-    # The backward pass adds up with atomics unless asked not to.
+    # By default the backward pass sums with atomics, in varying order.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if terms.window is not None:
         options["window_size"] = (terms.window - 1, 0)  # tokens to the left, inclusive
@@ -228,11 +228,11 @@ def _flash(
 
 
 def load_torch_varlen() -> VarlenKernel | str:
-    """Load torch's own variable-length attention, or say why not."""
+    """Load torch's variable-length attention, or return why not."""
     function = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if isinstance(function, str):
         return function
-    # Before torch 2.12 there is no such option, and heads may be grouped without it.
+    # torch before 2.12 does not have this option and always supports grouped heads.
     asks = "enable_gqa" in inspect.signature(function).parameters
     grouped = {"enable_gqa": True} if asks else {}
 
@@ -250,11 +250,11 @@ def load_torch_varlen() -> VarlenKernel | str:
 
 
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
-    """Return SDPA over whole sequences by cuDNN's kernel; None where torch would not take it.
+    """Return SDPA over whole sequences by cuDNN's kernel, or None if torch would not choose it.
 
-    For sequences of one document and perhaps padding behind it, which no token of the document
-    sees; the padding has no loss, so it may see the document. Batches whose boundaries leave room
-    for more than that, as the isolation probe's, go through `packed`.
+    It is for sequences of one document, with or without padding after it. No token of the document
+    sees the padding; the padding sees the document but has no loss. Batches with more documents, as
+    in the isolation check, use `packed`.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:
@@ -264,7 +264,7 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
         query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
     ) -> Tensor:
         rows = query.shape[0] // documents.row_length
-        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # a document and its padding each
+        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # more than a document and padding each
             return packed.run(query, key, value, documents, terms)
         query, key, value = (
             states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
@@ -278,7 +278,7 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
 
 
 def sdpa_backend(head_dim: int) -> SDPBackend:
-    """Ask torch which kernel SDPA takes on this GPU in training, cuDNN's being preferred."""
+    """Return the kernel that torch's SDPA chooses on this GPU in training, preferring cuDNN's."""
     states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
     states.requires_grad_()
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):

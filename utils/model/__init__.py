@@ -1,15 +1,16 @@
-"""What trains: the model from its configuration to the layers of one run.
+"""The model of a run, from its configuration to its layers.
 
-config                  a configuration read strictly; the tokenizer beside the embedding
-weights, stages         what is loaded, and from which earlier run
-adapters                LoRA, and which weights train
+config                  reads a configuration strictly; fits the embedding to the tokenizer
+weights, stages         load the weights, of a published model or an earlier run
+adapters                LoRA's adapters; freezes unused weights
 quantization            weights in 4 bits under LoRA
-architecture            class, text model, experts and towers of a model of transformers
-probe                   a small random model of the same architecture, to try things on
-attention               the chosen kernel, and the batches it takes
-isolation               the proof that packed documents stay apart, which decides on the kernel
+architecture            class, text model, experts and towers of a transformers model
+probe                   a small random model of the same architecture, for checks
+attention               the chosen kernel, and the shape of its batches
+isolation               proves that packed documents stay apart, and so chooses the kernel
 loss_head               the last layer with its loss, and the experts' load-balancing term
-compilation             activation checkpointing, and layers compiled one by one
-flops                   model FLOPs a token, and peaks of known GPUs: MFU
-finished_model          what final/ says beside its weights
+compilation             activation checkpointing, and compilation of single layers
+flops                   model FLOPs per token and peaks of known GPUs, for MFU
+finished_model          generation settings and other files of final/
+xlstm                   kernels of xLSTM
 """

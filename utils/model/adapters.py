@@ -1,4 +1,4 @@
-"""What of a model trains: LoRA's adapters, or all weights that text goes through."""
+"""The trained part of a model: LoRA's adapters, or all weights that text passes through."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ from utils.support.foreign import foreign
 logger = logging.getLogger(__name__)
 
 ALL = "all-linear"
-# Published recipes name each expert's own layers, which transformers keeps in one parameter now.
+# Published recipes name the layers of single experts; transformers now has one parameter for all.
 FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
     "w3": "gate_up_proj", "w2": "down_proj", "down_proj": "down_proj",
@@ -39,15 +39,15 @@ FORMERLY = {
 
 
 class Targets(NamedTuple):
-    """What adapters are put on: full names of modules, and of parameters that experts hold."""
+    """The full names of the modules, and of the experts' parameters, that get adapters."""
 
     modules: list[str]
     parameters: list[str]
-    head: bool  # whether the last layer is trained whole beside them
+    head: bool  # the last layer is trained whole in addition
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters, without LoRA itself; what is unused is frozen."""
+    """Return the model with LoRA's adapters; without LoRA, freeze its unused weights."""
     if not model.use_peft:
         freeze_unused(built)
         return built
@@ -61,10 +61,11 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 def trained_bytes(
     model: ModelArguments, config: PreTrainedConfig, dtype: torch.dtype, trained: int
 ) -> int:
-    """Return the bytes of the trained weights, which are also those of their gradients.
+    """Return the bytes of the trained weights; their gradients take as many.
 
-    PEFT keeps adapters in float32 beside weights in half precision (autocast_adapter_dtype), layers
-    that it trains whole (lora_modules_to_save) in their type; QLoRA keeps all in float32.
+    PEFT keeps adapters in float32 even if the weights are in half precision
+    (autocast_adapter_dtype). Layers that it trains whole (lora_modules_to_save) keep their type,
+    except with QLoRA, where they are float32.
     """
     if not model.use_peft:
         return trained * dtype.itemsize
@@ -77,9 +78,10 @@ def trained_bytes(
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze and return the parameters that the loss does not reach: DDP waits for all gradients.
+    """Freeze the parameters that the loss does not reach; return their names.
 
-    These are towers for images and sound, and the indexers of sparse attention.
+    These are towers for images and sound, and the indexers of sparse attention. DDP would wait for
+    their gradients.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
@@ -122,7 +124,7 @@ def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | 
 
 
 def check_model(config: PreTrainedConfig) -> None:
-    """Raise ConfigurationError unless the model can be built, with a head on its text model."""
+    """Raise ConfigurationError unless the model can be built and its text model has a head."""
     kind = f"model type {config.model_type!r}"
     with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
         built = without_weights(config)
@@ -150,7 +152,7 @@ def _adapt(
 
 
 def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
-    """Return what the settings name; raises ConfigurationError for all names that do not fit."""
+    """Resolve the settings to full names; raises ConfigurationError for names that do not fit."""
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
     asked, named = model.lora_target_modules, model.lora_target_parameters
@@ -183,9 +185,10 @@ def _matched(
     problems: list[str],
     had_experts: bool = False,
 ) -> list[str]:
-    """Return the known names that end in one of those asked for, or match the only one's pattern.
+    """Return the known names that end in a requested name, or match a single requested pattern.
 
-    What matches nothing is a problem, but with `had_experts` not a former name of experts.
+    Add a problem for each requested name without a match. With `had_experts`, former names of
+    experts' layers are no problem.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
@@ -204,11 +207,11 @@ def _matched(
 
 
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the text model's linear layers but the last, and the weights that hold all experts.
+    """Return the names of the text model's linear layers, except the last, and of experts' weights.
 
-    The class alone would do for too many layers: some routers derive from it and return more than a
-    tensor. Mamba's fused kernels read some layers as weights, which PEFT leaves alone. Experts'
-    weights are (experts, in, out) or (experts, out, in).
+    A layer counts as linear by its forward method: some routers derive from nn.Linear but return
+    more than a tensor. Layers whose weights Mamba's fused kernels read directly are left out, as
+    PEFT refuses them. An expert weight holds all experts: (experts, in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

@@ -1,4 +1,4 @@
-"""What transformers' architectures are: their class, their text model, their experts and towers."""
+"""Facts about transformers' architectures: class, text model, experts and towers."""
 
 import copy
 import inspect
@@ -18,16 +18,16 @@ from utils.config.errors import ConfigurationError
 from utils.support.foreign import limits
 from utils.support.host import memory_room_bytes
 
-# What each is called differs by architecture; the attribute that a config has is the one meant.
+# Architectures use different names for the same setting. A config has one of them.
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk",
     "top_k_experts",
 )  # fmt: skip
-# Modules that get no gradient: sparse attention takes indices from its indexers, and nothing reads
-# the pooler of a BERT.
+# Modules without a gradient: sparse attention only takes indices from its indexers, and the pooler
+# of a BERT is not used.
 WITHOUT_GRADIENT = {"indexer", "pooler"}
 LAYER_TYPES = ("layer_types", "layers_block_type")
-# What an architecture raises that does not fit a cut: sizes that must divide, missing layers.
+# Exceptions of an architecture that cannot be made smaller: sizes that must divide, missing layers.
 MISFITS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
     AssertionError, StrictDataclassError,
@@ -35,25 +35,25 @@ MISFITS = (
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what a library says is wrong."""
+    """Return the first line of a library's error message."""
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
 def first_set(owner: Any, names: Sequence[str]) -> Any:
-    """Return the first of these settings that a config or a layer has; None: it has none."""
+    """Return the first of these settings that a config or a layer has, or None."""
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return the settings in which single layers differ from the rest, such as Gemma 4's heads."""
+    """Return settings of single layers that differ from the rest, such as Gemma 4's heads."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class to train: with towers for images or sound it is the whole model's.
+    """Return the class to train: the whole model's, with its towers for images or sound.
 
-    Raises ConfigurationError where transformers has none that learns from text alone.
+    Raises ConfigurationError if transformers has no class that learns from text alone.
     """
     # The mappings have no public name; `_model_mapping` has had this one since transformers 4.
     multimodal = AutoModelForMultimodalLM._model_mapping
@@ -74,13 +74,13 @@ def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:
-    """Whether AutoModelForCausalLM does not load the whole model."""
+    """Return whether AutoModelForCausalLM would load only a part of the model, or nothing."""
     causal = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     return causal is not causal_lm_class(model_config)
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the text part's configuration if AutoModelForCausalLM loads that part alone."""
+    """Return the text part's configuration if AutoModelForCausalLM loads only that part."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -89,7 +89,7 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
 
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
-    """Return why a model cannot learn from text alone; None: it can."""
+    """Return why a model cannot learn from text alone, or None if it can."""
     arguments = inspect.signature(model_class.forward).parameters
     needed = [
         name
@@ -118,28 +118,29 @@ def _saved_alone(part: PretrainedConfig) -> str:
 def body_of(model: PreTrainedModel) -> Any:
     """Return the model without its head."""
     body: Any = model.base_model
-    # Llama 4's names a part that it does not have, which makes its base model itself.
+    # Llama 4 names a base model that it does not have; `base_model` is then the model itself.
     return model.model if body is model else body
 
 
 def text_model_of(model: PreTrainedModel) -> Any:
-    """Return the decoder that text goes through; beside it there may be towers for images."""
+    """Return the decoder that text passes through, without towers for images."""
     decoder: Any = model.get_decoder()
     return body_of(model) if decoder is model else decoder
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device, to look at.
+    """Build the model on the meta device, without weights.
 
-    An attention that the configuration names is not loaded: its code would run. Raises any
-    Exception for a model that cannot be built, a ConfigurationError for one that is too large.
+    Replaces an attention that the configuration names, because loading it would run its code.
+    Raises any Exception for a model that cannot be built, and ConfigurationError for one that is
+    too large.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     name = config.name_or_path or f"a model of type {config.model_type}"
     with limits(f"building {name}"), torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
-    # A load computes these on the CPU, in int64 first, also where no weight is loaded.
+    # from_pretrained computes these tables on the CPU, in int64 first, even without weights.
     needed, room = 4 * sum(value.nbytes for value in built.buffers()), memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
@@ -150,31 +151,34 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def expert_count(layer: torch.nn.Module) -> int:
-    """Return how many experts a layer holds, each of its weights one tensor for all; 0: none."""
+    """Return how many experts a layer holds if one tensor holds a weight of all experts, else 0."""
     own = layer.parameters(recurse=False)
     stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
     return (first_set(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
 
 
 def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the layers whose choice of experts transformers records."""
+    """Return the routers: the layers whose choice of experts transformers records."""
     parts = (model, text_model_of(model))
     tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
     recorded: Any = next(filter(None, (table.get("router_logits") for table in tables)), [])
     each = recorded if isinstance(recorded, list | tuple) else [recorded]
     classes: tuple[Any, ...] = tuple(getattr(one, "target_class", one) for one in each)
     found = (module for module in model.modules() if isinstance(module, classes))
-    # Granite's small models have routers to no experts.
+    # Granite's small models have routers without experts.
     return [router for router in found if any(weight.numel() for weight in router.parameters())]
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Whether a model routes tokens to experts: a config may name some that are not built."""
+    """Return whether a model routes tokens to experts.
+
+    Its config may name experts that it lacks.
+    """
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
 def give_token_types(model: PreTrainedModel) -> None:
-    """Let batches of text be known as text: Molmo 2 asks for token types while it trains."""
+    """Add token types to batches of text for Molmo 2, which requires them in training."""
     if model.config.model_type != "molmo2":
         return
 
@@ -187,9 +191,9 @@ def give_token_types(model: PreTrainedModel) -> None:
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the parts of names that modules of the text model have which text does not enter.
+    """Return name parts of the modules inside the text model that text does not pass through.
 
-    Chameleon and Phi-4 have towers there, Llama 3.2 Vision layers that attend to images.
+    Chameleon and Phi-4 have towers there; Llama 3.2 Vision has layers that attend to images.
     """
     config: Any = model.config
     text_config, text = config.get_text_config(decoder=True), text_model_of(model)
@@ -205,7 +209,7 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that text does not go through: those of towers and projectors."""
+    """Return the parameters that text does not pass through: those of towers and projectors."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {
@@ -222,5 +226,5 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 
 def gets_gradient(name: str) -> bool:
-    """Whether the loss reaches the module or parameter of this name in a text model."""
+    """Return whether the loss reaches the module or parameter of this name in a text model."""
     return WITHOUT_GRADIENT.isdisjoint(name.split("."))

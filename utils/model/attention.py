@@ -1,4 +1,4 @@
-"""The attention of a run, chosen or refused before any weight loads, and the batches it takes."""
+"""The attention of a run, chosen or refused before weights load, and the shape of its batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,17 +33,17 @@ PROOFS = {
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What transformers is told, what computes, and a line for the user."""
+    """The attention name for transformers, the kernel behind it, and the reason to log."""
 
     name: str
     kernel: str
     reason: str
-    batches: str = "packed"  # what the model is given, see `shape_inputs`
-    unproved: str = ""  # why nothing could be proved
+    batches: str = "packed"  # the shape of the model's inputs, see `shape_inputs`
+    unproved: str = ""  # why isolation could not be proved
 
     @property
     def proof(self) -> str:
-        """Return what is known of this choice, for the log."""
+        """Return what the isolation check found, in words for the log."""
         return self.unproved or PROOFS.get(self.batches, "keeps packed documents apart")
 
 
@@ -55,13 +55,13 @@ def attention_choices(
     dtype: torch.dtype,
     whole_rows: bool = False,
 ) -> Iterator[AttentionChoice]:
-    """Yield the attention for packed training, and what is tried if documents are not apart in it.
+    """Yield the attention for packed training, then alternatives if documents leak in it.
 
-    `requested` as in --attn_implementation, where a flash kernel is `packed_varlen` through that
-    one, which is registered; `needs` as `observe_attention` has it; `dtype` is the type that
-    training computes in; `whole_rows`: no sequence holds more than one document, so that plain
-    batches do (padding lies behind it, where no token sees it), and where padding changes numbers
-    batches without it. Else block masks are tried by default. Raises ConfigurationError.
+    `requested` is --attn_implementation; a flash kernel's name means `packed_varlen` with that
+    kernel, which is registered here. `needs` is the result of `observe_attention`. `dtype` is the
+    type that training computes in. With `whole_rows` no sequence has more than one document, so the
+    alternatives are plain batches (padding comes last, where no token sees it) and batches without
+    padding. Otherwise the alternative, by default, is a block mask. Raises ConfigurationError.
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)
@@ -78,7 +78,7 @@ def attention_choices(
         )
     recurrent = is_recurrent(model_config)
     yield replace(first, batches="flat") if recurrent else first
-    # Without a mask SDPA lets PaliGemma's tokens see those that follow.
+    # Without a mask, SDPA would let PaliGemma's tokens see later tokens.
     kinds = ("sdpa", "eager") if own == "sdpa" and name not in ("sdpa", "eager") else (own,)
     for kind in kinds:
         if whole_rows:
@@ -95,8 +95,8 @@ def attention_choices(
 def own_attention(
     requested: str | None, model_config: PretrainedConfig, needs: AttentionNeeds | str | None
 ) -> str:
-    """Return transformers' own attention with masks for this model, sdpa or eager."""
-    # SDPA knows neither caps of scores nor sinks.
+    """Return transformers' own masked attention for this model: sdpa or eager."""
+    # SDPA has neither soft caps nor sinks.
     special = isinstance(needs, AttentionNeeds) and (needs.softcap or needs.sinks)
     sdpa = causal_lm_class(model_config)._supports_sdpa and not special
     return "sdpa" if sdpa and requested != "eager" else "eager"
@@ -105,7 +105,7 @@ def own_attention(
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
-    """Take the best kernel for packed_varlen, or the one asked for."""
+    """Choose and register the best kernel for packed_varlen, or the requested one."""
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
     wanted = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
     if not wanted:
@@ -123,10 +123,10 @@ def _choose_packed(
 
 
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
-    """Return the inputs of packed sequences, (B, T), as the model is to take them.
+    """Bring the inputs of packed sequences, (B, T), into the shape that the model takes.
 
-    "packed": as they are. "plain": tokens and labels alone, for sequences of one document. "alone":
-    those without padding, for B = 1. "flat", for kernels of recurrent layers: (1, B * T) with
+    "packed": unchanged. "plain": only tokens and labels, for sequences of one document. "alone":
+    the same without padding, for B = 1. "flat", for kernels of recurrent layers: (1, B * T) with
     `seq_idx`, the document of each token, int32.
     """
     if batches == "packed":
@@ -143,21 +143,21 @@ def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
     flat = {
         name: value.reshape(1, -1) if name in PER_TOKEN else value for name, value in inputs.items()
     }
-    # A document begins wherever positions begin again.
+    # Positions restart at 0 where a document begins.
     flat["seq_idx"] = (flat["position_ids"] == 0).cumsum(-1, dtype=torch.int32) - 1
     return flat
 
 
 def is_recurrent(model_config: PretrainedConfig) -> bool:
-    """Whether a model has layers that read on from token to token, beside attention."""
+    """Return whether a model has recurrent layers, which carry a state from token to token."""
     types = getattr(model_config.get_text_config(decoder=True), "layer_types", None) or ()
     if types and all("attention" in kind and "linear" not in kind for kind in types):
-        return False  # DeepSeek-V4 is stateful by the blocks of tokens that it caches
+        return False  # DeepSeek-V4's state is a cache of token blocks
     return bool(causal_lm_class(model_config)._is_stateful or "conv" in types)
 
 
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
-    """Refuse packing where Llama 4 scales its queries by the position in the sequence."""
+    """Refuse packing if Llama 4 would scale queries by the position in the packed sequence."""
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)
     if first and text.attn_temperature_tuning and sequence_length >= first:

@@ -1,8 +1,9 @@
 """Activation checkpointing and compilation of a model's layers.
 
-none keeps what autograd wants; selective keeps what matrix products and attention return and
-computes norms, activation functions, rotations and casts again; full keeps the layer's input alone.
-No number changes: what is computed again comes from the same inputs and the same random state.
+Checkpointing "none" keeps everything that autograd needs. "selective" keeps the outputs of matrix
+products and attention, and computes norms, activation functions, rotations and casts again. "full"
+keeps only the layer's input. No number changes, because the second computation has the same inputs
+and the same random state.
 """
 
 import importlib.util
@@ -33,19 +34,19 @@ logger = logging.getLogger(__name__)
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
 _PRODUCTS = ("mm", "addmm", "_scaled_mm")
-# The last is transformers' for experts where torch's does not run.
+# The second is transformers' product for experts on devices where torch's does not run.
 _EXPERT_PRODUCTS = ("_grouped_mm", "grouped_mm_fallback")
-# Of operators' names: torch's own attention, FlashAttention's, whose namespaces differ by build,
-# and varlen_attn. Attention without a kernel is made of bmm, which returns all scores: not kept.
+# Parts of operators' names: torch's attention, FlashAttention (whose namespace differs by build)
+# and varlen_attn. Attention without a kernel uses bmm; its scores are too large to keep.
 _ATTENTION = ("_scaled_dot_product_", "flash_attn", "varlen_attn")
 _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Let activation checkpointing of `model` be the selective one, once Trainer turns it on.
+    """Make activation checkpointing of `model` selective when Trainer enables it.
 
-    Call it before PEFT wraps the model and FSDP2 shards it. Products of experts with a bias
-    (gpt-oss) are computed again: transformers adds the bias in place, which changes what is kept.
+    Call this before PEFT wraps the model and FSDP2 shards it. Products of experts with a bias
+    (gpt-oss) are computed again, because transformers adds the bias to the kept output in place.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -62,10 +63,10 @@ def keep_products(model: PreTrainedModel) -> None:
 def kept(
     _: Any, operator: Any, *args: Any, products: tuple[str, ...] = _PRODUCTS, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Say whether what an operator returned is kept; the policy of selective checkpointing.
+    """Decide whether to keep an operator's output; this is the policy of selective checkpointing.
 
-    What draws random numbers is never kept: the layer's second pass starts from the same random
-    state, and has to draw as often as the first.
+    Outputs with dropout are never kept: the layer's second pass starts from the same random state,
+    so it must draw as many random numbers as the first.
     """
     schema = operator._schema
     known = schema.name.rpartition("::")[2] in products
@@ -78,17 +79,17 @@ def kept(
     return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
-# Read by torch when it first compiles; its own default is in /tmp, which ends with the job.
+# torch reads this variable when it first compiles. Its default is in /tmp, which a job loses.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# What changes from step to step among a layer's arguments that are no tensors, as torch calls it.
+# torch's names of the layer arguments that are numbers and change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
-LEAST_GRAPHS = 8  # torch's own limit
+LEAST_GRAPHS = 8  # torch's default limit
 
 
 def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
-    """Return the directory that keeps what was compiled (in a job: utils/launch/caches.py).
+    """Set and return torch's cache directory for compiled code.
 
-    Raises ConfigurationError under ZeRO-3, and without a C++ compiler unless another host compiles.
+    Raises ConfigurationError under ZeRO-3, and if this host compiles but has no C++ compiler.
     """
     if strategy == "zero3":
         raise ConfigurationError(
@@ -105,20 +106,20 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
 
 
 def marked_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model of transformers, as it marks them for checkpointing."""
+    """Return the layers that transformers marks for checkpointing."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer when it first runs; torch raises where it would continue without.
+    """Compile each layer when it first runs; torch raises instead of falling back to eager code.
 
-    Shapes are static: another micro-batch size or row length is compiled once more.
+    Shapes are static: another micro-batch size or sequence length compiles again.
     """
     layers = marked_layers(model)
     if not layers:
         name = type(model).__name__
         raise ConfigurationError(f"--compile true: {name} is not built of layers; set it to false")
-    # No two layers may be alike, and each is compiled for training and for evaluation.
+    # All layers may differ, and each is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch.compiler.config.dynamic_sources = ",".join(OPEN_NUMBERS)
@@ -127,18 +128,19 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def leave_length_open(tensor: torch.Tensor) -> None:
-    """Let layers be compiled for any length of this tensor, the documents' boundaries."""
+    """Let compiled layers accept any length of this tensor, the documents' boundaries."""
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> bool:
-    """Log, and return, whether layers are compiled.
+    """Decide whether to compile layers, and log the decision.
 
-    Left open, it is on where a GPU trains and nothing speaks against it, and a resumed run keeps
-    it: compiled layers round otherwise. Collective: ranks do alike. `elsewhere`: the run trains on
-    another machine. Raises ConfigurationError where it is required but unavailable.
+    By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
+    keeps the decision of its last start, because compiled layers round differently. `elsewhere`
+    means that the run trains on another machine. Collective: all ranks decide alike. Raises
+    ConfigurationError if compilation is required but not possible.
     """
     compiled, why = settings.model.compile, ""
     if compiled is None:
@@ -158,7 +160,7 @@ def choose_compilation(
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
-    """Return why layers are not compiled by default; a GPU elsewhere is taken to be able to."""
+    """Return why layers are not compiled by default, or None. Other hosts count as able to."""
     if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton's code in bfloat16
         return "the GPU's compute capability is below 8.0"
     if not elsewhere and importlib.util.find_spec("triton") is None:

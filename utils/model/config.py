@@ -1,10 +1,11 @@
-"""A model's configuration, read strictly and built, and the tokenizer beside its embedding.
+"""A model's configuration, read strictly, and the tokenizer compared with the embedding.
 
-Published files hold more than an architecture takes: old names (`rope_theta`), settings that the
-model's code alone reads (`head_dim` of Qwen3-MoE), and much that has no effect.
+Published files have more keys than an architecture declares: old names (`rope_theta`), settings
+that only the model's code reads (`head_dim` of Qwen3-MoE), and many without effect.
 
-Training takes the tokenizer of its data. The model's own may be another one (a base model and its
-chat sibling) as long as ids mean the same words. Tokens that it lacks get rows in the embedding.
+Training uses the tokenizer of its data. It may differ from the model's own (a base model and its
+chat sibling) as long as ids mean the same tokens. Tokens that the model lacks get new rows in the
+embedding.
 """
 
 import contextlib
@@ -44,20 +45,20 @@ from utils.model.stages import stage_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# What libraries write into every published file; one of them tells it from a file somebody wrote.
+# Libraries write these keys, so a file with one of them is published and not written by hand.
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
-# These say nothing of the model that is built.
+# These keys do not change the model.
 NOTES = (*WRITTEN_BY_LIBRARIES, "_name_or_path", "model_type", "torch_dtype")
-# These would make the model another one when it is loaded, or generation fail: it trains in the
-# type that --dtype names, and transformers' has no layers that predict several tokens.
+# These would change the model when it is loaded, or make generation fail: --dtype sets the type in
+# training, and transformers does not have the layers that predict several tokens.
 LEFT_OUT = ("quantization_config", "use_mtp")
 ROWS_MULTIPLE = 64  # of a larger embedding: products of other sizes are slow on GPUs
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return what a model's configuration file holds, JSON or YAML.
+    """Read a model's configuration file, JSON or YAML.
 
-    Raises ConfigurationError for a file that cannot be read, a key given twice or no model_type.
+    Raises ConfigurationError if the file cannot be read, has a key twice or has no model_type.
     """
     where = f"the model's configuration {path}"
     try:
@@ -79,7 +80,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raises YamlError for a key that it has twice."""
+    """Return the pairs of a JSON object as a dict. Raises YamlError for a repeated key."""
     names = [name for name, _ in pairs]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise YamlError(f": {repeated} is given twice")
@@ -87,11 +88,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Return the configuration that a file describes, for a model from scratch.
+    """Build the configuration of a model from scratch from a file.
 
-    Vocabulary and special tokens follow the tokenizer unless the file sets them. Raises
-    ConfigurationError for values that the architecture cannot have, and for keys that nothing uses;
-    in a published file those are logged.
+    The tokenizer sets vocabulary and special tokens unless the file does. Raises ConfigurationError
+    for values that the architecture cannot have, and for unused keys; in a published file unused
+    keys are only logged.
     """
     values = read_config_file(path)
     model_type = values["model_type"]
@@ -128,10 +129,11 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
 
 
 def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Return the keys of a file that the configuration built from it keeps and nothing reads.
+    """Return the keys of a file that end up in the configuration but that nothing reads.
 
-    A key is used if it is a setting of the class, became part of another one (so it is no attribute
-    of its own), or is read by the architecture's code. Vision towers are not looked at.
+    A key is used if the class declares it, if it became part of another setting (then the
+    configuration has no such attribute), or if the architecture's code reads it. Keys of vision
+    towers are not checked.
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
@@ -154,9 +156,9 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
 def compare_with_model(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase, directory: str
 ) -> None:
-    """Log how the tokenizer of the run, in `directory`, differs from the model's own.
+    """Log how the run's tokenizer, in `directory`, differs from the model's own.
 
-    Raises ConfigurationError where their ids mean other words.
+    Raises ConfigurationError if an id means different tokens in the two.
     """
     own = _own_tokenizer(settings)
     if own is None or own.name_or_path == directory:
@@ -177,7 +179,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's own tokenizer does not know: no row was trained for them."""
+    """Return the ids that the model's own tokenizer lacks, so that they have no trained row."""
     own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -187,10 +189,10 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Give the configuration as many tokens as the new ones and the padding need, and log them.
+    """Enlarge the configuration's vocabulary for new tokens and padding, and log it.
 
-    Of a tokenizer that had more tokens than its model when both were published (Gemma 3 1B) none
-    are new: data that uses them is refused.
+    Some published tokenizers have more tokens than their model (Gemma 3 1B). Those tokens do not
+    count as new: data that uses them is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
@@ -211,17 +213,17 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Give a loaded model `rows` tokens; the new ones and those beyond begin as the mean."""
+    """Resize a loaded model's embedding to `rows`; new rows begin as the mean of the others."""
     weight: Any = model.get_input_embeddings().weight
-    before = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves a rank an empty one
+    before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:
-        with torch.random.fork_rng(devices=[]):  # new rows are drawn first, and written over
+        with torch.random.fork_rng(devices=[]):  # transformers draws new rows; we overwrite them
             model.resize_token_embeddings(rows, mean_resizing=False)
     fresh = sorted({*new, *range(before, rows)})
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     values = {id(value): value for layer in layers for value in layer.parameters(recurse=False)}
-    for value in values.values():  # tied ones once
-        if value.is_meta:  # FSDP: rank 0 has it
+    for value in values.values():  # a tied weight only once
+        if value.is_meta:  # FSDP: only rank 0 has the weight
             continue
         with _gathered(value):
             known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
@@ -230,7 +232,7 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
 
 
 def _gathered(value: torch.Tensor) -> Any:
-    """Return a context in which rank 0 has, and may change, all of a parameter under ZeRO-3."""
+    """Return a context in which, under ZeRO-3, rank 0 has the whole parameter and may change it."""
     if not hasattr(value, "ds_id"):
         return contextlib.nullcontext()
     from deepspeed import zero
@@ -239,14 +241,14 @@ def _gathered(value: torch.Tensor) -> Any:
 
 
 def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside the weights that the run starts from, if there is one."""
+    """Load the tokenizer of the weights that the run starts from, or return None."""
     model = settings.model.model_name_or_path or stage_tokenizer(settings)
     return None if model is None else _load_own(model)
 
 
 @functools.lru_cache(maxsize=1)
 def _load_own(model: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside a model's weights; None, logged, where none can be loaded."""
+    """Load a model's tokenizer; None, with a log line, if it cannot be loaded."""
     directory = Path(model)
     if directory.is_dir() and not any(directory.glob("tokenizer*")):
         return None

@@ -1,6 +1,6 @@
-"""What `final/` will say beside its weights: how to generate, and the type of the tensors.
+"""The generation settings, the tensor type and the published files of `final/`.
 
-Settled in the plan, so that what cannot be saved is found before any weight is loaded.
+All of these are read before weights load, so that errors appear at the start of the run.
 """
 
 import copy
@@ -28,9 +28,9 @@ SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
-    """Return how the model generates: as published, or as transformers derives it.
+    """Return the published generation settings, or those that transformers derives.
 
-    Raises ConfigurationError for settings that cannot be read, or are never valid.
+    Raises ConfigurationError for settings that cannot be read or are invalid.
     """
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     revision = settings.model.model_revision or "main"
@@ -40,12 +40,12 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
             check_token_ids(found)
             return found
     config = copy.deepcopy(config)
-    config.use_cache = True  # off while training on packed documents, which says nothing
+    config.use_cache = True  # only training on packed documents turns it off
     return GenerationConfig.from_model_config(config)
 
 
 def check_token_ids(found: GenerationConfig) -> None:
-    """Raise ValueError where settings name a token by anything but its id."""
+    """Raise ValueError if a setting that must be token ids is something else."""
     for name in TOKEN_IDS:
         value = getattr(found, name)
         ids = value if isinstance(value, list) else [0 if value is None else value]
@@ -56,9 +56,9 @@ def check_token_ids(found: GenerationConfig) -> None:
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return the settings of a model that stops where this data taught it to, too.
+    """Return generation settings that also stop at the tokens that end answers in this data.
 
-    `padded`: rows of its embedding were added that are no tokens; they are never generated.
+    With `padded` the embedding has rows that are not tokens; they are suppressed.
     """
     if not model.can_generate():
         return None
@@ -79,13 +79,13 @@ def finished_generation(
 
 @dataclass(frozen=True)
 class PublishedFiles:
-    """What is saved as it was published: files of a processor, and xLSTM's names of kernels."""
+    """Published content that is saved unchanged: processor files, and xLSTM's kernel names."""
 
     processor: Mapping[str, bytes]
     kernels: Mapping[str, Any]
 
     def write(self, tokenizer: Any, directory: Path) -> None:
-        """Write them; a processor's old chat template only if the tokenizer has none."""
+        """Write the files; write a processor's old chat template only if the tokenizer has none."""
         for name, content in self.processor.items():
             if name != OLD_TEMPLATE or not tokenizer.chat_template:
                 (directory / name).write_bytes(content)
@@ -96,7 +96,7 @@ class PublishedFiles:
 
 
 def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
-    """Read what is beside the weights that a run starts from; collective, see `stage_of`."""
+    """Read these files from the weights that a run starts from; collective, see `stage_of`."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     revision = settings.model.model_revision or "main"
     found: dict[str, bytes] = {}
@@ -112,7 +112,7 @@ def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> Pub
 
 
 def _cached(source: str, name: str, revision: str) -> Path | None:
-    """Return a file of a folder or of a model on the Hub; None: it has no such file."""
+    """Return the path of a file of a folder or a Hub model, or None if it has no such file."""
     path = source and cached_file(
         source, name, revision=revision,
         _raise_exceptions_for_missing_entries=False,
@@ -122,7 +122,7 @@ def _cached(source: str, name: str, revision: str) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Let the model be saved with these: Trainer and SFTTrainer write special tokens into them."""
+    """Restore generation settings before a save: the trainers write special tokens into them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)
@@ -131,10 +131,11 @@ def set_generation_settings(model: Any, generation: GenerationConfig | None) -> 
 def saved_dtype(
     settings: RunSettings, config: PreTrainedConfig, trained: torch.dtype
 ) -> torch.dtype:
-    """Return the type of the tensors in `final/`: --save_dtype, else that of the base model.
+    """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model from random weights keeps `trained`, the type it is trained in. With `--init_from` what
-    the first start found counts: later ones read the configuration of the run's own checkpoints.
+    A model from random weights keeps `trained`, the type it is trained in. With `--init_from` all
+    starts use the type that the first start recorded, because later ones read the configuration of
+    the run's own checkpoints.
     """
     model = settings.model
     if model.save_dtype != "auto":
@@ -149,5 +150,5 @@ def saved_dtype(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name that settings and config.json have for a type: "bfloat16"."""
+    """Return a type's name in settings and config.json, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

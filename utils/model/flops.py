@@ -1,9 +1,9 @@
-"""Model FLOPs a token, and their share of a GPU's peak (MFU): what a step takes on paper.
+"""Model FLOPs per token and GPU peaks, for MFU.
 
-The convention of torchtitan, nanochat and benchmarks/hardware/flops.py: 6 for each weight that
-multiplies a token (the last layer once, tied or not; the embedding not at all; of experts those
-that a token is routed to), 4 if the weight is frozen, and 12 * heads * head_dim * T for each layer
-that attends, as if no token were masked. Recomputed activations are not counted.
+The convention is that of torchtitan, nanochat and benchmarks/hardware/flops.py. Each weight that
+multiplies a token counts 6, or 4 if it is frozen. The last layer counts once, tied or not; the
+embedding does not count; only the experts that a token is routed to count. Each attention layer
+adds 12 * heads * head_dim * T, as if no token were masked. Recomputed activations are not counted.
 """
 
 import math
@@ -28,7 +28,8 @@ from utils.model.architecture import (
     text_model_of,
 )
 
-# torch's name of a GPU: its name in utils/config/assumed.py. A card with other clocks is not here.
+# torch's name of a GPU -> its name in utils/config/assumed.py. Variants with other clocks are left
+# out.
 CARDS = {
     "NVIDIA B200": "B200-180GB",
     "NVIDIA H200": "H200-141GB",
@@ -54,10 +55,11 @@ CARDS = {
 
 @dataclass(frozen=True)
 class TokenProducts:
-    """What a token is multiplied by.
+    """The multiplications per token.
 
-    forward: weights, of experts those that it is routed to; trained: those with gradients among
-    them. attention: of each layer that attends its heads x head_dim, and its window if it has one.
+    forward: the weights that multiply a token, counting only experts that it is routed to. trained:
+    the trained weights among them. attention: heads x head_dim and the window, if any, of each
+    attention layer.
     """
 
     forward: float
@@ -65,18 +67,18 @@ class TokenProducts:
     attention: tuple[tuple[float, int | None], ...]
 
     def flops(self, effective_length: float) -> float:
-        """Return the model FLOPs a token of a step, both passes."""
+        """Return the model FLOPs per token of a step, forward and backward."""
         return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
 
     def scores(self, length: float) -> float:
-        """Return what all layers' attention multiplies a token by that sees so many."""
+        """Return the sum over layers of heads x head_dim x visible tokens at this length."""
         return sum(size * min(length, window or math.inf) for size, window in self.attention)
 
 
 def token_products(model: Any) -> TokenProducts:
-    """Count the products of a model, its adapters included, however its weights are sharded.
+    """Count the products of a model with its adapters; sharding does not change the result.
 
-    Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's around one.
+    Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's wrapper.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config(decoder=True)
@@ -99,7 +101,7 @@ def token_products(model: Any) -> TokenProducts:
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
     """Return the weights that a module multiplies tokens by, and their sizes.
 
-    The sizes are those of the layer: what holds its weights may be a shard, or packed in 4 bits.
+    The sizes come from the layer, because its tensors may be shards or packed in 4 bits.
     """
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
@@ -113,7 +115,7 @@ def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
-    """Return heads x head_dim and window of each layer that attends; linear attention does not."""
+    """Return heads x head_dim and window of each attention layer, without linear attention."""
     named = first_set(config, LAYER_TYPES)
     kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
     attending = (
@@ -127,7 +129,7 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
 def _layer_attention(config: PreTrainedConfig, kind: str | None) -> tuple[float, int | None]:
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    # Keys and values of other sizes: multi-head latent attention.
+    # Multi-head latent attention: keys and values have different sizes.
     keys = getattr(config, "qk_head_dim", None) or head_dim
     if without_position := getattr(config, "qk_nope_head_dim", None):
         keys = without_position + config.qk_rope_head_dim
@@ -137,9 +139,9 @@ def _layer_attention(config: PreTrainedConfig, kind: str | None) -> tuple[float,
 
 
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
-    """Return how many tokens a token sees, were none masked, on average over all tokens.
+    """Return the mean document length over all tokens: how many tokens a token sees, unmasked.
 
-    `shares` (plans,): of the sequences that are trained on.
+    `shares` (plans,) are the datasets' shares of the training sequences.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]
@@ -148,6 +150,6 @@ def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the FLOP/s of a GPU's data sheet, dense and in bf16; None: it is not known here."""
+    """Return a GPU's dense bf16 peak in FLOP/s from its data sheet, or None for an unknown card."""
     card = CARDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return GPUS[card][1] * 1e12 if card else None

@@ -1,6 +1,6 @@
-"""The proof that packed documents stay apart, on a small model of the user's own architecture.
+"""Proves on a small model of the user's architecture that packed documents stay apart.
 
-It runs on the device that trains, before any weight loads, and decides which attention is taken.
+The proof runs on the device that trains, before weights load, and so chooses the attention.
 """
 
 import copy
@@ -33,19 +33,20 @@ from utils.model.probe import (
     tolerance,
 )
 
-# Two rows of three and two documents and a tail each; lengths differ so that nothing lines up.
+# Two sequences, of three and two documents and a tail of padding each, all of different lengths.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
-# One document a row and a tail.
+# Two sequences of one document each; the first has a tail of padding.
 WHOLE_ROWS = ((17, 7), (24,))
 ROW_LENGTH = sum(ROWS[0])
-FULL_ROW = ((ROW_LENGTH,),)  # for which no mask may be made
-# Documents of the equivalence check are longer than this, so that windows cut, and sparse attention
-# (DeepSeek's and its relatives') selects tokens or blocks of them.
+FULL_ROW = ((ROW_LENGTH,),)  # transformers may skip the mask for it
+# Shorter than the documents of the equivalence check, so that windows hide tokens, and sparse
+# attention (as in DeepSeek) must select tokens or blocks.
 CUT_SHORT = {
     "sliding_window": 4, "attention_chunk_size": 4, "compress_rates": 4, "index_topk": 2,
     "index_topk_blocks": 2,
 }  # fmt: skip
-# Times the documents of that check, and how many: where tokens are selected, equal scores are rare.
+# For sparse attention the check has longer documents, and more of them: with few tokens many scores
+# would be equal.
 LONGER, MORE = 4, 4
 TOLERANCE = 1e-4
 NO_PADDING = "--per_device_train_batch_size 1 --per_device_eval_batch_size 1"
@@ -64,10 +65,11 @@ def choose_isolated_attention(
     *,
     whole_rows: bool,
 ) -> AttentionChoice:
-    """Choose the attention and prove, on `device`, that documents do not see each other.
+    """Choose the attention and prove on `device` that documents do not see each other.
 
-    The arguments are those of `attention_choices`. Raises ConfigurationError with settings that
-    start, if there are any; a ProbeError where nothing is wrong but nothing could be proved.
+    The arguments are those of `attention_choices`. Raises ConfigurationError if no choice passes;
+    its message names settings that would work, if there are any. Raises ProbeError if the probe
+    model does not run, so that nothing is proved.
     """
     try:
         return _first_proved(requested, model_config, device, dtype, whole_rows)
@@ -83,7 +85,7 @@ def _first_proved(
     dtype: torch.dtype,
     whole_rows: bool,
 ) -> AttentionChoice:
-    """Return the first choice that holds; raises the first refusal, which says most."""
+    """Return the first choice that passes; raises the first refusal, which is the most useful."""
     try:
         probe = probe_config(model_config, device)
     except ProbeError as error:
@@ -113,7 +115,7 @@ def _way_out(
     dtype: torch.dtype,
     whole_rows: bool,
 ) -> str:
-    """Return what to set instead, tried here."""
+    """Return advice: settings that pass the check, tried here, or another model."""
     named = requested not in (None, "auto")
     tries: list[tuple[str | None, bool]] = []
     tries += [("auto", False)] if named and not whole_rows else []
@@ -145,10 +147,10 @@ def check_isolation(
     """Prove that no document changes another's logits, bit for bit.
 
     Builds the model of a probe config on `device` in `dtype`, the type that training computes in,
-    and perturbs each document of a batch in turn. Where the attention also runs in float32,
-    compares the logits with those of each document alone under eager attention, with windows cut
-    short. A kernel for sequences of one document is tried on those as well. Raises
-    ConfigurationError on a leak or a difference, a ProbeError for a batch that cannot be computed.
+    and perturbs each document of a batch in turn. If the attention also runs in float32, compares
+    the logits with those of each document alone under eager attention, with short windows. A kernel
+    for sequences of one document is also checked on such sequences. Raises ConfigurationError for a
+    leak or a difference, and ProbeError for a batch that cannot be computed.
     """
     checked: tuple[Rows, ...] = (ROWS, FULL_ROW)
     if choice.kernel == ROW_SDPA:
@@ -163,11 +165,11 @@ def check_isolation(
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    """Return packed rows as the loader makes them, the tail a segment of its own."""
+    """Return a packed batch as the loader makes it; the tail is a separate segment."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)
-    # 0 is the padding id, whose embedding is all zeros; the last id is what perturbs.
+    # 0 is the padding id, with an embedding of zeros. The last id is used to perturb.
     input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
     for row, lengths in enumerate(rows):
         if len(lengths) > 1:
@@ -185,7 +187,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, start, stop) of every segment, tails included."""
+    """Yield (row, start, stop) of every segment, including tails."""
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
@@ -202,7 +204,7 @@ def _built(config: PretrainedConfig, *how: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torch.Tensor:
-    """Return the logits (B, T, words) of a batch that is given to the model in another shape."""
+    """Return the logits (B, T, words) of a batch, given to the model in the shape `batches`."""
     attention = model.config._attn_implementation
     try:
         logits = model(**shape_inputs(batch, batches)).logits
@@ -222,7 +224,7 @@ def _fault(config: PretrainedConfig, attention: str, fault: str) -> str:
 def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batches: str) -> None:
     """Perturb the first and the last token of each segment in turn.
 
-    Logits from there to the end of its document change, no others.
+    Only logits from that token to the end of its document may change.
     """
     reference = _logits(model, batch, batches)
     for row, start, stop in _segments(rows):
@@ -249,7 +251,7 @@ def _check_leaks(model: PreTrainedModel, batch: dict[str, Any], rows: Rows, batc
 
 
 def _cut_short(config: PretrainedConfig) -> None:
-    """Let all layers see few tokens or blocks of them."""
+    """Make the windows of all layers, and the selections of sparse attention, small."""
     settings = layer_settings(config)
     config.per_layer_config = None
     for name, short in CUT_SHORT.items():
@@ -276,7 +278,7 @@ def _check_equivalence(
     together = None if choice.batches == "alone" else _logits(model, batch, choice.batches)
     for row, start, stop in _segments(rows):
         if start and choice.batches in PROOFS:
-            continue  # padding, which sees the document before it
+            continue  # padding, which may see the document before it
         document = {"input_ids": batch["input_ids"][row : row + 1, start:stop]}
         expected = _logits(eager, document, "plain")[0]
         if together is None:

@@ -1,9 +1,10 @@
-"""The loss of a model: its last layer with the cross-entropy, and the experts' term apart.
+"""The loss of a model: cross-entropy computed with the last layer, and the experts' term.
 
-The load-balancing loss of experts is E * sum over experts e of f_e * p_e, f_e being the assignments
-to e per token and p_e the mean router probability of e, over the tokens of all layers (Switch
-Transformer, arXiv 2101.03961, equations 4 to 6). That is no mean over tokens. With the assignments
-of the whole global batch, which have no gradient, the rest is a sum: any layout gives the same.
+The load-balancing loss of experts is E * sum over experts e of f_e * p_e. f_e is the number of
+assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
+(Switch Transformer, arXiv 2101.03961, equations 4 to 6). This product is not a mean over tokens. If
+f_e is counted over the whole global batch first, without a gradient, the rest is a sum over tokens,
+and any layout of micro-batches gives the same loss.
 """
 
 import functools
@@ -42,11 +43,11 @@ from utils.model.probe import (
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' setting, and its argument of forward
-# Architectures multiply (or divide) their logits under these names; the proof finds others.
+# Settings by which architectures multiply or divide their logits. The proof detects any others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
-# Of the proof's tokens; their logits spread this far, for soft caps and factors to show.
+# Shape of the proof's tokens, and the spread of their logits, so that soft caps and factors show.
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
@@ -55,7 +56,7 @@ RELEVANT = 1e-3  # of the largest gradient
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """How much of it is added to the loss, and how many experts a token is assigned to."""
+    """The load-balancing term: its coefficient in the loss, and the experts per token."""
 
     coefficient: float
     experts_per_token: int
@@ -63,10 +64,11 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """A loss, and with a router's term what a micro-batch has of it, without its padding."""
+    """A loss, and a micro-batch's contribution to the load-balancing term, without padding."""
 
     loss: torch.Tensor | None = None
-    # Of the fused head: see `_sums_by_source`; which loss tokens were the most likely ones, (N,).
+    # Only from the fused head: see `_sums_by_source`; and whether each loss token had the largest
+    # logit, (N,).
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # of its tokens over all layers, (experts,) float32
@@ -76,19 +78,19 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """`name` is "fused" or "logits", `reason` a line for the user; the experts' term apart."""
+    """How the loss is computed: `name` is "fused" or "logits", `reason` a line for the user."""
 
     name: str
     reason: str
     router: RouterTerm | None = None
 
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
-        """Let `model(labels=...)` compute its loss so, without the logits if fused; before PEFT.
+        """Make `model(labels=...)` compute its loss this way; call it before PEFT wraps the model.
 
-        Given `loss_positions` (see `find_loss_positions`), no GPU has to be waited for. With
-        `sequence_tokens` the router's part of the loss comes apart (see `count_routed`);
-        `count_only` leaves out the rest. Without them there is no such term. `sources`, bool
-        (sources, B), tells which source of a mixture each row is of.
+        The new forward takes more arguments. With `loss_positions` (see `find_loss_positions`) the
+        host does not wait for the GPU. With `sequence_tokens` the output has the router's
+        contribution (see `count_routed`), and with `count_only` nothing else; without them there is
+        no such term. `sources`, bool (sources, B), marks the source of each sequence in a mixture.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -137,9 +139,9 @@ class LossHeadChoice:
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Let the last layer return what `linear_cross_entropy` does, given `targets`.
+    """Make the last layer return `linear_cross_entropy` if it is given `targets`.
 
-    Its weight is read in its own forward, for there FSDP2 and ZeRO-3 have gathered it.
+    The weight is read in the layer's own forward, where FSDP2 and ZeRO-3 have gathered it.
     """
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
@@ -155,7 +157,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
     layer: Any = head
     layer.forward = types.MethodType(head_forward, head)
     unlike_its_own: Any = model
-    unlike_its_own.accepts_loss_kwargs = True  # Gemma 4's class says that it takes none
+    unlike_its_own.accepts_loss_kwargs = True  # Gemma 4's class sets it to False
 
 
 def _head_losses(
@@ -164,7 +166,7 @@ def _head_losses(
     labels: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what `linear_cross_entropy` does of hidden states (B, T, width)."""
+    """Return `linear_cross_entropy` at the loss tokens of hidden states (B, T, width)."""
     if positions is None:
         positions = find_loss_positions(labels)
     selected = hidden.flatten(0, 1).index_select(0, positions)
@@ -180,20 +182,21 @@ def _sums_by_source(
     if sources is None or positions is None:
         return None
     own = sources.index_select(1, positions // length)
-    # Masked sums: a GPU's index_add adds in another order each time.
+    # Masked sums, because index_add on a GPU adds in a different order each time.
     return torch.stack((torch.where(own, losses.double(), 0.0), own.double())).sum(dim=2)
 
 
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Return which of the flattened (B * T) tokens predict one that is trained on, int64 (N,).
+    """Return the indices of flattened tokens (B * T) whose next token has a loss, int64 (N,).
 
-    labels (B, T) unshifted. On the CPU this waits for no device; N differs between micro-batches.
+    labels (B, T) are unshifted. On the CPU this waits for no device. N differs between
+    micro-batches.
     """
     return _following(labels).ne(IGNORED).nonzero().squeeze(-1)
 
 
 def _following(labels: torch.Tensor) -> torch.Tensor:
-    """Return what follows each token in its row, flattened (B * T,)."""
+    """Return the label that follows each token in its sequence, flattened (B * T,)."""
     return functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].flatten()
 
 
@@ -211,12 +214,13 @@ def choose_loss_head(
     router: RouterTerm | None = None,
     device: torch.device | None = CPU,
 ) -> LossHeadChoice:
-    """Choose how the loss is computed, "auto", "fused" or "logits"; the fused head is proved here.
+    """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
 
-    adapted: whether LoRA trains the last layer, or new tokens' rows, beside its adapters. Loss and
-    gradients of both heads must agree to rounding on a small random model of the architecture, in
-    float32 on the device that trains (None: this host has none, and what does not run on its CPU is
-    proved there). Raises ConfigurationError when "fused" is asked for and does not do.
+    The fused head is used only if it is proved here: loss and gradients of both heads must agree to
+    rounding on a small random model of the architecture, in float32 on the device that trains. With
+    `device` None this host lacks that device; a model that does not run on its CPU is then proved
+    where the run trains. adapted: LoRA also trains the last layer, or new tokens' rows. Raises
+    ConfigurationError if "fused" is requested and not possible.
     """
     problem = None
     if requested != "logits":
@@ -239,11 +243,11 @@ def choose_loss_head(
 
 
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why the fused head cannot train this model; None: it can. Raises ProbeError."""
+    """Return why the fused head cannot train this model, or None. Raises ProbeError."""
     config = probe_config(model_config, device)
     text: Any = config.get_text_config()
     if hasattr(text, SWITCH):
-        setattr(text, SWITCH, False)  # experts' term is apart from the loss of the head
+        setattr(text, SWITCH, False)  # the proof compares only the cross-entropy
     model = build_probe_model(config, "eager", device)
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
@@ -260,7 +264,7 @@ def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """Return by how much loss or a gradient differs at most, relative to the largest of its own."""
+    """Return the largest difference of loss or gradients, relative to each one's largest value."""
     tokens = torch.randint(1, VOCABULARY, SHAPE).to(model.device)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -268,13 +272,13 @@ def _difference(model: PreTrainedModel) -> float:
     expected = _loss_and_gradients(model, tokens)
     LossHeadChoice("fused", "").install(model)
     actual = _loss_and_gradients(model, tokens)
-    # Gradients that are zero but for rounding are compared with the others.
+    # A gradient that is zero up to rounding is measured against the largest of all gradients.
     least = RELEVANT * max(value.abs().max() for value in expected.values())
     errors = [
         (actual[name] - value).abs().max() / value.abs().max().clamp(min=least)
         for name, value in expected.items()
     ]
-    return torch.stack(errors).max().item()  # NaN if one is
+    return torch.stack(errors).max().item()  # NaN if one of them is NaN
 
 
 def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -294,15 +298,15 @@ def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[st
 def router_term(
     config: PretrainedConfig, *, fine_tuning: bool, given: float | None = None
 ) -> RouterTerm | None:
-    """Return the term that training adds; None: none.
+    """Return the load-balancing term that training adds to the loss, or None.
 
-    Fine-tuning adds it wherever the architecture has a coefficient, as TRL does, or the given one;
-    pretraining where the configuration says output_router_logits. Raises ConfigurationError where
-    one is given to a model that has no such term.
+    Fine-tuning adds it with the architecture's coefficient, as TRL does, or with the given one.
+    Pretraining adds it if the configuration sets output_router_logits. Raises ConfigurationError if
+    a coefficient is given for a model without such a term.
     """
     text: Any = config.get_text_config()
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)
-    # Llama 4 has the settings alone: transformers adds no term to its loss.
+    # Llama 4 has these settings, but transformers adds no term to its loss.
     computed = hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func")
     if own is None or not computed or not routers(without_weights(config)):
         if given:
@@ -320,10 +324,11 @@ def router_term(
 def balance_loss(
     assignments: torch.Tensor, probabilities: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return the part of the load-balancing loss that these probabilities are of, shape ().
+    """Return the part of the load-balancing loss that belongs to these probabilities, shape ().
 
-    assignments (experts,) of the global batch, probabilities (experts,) of a part of it; rows:
-    tokens of the global batch times layers that route. The parts' sum is the global batch's loss.
+    assignments (experts,) are counted over the global batch, probabilities (experts,) summed over a
+    part of it. rows is the global batch's tokens times the layers that route. The sum over all
+    parts is the loss of the global batch.
     """
     return len(assignments) * (assignments * probabilities).sum() / rows.clamp(min=1).square()
 
@@ -331,10 +336,10 @@ def balance_loss(
 def count_routed(
     router_logits: tuple[torch.Tensor, ...], sequence_tokens: torch.Tensor, term: RouterTerm
 ) -> LossOutput:
-    """Add up what a micro-batch has of the term, over layers.
+    """Sum a micro-batch's assignments and probabilities over layers.
 
-    router_logits: of each layer, (B * T, experts) or (B, T, experts). sequence_tokens (B,): how
-    many tokens of each row come before its padding.
+    router_logits: for each layer, (B * T, experts) or (B, T, experts). sequence_tokens (B,): the
+    tokens of each sequence before its padding.
     """
     experts = router_logits[0].shape[-1]
     length = router_logits[0].numel() // experts // len(sequence_tokens)

@@ -1,4 +1,4 @@
-"""A small random model that attends as the user's model does, to try things on it."""
+"""A small random model with the attention of the user's model, for checks before training."""
 
 import contextlib
 import copy
@@ -30,17 +30,17 @@ from utils.support.host import memory_room_bytes
 CPU = torch.device("cpu")
 VOCABULARY = 64
 WIDTH = 64
-WIDEST = 512  # of the hidden states; wider ones take seconds on a CPU
-WIDEST_GROUP = 1024  # of the query heads that share a key/value head
+WIDEST = 512  # limit of the hidden size; larger ones take seconds on a CPU
+WIDEST_GROUP = 1024  # limit of the width of the query heads that share a key/value head
 OBSERVER = "packed_observer"
 HEADS = ("num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 LAYER_INDICES = (
     "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
 )  # fmt: skip
-# Sizes that others do not depend on: widths of MLPs, ranks of products of two matrices, groups of
-# experts and of state-space heads, and chunks, to which sequences are padded (GPUs' kernels take
-# powers of two from 16 on).
+# Sizes that can be cut without changing other sizes: widths of MLPs, ranks of low-rank products,
+# groups of experts and of state-space heads, and chunks, to which sequences are padded (kernels on
+# GPUs need powers of two from 16 on).
 AT_MOST = {
     "intermediate_size": WIDTH, "intermediate_size_mlp": WIDTH, "moe_intermediate_size": WIDTH,
     "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
@@ -49,47 +49,47 @@ AT_MOST = {
     "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
     "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "o_lora_rank": WIDTH,
 }  # fmt: skip
-# Of state-space layers: heads and their dimension, the ratio of inner to outer width.
+# Settings of state-space layers: number and dimension of heads; ratio of inner to outer width.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
     ("num_heads", "head_dim"),
 )  # fmt: skip
 EXPANSIONS = ("mamba_expand", "expand")
-# As wide as the hidden states, in one architecture or the other.
+# Settings that equal the hidden size in some architecture.
 SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 
 
 class ProbeError(ConfigurationError):
-    """A probe model that does not run here, so that nothing is proved of the user's model."""
+    """The probe model does not run here, so nothing is proved about the user's model."""
 
 
 def torch_operators() -> contextlib.AbstractContextManager[Any]:
-    """Let models compute with torch's operators in a with block, not with kernels in Triton.
+    """Return a context in which models use torch's operators instead of Triton's kernels.
 
-    Those take tensors of GPUs alone, and none without data.
+    Triton's kernels need tensors with data on a GPU.
     """
     return mock.patch.object(hub_kernels, "is_torchdynamo_exporting", return_value=True)
 
 
 def tolerance(device: torch.device, on_cpu: float) -> float:
-    """Return the largest relative difference that rounding explains.
+    """Return the largest relative difference that rounding can cause.
 
-    Kernels of accelerators multiply float32 numbers in TF32, with 10 bits of fraction.
+    GPUs multiply float32 numbers in TF32, with 10 bits of fraction.
     """
     return on_cpu if device.type == "cpu" else 1e-2
 
 
 def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Put the random states of the CPU and of this device back at the end of a with block."""
+    """Return a context that restores the random states of the CPU and of this device."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
     """Return a small config with the same head dimension, windows and positions.
 
-    One layer of each type remains (two at least). Heads stay grouped; where they cannot be cut they
-    stay. `device` is the one that trains: kernels in Triton run on no other. Raises ProbeError
-    where nothing small runs.
+    It keeps one layer of each type, and at least two layers. It keeps two groups of heads, or all
+    heads if they cannot be cut. `device` is the device that trains, because Triton's kernels run on
+    no other. Raises ProbeError if no small model runs.
     """
     misfit: Exception | None = None
     for cut_heads in (True, False):
@@ -113,12 +113,12 @@ def build_probe_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Build the model of a probe config in eval mode; the same weights every time.
+    """Build the model of a probe config in eval mode, with the same weights every time.
 
-    Weights that text leaves out are zeros, which take no memory and no time however large towers
-    for images are. from_config would shard the model under ZeRO-3. The CPU's random generator is
-    put back. Raises ConfigurationError for a model that memory does not hold: sizes that `_cut`
-    leaves may be any number.
+    Weights that text does not use are zeros without memory, so large towers for images cost
+    nothing. from_config is not used, as it would shard the model under ZeRO-3. The random state of
+    the CPU is restored. Raises ConfigurationError if the model does not fit into memory: a
+    configuration may have any size that `_cut` leaves unchanged.
     """
     planned = without_weights(config)
     unused = {id(value) for value in outside_text(planned).values()}
@@ -153,9 +153,9 @@ def build_probe_model(
 
 
 def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
-    """Run a probe config once in training mode and note what its layers ask of the attention.
+    """Run a probe model once in training mode and return what its layers need from the attention.
 
-    Returns a string that says why where no attention without masks can be put into the model.
+    Returns a string with the reason if the model cannot use an attention without masks.
     """
     unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
     whole = build_probe_model(config, "eager", device)
@@ -176,7 +176,7 @@ def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> A
         with fork_random(device):
             _run(build_probe_model(config, OBSERVER, device).train(), device)
     except MISFITS as error:
-        # Indexers of sparse attention read the mask, and packed attention has none.
+        # Indexers of sparse attention read the mask, which packed attention does not have.
         return f"{type(whole).__name__} needs masks ({type(error).__name__}: {first_line(error)})"
     if not calls:
         return unused
@@ -195,15 +195,15 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
     if config is not whole:
         whole.pad_token_id = 0
     config.vocab_size = VOCABULARY
-    # No token of a probe is 0. Some configs take no None.
+    # 0 is not a token of the probe. Some configs do not accept None.
     config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
     settings = layer_settings(config)
     config.per_layer_config = None
     kept = _cut_layers(config)
     for name, most in AT_MOST.items():
         _at_most(config, name, most)
-    # As many experts as a token uses: with more, perturbed tokens would change how many tokens an
-    # expert gets and so, by rounding alone, what the other documents see.
+    # Keep as many experts as a token uses. With more, a perturbed token would change how many
+    # tokens an expert gets, and thus the rounding of other documents.
     per_token = first_set(config, EXPERTS_PER_TOKEN)
     for name in EXPERTS:
         if per_token and isinstance(getattr(config, name, None), int):
@@ -220,7 +220,7 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 
 
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
-    """Return what a layer has of its own in a small model, but as many heads as all layers."""
+    """Return a layer's own settings for the small model, without its number of heads."""
     small = {name: value for name, value in settings.items() if name not in HEADS}
     for name, value in small.items():
         if name in AT_MOST and isinstance(value, int):
@@ -231,9 +231,9 @@ def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, An
 
 
 def _cut_layers(config: PretrainedConfig) -> list[int]:
-    """Keep the first layer of each type, and every list of one entry per layer in step.
+    """Keep the first layer of each type, and cut lists with one entry per layer accordingly.
 
-    Returns which layers remain.
+    Returns the indices of the layers that remain.
     """
     layers = config.num_hidden_layers
     types = first_set(config, LAYER_TYPES) or ["attention"] * layers
@@ -256,9 +256,9 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
-    """Keep two key/value heads with their groups of query heads, one where groups are wide.
+    """Keep two key/value heads with their query heads, or one if the groups are wide.
 
-    Of a wide group two query heads remain at least.
+    A wide group keeps at least two query heads.
     """
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
@@ -274,7 +274,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the width that attention heads leave, or to a small one."""
+    """Fit recurrent layers to the hidden size that follows from the heads, or to a small one."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)
@@ -293,7 +293,7 @@ def _cut_states(config: PretrainedConfig) -> None:
 
 
 def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
-    """Cut a size, or those of each layer, if the configuration has it."""
+    """Limit a size, or the list of each layer's sizes, if the configuration has it."""
     size = getattr(config, name, None)
     if isinstance(size, int):
         setattr(config, name, min(size, most))

@@ -1,7 +1,7 @@
 """QLoRA (arXiv 2305.14314): linear layers in 4 bits by bitsandbytes, under LoRA's adapters.
 
-Each rank quantizes the published weights when it loads them, with the same outcome every time, so
-no checkpoint holds them. A layer computes with its weights dequantized, and so does `final/`.
+Each rank quantizes the published weights when it loads them, with the same result every time, so
+checkpoints do not contain them. Layers, and `final/`, use the dequantized weights.
 """
 
 from typing import Any, NamedTuple
@@ -18,36 +18,37 @@ from utils.config.settings import RunSettings
 from utils.model.adapters import linear_and_experts
 from utils.model.architecture import without_weights
 
-# Of bitsandbytes: a float32 scale for each block of weights; nested ones are in 8 bits, with a
-# float32 one for each group of them.
+# bitsandbytes has a float32 scale per block of weights. With nested quantization a block's scale
+# has 8 bits, and each group of scales has a float32 scale.
 BLOCK, GROUP = 64, 256
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2")
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """What is kept in 4 bits: layers by name, all their weights, and those of the largest layer."""
+    """The layers in 4 bits, the number of their weights, and of the largest layer's weights."""
 
     layers: list[str]
     weights: int
     largest: int
 
     def bytes_saved(self, model: ModelArguments, dtype: torch.dtype) -> int:
-        """Return how much less memory they take than in this type."""
+        """Return how many bytes 4 bits save compared with this type."""
         scale_bytes = 1 + 4 / GROUP if model.use_bnb_nested_quant else 4
         return round(self.weights * (dtype.itemsize - 1 / 2 - scale_bytes / BLOCK))
 
 
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
-    """Return what of a model is in 4 bits, once the adapters are planned; None: nothing.
+    """Return the layers of a model that are in 4 bits, or None; call it after `plan_adapters`.
 
-    That are the text model's linear layers but the last, whatever LoRA adapts. Experts are one
-    tensor, which bitsandbytes does not take; embeddings and norms stay as they are.
+    These are the text model's linear layers except the last, with or without adapters. Experts'
+    weights are one tensor, which bitsandbytes does not support; embeddings and norms are not
+    quantized.
     """
     if not model.load_in_4bit:
         return None
     built: Any = without_weights(config)
-    # PEFT adapts some layers as parameters, which packed ones cannot be.
+    # PEFT adapts some layers as parameters, which does not work for packed weights.
     as_parameters = set(model.lora_target_parameters or ())
     sizes = {
         name: layer.weight.numel()
@@ -59,7 +60,7 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
 
 
 def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy: str) -> None:
-    """Refuse 4 bits where they cannot be; raises ConfigurationError."""
+    """Raise ConfigurationError if the weights cannot be loaded in 4 bits."""
     model, shown = settings.model, settings.values.shown("load_in_4bit")
     published = getattr(config, "quantization_config", None) or {}
     method = dict(published).get("quant_method")
@@ -78,9 +79,9 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
 def quantized_loading(
     settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return what from_pretrained is to be told for 4 bits; nothing without.
+    """Return the arguments of from_pretrained for 4 bits; empty if nothing is quantized.
 
-    Layers compute in the type of mixed precision, else in `dtype`, that of the other weights.
+    Layers compute in the type of mixed precision, or in `dtype`, the type of the other weights.
     """
     model, training = settings.model, settings.training
     found = quantized_layers(model, config)
@@ -94,7 +95,7 @@ def quantized_loading(
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
         bnb_4bit_compute_dtype=computed,
-        # FSDP2 shards floating types alone.
+        # FSDP2 only shards floating-point types.
         bnb_4bit_quant_storage=computed if is_fsdp_enabled() else torch.uint8,
         llm_int8_skip_modules=sorted(names - {*found.layers}),
     )
@@ -102,21 +103,22 @@ def quantized_loading(
 
 
 def compute_alike(model: nn.Module) -> None:
-    """Let evaluation on a CPU compute as training does: bitsandbytes would pack weights anew."""
+    """Keep bitsandbytes from packing weights differently for evaluation on a CPU."""
     for layer in packed_layers(model).values():
         layer.support_avx512bf16_for_cpu = False
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers in 4 bits by name: bitsandbytes' own, not PEFT's around them."""
+    """Return the layers in 4 bits by name: bitsandbytes' layers, not PEFT's wrappers."""
     modules = model.named_modules()
     return {name: module for name, module in modules if "quant_state" in vars(module)}
 
 
 def dequantized(layer: Any, packed: Tensor) -> Tensor:
-    """Return a layer's weight as it computes with it, on the CPU, shaped as in the published file.
+    """Return a layer's dequantized weight on the CPU, shaped as in the published file.
 
-    `packed` is what it holds, of all ranks. The type is the one that it was loaded in.
+    `packed` is the layer's packed tensor, gathered from all ranks. The result has the type in which
+    the layer was loaded.
     """
     from bitsandbytes.functional import dequantize_4bit
 

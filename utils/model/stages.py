@@ -1,7 +1,7 @@
-"""A run that starts from the weights of an earlier one, and says whose they were.
+"""Starting from the weights of an earlier run, and recording where they came from.
 
-`--init_from` names the directory of a run (its final/ counts, else its newest committed
-checkpoint), of a checkpoint, or of a model; all in safetensors.
+`--init_from` is the directory of a run, of a checkpoint, or of a model, all in safetensors. For a
+run it means its final/, or its newest committed checkpoint if there is no final/.
 """
 
 import logging
@@ -37,7 +37,7 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the directory with the weights that `--init_from` stands for today; raises."""
+    """Resolve `--init_from` to a weights directory. Raises ConfigurationError."""
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's
         final = directory / FINAL
@@ -48,17 +48,18 @@ def find_stage(init_from: str) -> Path:
 
 
 def own_checkpoint(output_dir: str | None) -> Path | None:
-    """Return the newest checkpoint in a run's directory with a manifest; it may be damaged."""
+    """Return a run's newest checkpoint that has a manifest; it may be damaged."""
     found = numbered_checkpoints(Path(str(output_dir)))
     return next((directory for _, directory in found if (directory / MANIFEST).is_file()), None)
 
 
 def stage_of(settings: RunSettings) -> Path | None:
-    """Return where the configuration and the tokenizer of a run with `--init_from` are.
+    """Return the directory of configuration and tokenizer for a run with `--init_from`.
 
-    Once the run has a checkpoint of its own they are there, verified, and the earlier stage may be
-    gone; not under LoRA, whose checkpoints hold adapters alone. Collective: rank 0 looks. Raises
-    ConfigurationError, and StorageError when no checkpoint of the run's own is whole.
+    It is the run's own newest checkpoint, verified, so that the earlier stage may be deleted.
+    Before there is one, and always under LoRA, whose checkpoints contain only adapters, it is the
+    earlier stage. Collective: rank 0 looks. Raises ConfigurationError, and StorageError if none of
+    the run's own checkpoints is intact.
     """
 
     def find() -> Path:
@@ -72,10 +73,10 @@ def stage_of(settings: RunSettings) -> Path | None:
 
 
 def weights_directory(settings: RunSettings) -> Path:
-    """Return the directory with the weights that a run starts from (none there: a Hub's name).
+    """Return the directory of the weights that a run starts from; it may be a name on the Hub.
 
-    That of `--init_from` is recorded at the first start: the directory of a run stands for
-    something else as soon as that run resumes. Raises ConfigurationError when it is gone.
+    The first start records the directory of `--init_from`, because a run's directory resolves to
+    other weights once that run resumes. Raises ConfigurationError if the directory is gone.
     """
     init_from = settings.model.init_from
     if init_from is None:
@@ -93,16 +94,16 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the directory of the stage's tokenizer; None where there is none."""
+    """Return the stage's directory if it has a tokenizer, else None."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the directory that a start takes weights from; None if the run has its own.
+    """Return the earlier stage that a start loads weights from, or None.
 
-    Raises ConfigurationError where it is not there, and for an optimizer that cannot be taken over.
+    Raises ConfigurationError if it does not exist, or if its optimizer cannot be used.
     """
     model = settings.model
     if model.init_from is None:
@@ -113,7 +114,7 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
     directory = weights_directory(settings)
     if model.init_optimizer and resume_from is None:
         path = directory / OPTIMIZER
-        # Under other strategies each rank has a part of the optimizer; a finished model has none.
+        # Other strategies split the optimizer over ranks. A finished model has no optimizer.
         if strategy not in ("single", "ddp") or not path.is_file():
             has = "has" if path.is_file() else "has no"
             raise ConfigurationError(
@@ -129,9 +130,10 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
 def weights_origin(
     settings: RunSettings, strategy: str, resume_from: str | None
 ) -> dict[str, Any] | None:
-    """Return whose weights the run starts from, for its provenance; see `origin_directory`.
+    """Describe the weights that the run starts from, as recorded in its provenance.
 
-    Hashes the weights; rank 0 alone calls it. Refuses those that are not as they were committed.
+    Hashes the weights; only rank 0 calls it. Raises ConfigurationError if they differ from their
+    manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:
@@ -143,7 +145,7 @@ def weights_origin(
 
 
 def _recorded_directory(settings: RunSettings) -> Path | None:
-    """Return where an earlier start with this `--init_from` name or place found its weights."""
+    """Return the weights directory that an earlier start recorded for the same `--init_from`."""
     starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
     origins = [start["weights_from"] for start in starts if start.get("weights_from")]
     if not origins:
@@ -154,7 +156,7 @@ def _recorded_directory(settings: RunSettings) -> Path | None:
 
 
 def _unfit(directory: Path) -> str | None:
-    """Return why weights cannot be taken from a directory, and what can be done."""
+    """Return why weights cannot be loaded from a directory and what to do, or None."""
     if not directory.is_dir():
         return f"there is no such directory: {directory}."
     unfinished = directory.name.startswith((INCOMPLETE, DAMAGED, DELETING))
@@ -169,7 +171,7 @@ def _unfit(directory: Path) -> str | None:
 
 
 def _described(directory: Path) -> dict[str, Any]:
-    """Return path, run, step and digests of a stage's weights, compared with its manifest."""
+    """Return path, run, step and digests of a stage's weights, verified by its manifest."""
     origin: dict[str, Any] = {"path": str(directory.resolve())}
     if not (directory / MANIFEST).is_file():
         run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None

@@ -1,4 +1,4 @@
-"""The weights of a run: loaded strictly, or built from a configuration; known under LoRA."""
+"""The weights of a run: loaded strictly or drawn at random; LoRA's base weights identified."""
 
 import copy
 import logging
@@ -45,22 +45,25 @@ from utils.support.foreign import foreign, limits, read_object
 
 logger = logging.getLogger(__name__)
 
-OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # than text
+OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # inputs other than text
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what the weights under LoRA's adapters are, which no checkpoint holds; None without.
+    """Identify the weights under LoRA's adapters, which checkpoints lack; None without LoRA.
 
-    {"sha256": digest of each file by name} of a directory, {"commit": ...} of a model on the Hub,
-    as provenance.json keeps it. It may read all of them (see `cached_digests`), so rank 0 alone
-    calls it. Raises ConfigurationError and OSError.
+    A directory is {"sha256": digest of each file by name}, a model on the Hub {"commit": ...}, as
+    stored in provenance.json. It may read all files (see `cached_digests`), so only rank 0 calls
+    it. Raises ConfigurationError and OSError.
     """
     model = settings.model
     if not model.use_peft:
         return None
     directory = weights_directory(settings)
     if directory.is_dir():
-        safe, pickled = "*.safetensors", "pytorch_model*.bin"  # loaded where no others are there
+        safe, pickled = (
+            "*.safetensors",
+            "pytorch_model*.bin",
+        )  # pickles count only without safetensors
         files = sorted(directory.glob(safe)) or sorted(directory.glob(pickled))
         return {"sha256": cached_digests(files)} if files else None
     name = str(model.model_name_or_path)
@@ -69,36 +72,36 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
 
 
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
-    """Load as from_pretrained does with these arguments; collective over ranks.
+    """Load a model by from_pretrained and check that its tensors fit; collective over ranks.
 
-    Raises ConfigurationError on all ranks with every tensor that the directory lacks or has in
-    another shape, and with `exact` those in excess: transformers would only warn.
+    Raises ConfigurationError on all ranks with every tensor that is missing or has another shape,
+    and with `exact` also every surplus tensor. transformers would only warn.
     """
     if deepspeed.is_deepspeed_zero3_enabled():
-        # There transformers looks for missing tensors alone, and raises on the first rank.
+        # Under ZeRO-3 transformers only reports missing tensors, and only raises on rank 0.
         on_rank_0(lambda: check_without_loading(path, exact=exact, **arguments))
     model, info = _load(path, arguments)
-    # Where one rank alone reads the file (FSDP), it alone sees what is wrong.
+    # Under FSDP only one rank reads the file and sees the misfits.
     on_every_rank(lambda: _refuse_misfits(path, info, exact))
     return model
 
 
 def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
-    """Raise what `load_strictly` would; of the weights' files just the headers are read."""
-    # from_pretrained is to forget for a while that ZeRO-3 splits what it builds.
+    """Raise the errors of `load_strictly`, reading only the headers of the weight files."""
+    # Hide ZeRO-3 from from_pretrained, which would split the model.
     with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
         _, info = _load(path, {**arguments, "device_map": "meta"})
     _refuse_misfits(path, info, exact)
 
 
 def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model, and transformers' account of the tensors that do not fit."""
+    """Return a model, and transformers' report of tensors that do not fit."""
     with foreign(path, "the weights cannot be read"):
         check_index(path)
         loaded: Any = causal_lm_class(arguments["config"]).from_pretrained(
             path,
             **arguments,
-            ignore_mismatched_sizes=True,  # all of them are refused here
+            ignore_mismatched_sizes=True,  # `_refuse_misfits` reports all of them at once
             output_loading_info=True,
             trust_remote_code=False,
         )
@@ -106,9 +109,9 @@ def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dic
 
 
 def check_index(path: str) -> None:
-    """Raise ConfigurationError where the index of sharded weights names files elsewhere."""
+    """Raise ConfigurationError if an index of sharded weights names files outside its folder."""
     for index in Path(path).glob("*.index.json"):
-        if not index.with_name(index.name.removesuffix(".index.json")).exists():  # else unused
+        if not index.with_name(index.name.removesuffix(".index.json")).exists():  # else not used
             files = read_object(index).get("weight_map")
             if not isinstance(files, dict):
                 raise ConfigurationError(f"{index} has no weight_map from tensors to files.")
@@ -130,10 +133,10 @@ def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
 def load_model_config(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
-    """Return the configuration of the model to train, before any weight is loaded.
+    """Return the configuration of the model to train; no weights are loaded.
 
-    It grows by the tokens that are new to the model. Raises ConfigurationError for an unreadable or
-    unknown one, and one with too few positions.
+    New tokens enlarge its vocabulary. Raises ConfigurationError if the configuration is unreadable
+    or unknown, or has too few positions.
     """
     accept_kernel_names()
     source = str(
@@ -147,7 +150,7 @@ def _checked_config(
     settings: RunSettings, source: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
     config = _given_config(settings, source, tokenizer)
-    causal_lm_class(config)  # refuses what is no decoder before its parts are looked for
+    causal_lm_class(config)  # raises for other models than decoders
     choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
@@ -155,7 +158,8 @@ def _checked_config(
     for name, value in vars(config.get_text_config()).items():
         if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}, not a probability")
-    # The kernel is chosen later; a name in the file may be that of code on the Hub (CVE-2026-4372).
+    # The attention is chosen later. A name in the file could refer to code on the Hub
+    # (CVE-2026-4372).
     config._attn_implementation_internal = None
     length = settings.data.sequence_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or length
@@ -165,7 +169,7 @@ def _checked_config(
             "(max_position_embeddings): shorten it, or raise the model's positions (with a "
             "rope_scaling) in its configuration."
         )
-    generation_settings(settings, config)  # what cannot be read is refused before weights load
+    generation_settings(settings, config)  # raises if they cannot be read, before weights load
     fit_embedding(settings, config, tokenizer)
     config.use_cache = False  # packed position_ids with a cache would let documents see each other
     return config
@@ -174,7 +178,8 @@ def _checked_config(
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the whole model, or of its text model if only that runs.
 
-    Raises ConfigurationError for a model that cannot be built, or asks for images with each text.
+    Raises ConfigurationError for a model that cannot be built, or that needs images with every
+    text.
     """
     text = text_model_config(config)
     check_model(config)
@@ -190,7 +195,7 @@ def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
                 "model that does."
             ) from error
         if text is None:
-            return config  # perhaps just the small one does not run
+            return config  # perhaps only the small probe model does not run
         logger.warning(
             "%s: only its text model is trained, and final/ will hold no other part, as the whole "
             "does not run on text: %s", config.model_type, error,
@@ -212,14 +217,17 @@ def _given_config(
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
-    """Return the type the weights are kept in: float32 unless --dtype says otherwise."""
+    """Return the type of the weights in memory: --dtype, or float32."""
     if model.dtype == "auto":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return getattr(torch, model.dtype) if model.dtype else torch.float32
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what the model's configuration file holds; None: a revision or manifest vouches."""
+    """Return the content of the model's configuration file.
+
+    None if a revision or a manifest already identifies the model.
+    """
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
@@ -229,16 +237,16 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     path = weights_directory(settings) / "config.json"
     if not path.is_file():
         return None
-    notes = ("_name_or_path", "transformers_version")  # they say nothing of the model
+    notes = ("_name_or_path", "transformers_version")  # not part of the model
     return {name: value for name, value in read_config_file(path).items() if name not in notes}
 
 
 def published_rows(
     settings: RunSettings, config: PreTrainedConfig, weights: str, new_tokens: Sequence[int]
 ) -> PreTrainedConfig:
-    """Return the configuration as `weights` fit it: a copy, if rows are added once they are loaded.
+    """Return the configuration for loading `weights`.
 
-    With as many tokens as the weights have.
+    If rows are added after loading, this is a copy with the published vocabulary size.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:
@@ -256,19 +264,19 @@ def load_model(
     new_tokens: Sequence[int],
     weights_from: str | None,
 ) -> PreTrainedModel:
-    """Return the model with the chosen attention: random weights by --seed, or loaded strictly.
+    """Build the model with the chosen attention; draw its weights by --seed, or load them strictly.
 
-    `new_tokens` have no row in the weights: they get one (see `add_rows`), and the model remembers
-    them as its attribute of that name, for LoRA. `weights_from` is the directory of an earlier
-    stage, None where Trainer loads the run's own checkpoint over random weights. Collective over
-    ranks; raises ConfigurationError for weights that do not fit.
+    `new_tokens` have no row in the weights. They get one (see `add_rows`), and the model keeps them
+    in its attribute `new_tokens`, for LoRA. `weights_from` is the directory of an earlier stage, or
+    None if Trainer loads the run's own checkpoint over random weights. Collective over ranks;
+    raises ConfigurationError for weights that do not fit.
     """
     assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
     weights = weights_from or model.model_name_or_path
     if weights is None:
         torch.manual_seed(settings.training.seed)
-        # The class itself: under ZeRO-3 from_config would draw other weights, rank by rank.
+        # Call the class: under ZeRO-3 from_config would draw different weights on each rank.
         made: Any = causal_lm_class(config)(config)
         made.set_attn_implementation(attention.name)
         made = made.to(dtype)

@@ -1,7 +1,7 @@
-"""The kernels of xLSTM: native ones on a CPU, Triton's on a GPU that has the package xlstm.
+"""The kernels of xLSTM: native ones on a CPU, Triton's on a GPU with the package xlstm.
 
-Published configurations name Triton's and a mode without a backward pass. They are saved as they
-were; what is set here holds for the process.
+Published configurations name Triton's kernels and a mode without a backward pass. The settings made
+here only hold for this process: `final/` keeps the published ones.
 """
 
 import logging
@@ -27,9 +27,9 @@ TRITON = NATIVE | {
 
 
 def accept_kernel_names() -> None:
-    """Let configurations that name Triton's kernels be read without the package xlstm.
+    """Let transformers read configurations that name Triton's kernels without the package xlstm.
 
-    transformers refuses the names there, and computes with its own kernels whatever the name.
+    transformers would refuse the names, although it then ignores them and uses its own kernels.
     """
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig
@@ -38,9 +38,9 @@ def accept_kernel_names() -> None:
 
 
 def choose_kernels(config: PreTrainedConfig, device_type: str, length: int | None = None) -> None:
-    """Set and log the kernels of a configuration if it is one of xLSTM.
+    """Set and log the kernels of an xLSTM's configuration; leave other configurations alone.
 
-    Raises ConfigurationError if the training length does not divide into the chunks of Triton's.
+    Raises ConfigurationError if Triton's kernels do not support the sequence length.
     """
     if config.model_type != "xlstm":
         return
@@ -59,7 +59,7 @@ def choose_kernels(config: PreTrainedConfig, device_type: str, length: int | Non
 
 
 def follow_training(model: nn.Module) -> None:
-    """Let Triton's kernels train where the model does: only one of their modes has a backward."""
+    """Switch Triton's kernels to the mode with a backward pass while the model trains."""
     backends: list[Any] = [m for m in model.modules() if type(m).__name__ == "mLSTMBackend"]
 
     def set_mode(module: nn.Module, _: Any) -> None:
