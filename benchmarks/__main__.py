@@ -1,10 +1,10 @@
-"""Measure Stoker beside other toolkits; one JSON a cell into benchmarks/results/.
+"""Compare Stoker with other toolkits; write one JSON per cell to benchmarks/results/.
 
     python -m benchmarks cpu                      all cells for a CPU
     python -m benchmarks cpu --cells pretrain_bf16 --repeats 3
     python -m benchmarks gpu --resume --minutes 9 all cells for one GPU, nine minutes at a time
     python -m benchmarks gpu --toy --results /tmp/toy   rehearse them on any machine
-    python -m benchmarks experiments              Stoker beside itself without a choice of ours
+        python -m benchmarks experiments              Stoker with and without its own optimizations
 
 Let nothing else run meanwhile. Baselines run in turn, each in a fresh process.
 """
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     chosen = [sized(cells[name], sizes) for name in names]
     if given.group == "gpu" and not session.device().probed:
-        # What a speed is worth hangs on them.
+        # Other results need them to compute MFU.
         chosen = [ProbeCell(toy=given.toy), *(one for one in chosen if one.name != "probes")]
     return measure(session, chosen)
 
@@ -94,7 +94,7 @@ def sized(cell: Cell, sizes: tuple[int, ...]) -> Cell:
 
 
 def measure(session: Session, cells: list[Cell]) -> int:
-    """Measure cell by cell; a cell that fails does not keep the others from their turn."""
+    """Measure each cell; continue with the others if one fails."""
     failed = []
     for cell in cells:
         say(f"\n{cell.name}")

@@ -22,13 +22,13 @@ from benchmarks.hardware.circumstances import circumstances, hardware
 from benchmarks.hardware.efficiency import Device, known_device
 from benchmarks.progress import Progress
 
-# What makes an earlier result one of the same machine and code.
+# Two results with equal values of these keys are from the same machine and code.
 SAME = ("commit", "hardware", "python", "versions")
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What the command line says of all cells. `deadline`: one of time.monotonic(), or None.
+    """The settings of the command line for all cells. `deadline`: one of time.monotonic(), or None.
 
     `left_out` names baselines that do not take part; `sizes` are those of cells that grow.
     """

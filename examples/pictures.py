@@ -25,7 +25,7 @@ RUN, PLAIN = ROOT / "runs" / "picture", ROOT / "runs" / "picture-uninterrupted"
 SETTINGS = ("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "60")
 # The step at which something happens, and what.
 EVENTS = ((105, "a process is killed (SIGKILL)"), (225, "the node fails"))
-# What is recorded of a line and of a start.
+# The recorded keys of a journal line and of a start.
 KEYS = ("event", "step", "max_steps", "time", "loss"), ("time", "slurm")
 
 

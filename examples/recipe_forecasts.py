@@ -140,7 +140,7 @@ def hardware(text: str) -> str:
 
 
 def model_config(settings: RunSettings) -> PreTrainedConfig:
-    """Return the configuration of a recipe's model; of an earlier stage that which it ends with."""
+    """Return the configuration of a recipe's model, or of the model of its earlier stage."""
     model = settings.model
     if model.model_name_or_path:
         return AutoConfig.for_model(**MODELS[model.model_name_or_path])
@@ -152,7 +152,7 @@ def model_config(settings: RunSettings) -> PreTrainedConfig:
 
 
 def planner_of(path: Path) -> tuple[Planner, LaunchFacts]:
-    """Return what predicts a recipe on its hardware, and the launch that it would have."""
+    """Return the planner of a recipe on its hardware, and the recipe's launch."""
     parse = parse_fine_tuning if path.parent.name == "sft" else parse_pretraining
     before = dict(os.environ)
     try:  # the settings describe the launch in the environment

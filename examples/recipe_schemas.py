@@ -36,7 +36,7 @@ TYPES = {
 
 
 def schemas() -> dict[Path, str]:
-    """Return the text of each schema by its file; recipes may leave out what flags will give."""
+    """Return the text of each schema by file; no key is required, because flags may give it."""
     return {FOLDER / f"{kind}.json": text(classes) for kind, classes in CLASSES.items()}
 
 
@@ -55,7 +55,10 @@ def text(classes: tuple[type, ...]) -> str:
 
 
 def rule(declaration: Declaration) -> dict[str, Any]:
-    """Return what a setting may be, as `checked_value` has it: one value stands for a list."""
+    """Return the schema of a setting's values.
+
+    A list may be a single value, as in `checked_value`.
+    """
     kinds = {TYPES[each] for each in declaration.origins if each in TYPES}
     if not declaration.required and declaration.default in NOTHING:
         kinds.add("null")

@@ -1,9 +1,9 @@
-"""Train a byte-level BPE tokenizer on the `text` of JSONL files, for a model from scratch.
+"""Train a byte-level BPE tokenizer for a model from scratch on the `text` of JSONL files.
 
     python examples/train_tokenizer.py --vocabulary 8192 --output_dir data/tokenizer text.jsonl
 
-The same texts give the same tokenizer. Leave files that are evaluated on out of it. Its special
-tokens are those of the ChatML template in recipes/chat_templates.
+The same texts give the same tokenizer. Do not train it on evaluation files. Its special tokens are
+those of the ChatML template in recipes/chat_templates.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SPLIT_PATTERN = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train and save; leaves with what is wrong for a vocabulary that the texts cannot fill."""
+    """Train and save a tokenizer; exit with a message if the texts cannot fill the vocabulary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="JSONL with `text`")
     parser.add_argument("--vocabulary", type=int, required=True, help=f"tokens, from {SMALLEST} on")

@@ -49,7 +49,7 @@ class Rows(DataModule):
         self.rows, self.rows_per_batch = torch.from_numpy(ended), job.micro_batch_size
 
     def connect(self, *args: Any, **kwargs: Any) -> None:
-        """Take nothing of what litgpt offers: the rows are as they are."""
+        """Ignore litgpt's arguments: the rows are already tokenized and cut."""
 
     def train_dataloader(self) -> DataLoader:
         """Return the rows in order."""

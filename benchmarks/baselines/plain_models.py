@@ -1,4 +1,4 @@
-"""Llama, Qwen3 and GPT-2 in torch alone, for the plain loop: dense, causal, one row a document."""
+"""Llama, Qwen3 and GPT-2 in plain torch: dense, causal, one document per row."""
 
 import json
 from pathlib import Path

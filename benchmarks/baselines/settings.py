@@ -1,4 +1,4 @@
-"""What Trainer and SFTTrainer are told alike."""
+"""Settings that Trainer and SFTTrainer share."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,7 @@ LIGER = "liger"  # a variant: Liger's kernels in the place of torch's
 
 
 def common_settings(job: Job) -> dict[str, Any]:
-    """Return what every Trainer is told: the same optimizer, precision, length and silence."""
+    """Return the common settings: the same optimizer, precision, length and no output."""
     return {
         "output_dir": job.scratch,
         "max_steps": job.all_steps,
@@ -33,10 +33,10 @@ def common_settings(job: Job) -> dict[str, Any]:
 
 
 def tuned_settings() -> dict[str, Any]:
-    """Return what tuning changes for both; to be called before accelerate is imported.
+    """Return the settings of tuned runs; call it before accelerate is imported.
 
-    Layers are compiled one by one, which the environment alone can ask of accelerate: the whole
-    model in one graph would lose the flash kernels.
+    Layers are compiled one by one, because the whole model in one graph would lose the flash
+    kernels. accelerate only does so if an environment variable is set.
     """
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     compile_every_layer()
@@ -50,7 +50,7 @@ def tuned_settings() -> dict[str, Any]:
 
 
 def loader_settings() -> dict[str, Any]:
-    """Return how a GPU does not wait for batches; {} without one."""
+    """Return loader settings so that a GPU does not wait for batches; {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
     return {
@@ -62,10 +62,11 @@ def loader_settings() -> dict[str, Any]:
 
 
 def compile_every_layer() -> None:
-    """Keep torch from compiling eight layers and leaving the others as they are.
+    """Let torch compile all layers instead of the first eight.
 
-    transformers gives its flash attention each layer's number, so that each would be compiled for
-    itself, up to the limit of eight; and it warns there, in mixed precision, where torch cannot.
+    transformers passes each layer's number to its flash attention, so torch would compile each
+    layer separately, up to its limit of eight. In mixed precision transformers also warns there,
+    which torch cannot compile.
     """
     import torch._dynamo
     from transformers.modeling_flash_attention_utils import logger

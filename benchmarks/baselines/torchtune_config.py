@@ -1,4 +1,4 @@
-"""What torchtune's recipes are told: a configuration as their YAML files have it, and the chats."""
+"""The inputs of torchtune's recipes: a configuration as in their YAML files, and the chats."""
 
 import json
 from pathlib import Path

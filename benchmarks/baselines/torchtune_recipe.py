@@ -16,7 +16,7 @@ from benchmarks.baselines.torchtune_config import recipe_config
 from benchmarks.recording.job import CannotRunError, Job, Outcome, run_baseline
 from benchmarks.recording.steps import StepRecorder
 
-# What torchtune imports whatever it trains.
+# torchtune always imports these.
 NEEDED = ("torchao", "torchdata", "omegaconf", "sentencepiece", "tiktoken", "psutil")
 FULL = ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice")
 LORA = ("lora_finetune_single_device", "LoRAFinetuneRecipeSingleDevice")
@@ -41,10 +41,10 @@ def train(job: Job) -> Outcome:
 
 
 def supply_what_is_missing() -> None:
-    """Let torchtune 0.6 import a torchao as new as PEFT takes (0.16 at least).
+    """Let torchtune 0.6 import a torchao that is new enough for PEFT (0.16).
 
-    Two quantizers have gone from it, which torchtune imports and no run here uses. To be called
-    before anything of torchtune is imported.
+    torchtune imports two quantizers that this torchao no longer has and that no run here uses. Call
+    this before importing torchtune.
     """
     from torchao import quantization
 

@@ -1,12 +1,12 @@
 """Unsloth on one GPU: its models, kernels and compiled layers under TRL's SFTTrainer, packed.
 
-It has two ways: its own kernels for adapters; for full fine-tuning transformers' layers, compiled
-one by one. Its optimizer in 8 bits, its weight decay and its checkpointing are off, for the others
-do without. As it has it, weights in float32 are loaded in bf16 and cast up, and in full fine-tuning
-the norms' weights are float32 whatever the others are.
+It trains adapters with its own kernels, and all weights with transformers' layers, compiled one by
+one. Its 8-bit optimizer, weight decay and checkpointing are off, because the other toolkits run
+without them. Unsloth loads float32 weights in bf16 and casts them up, and in full fine-tuning it
+keeps the norms' weights in float32.
 
-The variant `flash attention`: torch's FlashAttention 2 in the place of the package flash_attn,
-which Unsloth asks its users to install; else it attends by SDPA.
+The variant `flash attention` uses torch's FlashAttention 2 in place of the package flash_attn,
+which Unsloth asks its users to install. Without it Unsloth uses SDPA.
 """
 
 import os
@@ -36,8 +36,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def train(job: Job) -> Outcome:
     """Fine-tune on the workload's tokenized chats.
 
-    Raises CannotRunError without a GPU, and where transformers is imported already: Unsloth changes
-    it, for all that comes after in the process.
+    Raises CannotRunError without a GPU, and if transformers is already imported, because Unsloth
+    patches it for the whole process.
     """
     if not torch.cuda.is_available():
         raise CannotRunError("Unsloth needs a GPU")

@@ -1,4 +1,4 @@
-"""What is measured on two CPU cores, beside other toolkits and beside Stoker itself."""
+"""The cells for two CPU cores: Stoker compared with other toolkits and with itself."""
 
 import dataclasses
 
@@ -88,7 +88,7 @@ _LLAMA_1M = LLAMA_11M | {
 _SMALL_ROWS = Workload(_LLAMA_1M, sequence_length=64, documents=1920)
 _ROUNDED = (("dtype", "bfloat16"), ("stochastic_rounding", "true"))
 
-# What a choice of ours is worth: Stoker beside itself without it.
+# Experiments: Stoker with and without one of its optimizations.
 EXPERIMENTS: tuple[Cell, ...] = (
     TrainingCell(
         "large_tensors", "Pretraining as above, bf16: where large tensors lie",

@@ -1,4 +1,4 @@
-"""What is measured on one GPU (H100 or H200), beside what other toolkits do there.
+"""The cells for one GPU (H100 or H200): Stoker compared with other toolkits.
 
 Windows are short, so that a round of a cell, each baseline once, takes about a minute.
 """
@@ -40,7 +40,7 @@ _LLAMA_PRETRAINING = (*_PRETRAINING, LITGPT, TUNED_LITGPT)
 _FINE_TUNING = (
     STOKER, TUNED_STOKER, SFT_TRAINER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, UNSLOTH, FLASH_UNSLOTH,
 )  # fmt: skip
-# Of 8 B parameters each start loads 16 GB: fewer of them.
+# Each start loads 16 GB for 8 B parameters, so there are fewer repeats.
 _LARGE = (
     STOKER, TUNED_STOKER, TUNED_SFT_TRAINER, LIGER_SFT_TRAINER, TORCHTUNE, UNSLOTH, FLASH_UNSLOTH,
 )  # fmt: skip

@@ -75,7 +75,7 @@ class ComponentCell:
 
     @property
     def name(self) -> str:
-        """What the command line and the results call it."""
+        """Return the name for the command line and the results."""
         return self.module
 
 
@@ -112,7 +112,7 @@ class DurationCell:
 
     @property
     def name(self) -> str:
-        """What the command line and the results call it."""
+        """Return the name for the command line and the results."""
         return self.module
 
 
@@ -125,13 +125,13 @@ class SweepCell:
 
     @property
     def name(self) -> str:
-        """What the command line and the results call it."""
+        """Return the name for the command line and the results."""
         return self.base.name
 
 
 @dataclass(frozen=True)
 class ProbeCell:
-    """What the device can do at best: matrix products and copies."""
+    """The peaks of the device: matrix products and copies."""
 
     name: str = "probes"
     toy: bool = False

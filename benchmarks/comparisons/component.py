@@ -66,7 +66,7 @@ def summary(runs: Sequence[Timings]) -> dict[str, Any]:
 
 
 def ratios(ours: Sequence[Timings], theirs: Sequence[Timings]) -> Mapping[str, dict[str, float]]:
-    """Return how often faster Stoker is, at each size that both did."""
+    """Return how many times faster Stoker is, at each size that both measured."""
     left, right = [speeds(run) for run in ours], [speeds(run) for run in theirs]
     return {
         size: paired_ratio([run[size] for run in left], [run[size] for run in right])._asdict()

@@ -20,8 +20,8 @@ class Ratio(NamedTuple):
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Return ours / theirs from repeats that ran side by side, pair by pair.
 
-    What slows the machine for a while slows both of a pair. The interval is that of the median of
-    resampled pairs; of n repeats it can be no narrower than their middle ones.
+    A slow phase of the machine affects both runs of a pair. The interval is that of the median of
+    resampled pairs; with few repeats it spans at least the middle ones.
     """
     assert len(ours) == len(theirs) > 0
     ratios = np.array(ours) / np.array(theirs)

@@ -1,4 +1,4 @@
-"""How far each toolkit gets on this device: one thing grows until it cannot run any more."""
+"""The limit of each toolkit on this device: one size grows until the toolkit fails."""
 
 import tempfile
 from collections.abc import Collection

@@ -20,10 +20,10 @@ from benchmarks.workloads.workload import Workload
 
 # Mean difference of losses from ours over the steps, as in the parity tests of mixed precision.
 PRETRAINING_PARITY = 2e-2
-# Of the first loss alone, from that of plain transformers on the very same documents: toolkits
-# take other documents, whose losses lie further apart than many a mistake.
+# Largest difference of the first loss from plain transformers' loss on the same documents. Toolkits
+# batch different documents, and their losses differ more than a mistake would change them.
 FINE_TUNING_PARITY = 5e-3
-# Of the share of loss tokens: toolkits take other documents, whose prompts are alike.
+# Largest difference of the share of loss tokens; documents differ, but their prompts are similar.
 LOSS_SHARE_PARITY = 2e-2
 
 
@@ -34,10 +34,10 @@ def hold(
     kept: Rounds | None = None,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Let the baselines of a cell train in turn, but for those `left_out`; return its results.
+    """Let the baselines of a cell train in turn, except those in `left_out`; return its results.
 
-    A peer that is not installed, or fails, is named with the reason. Raises
-    BaselineFailedError when Stoker itself fails.
+    The result names peers that are not installed or fail, with the reason. Raises
+    BaselineFailedError if Stoker fails.
     """
     device = device or Device()
     baselines = {one.name: one for one in cell.baselines}
@@ -199,9 +199,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def ratios(
     outcomes: Mapping[str, Sequence[Outcome]], tuned: Collection[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """Return how often faster Stoker is than each peer, tuned than tuned.
+    """Return how many times faster Stoker is than each peer; tuned is compared with tuned.
 
-    Where one of Stoker's two did not run the other stands in; {} without both.
+    If one of Stoker's two variants did not run, the other is used; {} if neither ran.
     """
     if not (ours := _ours(outcomes)):
         return {}
@@ -251,11 +251,11 @@ def parity(
     outcomes: Mapping[str, Sequence[Outcome]],
     expected: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return how far losses are from what they have to be, and whether that is the same training.
+    """Return the differences of losses, and whether all toolkits trained the same.
 
-    In pretraining everybody's are compared with ours, step by step; in fine-tuning each one's first
-    loss against what is `expected` of its first batch. The share of loss tokens must
-    agree too. Without Stoker nothing is compared.
+    In pretraining every toolkit's losses are compared with ours, step by step. In fine-tuning each
+    toolkit's first loss is compared with the one `expected` for its first batch. The shares of loss
+    tokens must agree as well. Without Stoker nothing is compared.
     """
     if not (reference := _ours(outcomes)):
         return {"compared_steps": 0, "holds": True}

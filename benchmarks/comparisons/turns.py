@@ -148,10 +148,9 @@ def run_process(
 
 
 def quiet_environment(directory: Path) -> dict[str, str]:
-    """Return this environment for a baseline: one thread a core, and nothing from the network.
+    """Return the environment of a baseline: one thread per core, and no network.
 
-    What torch compiles is kept from one repeat to the next: for each toolkit alike the first start
-    is the slow one.
+    torch's compile cache is kept between repeats, so only the first start of a toolkit is slow.
     """
     compiled = Path(tempfile.gettempdir()) / "stoker-benchmark-compiled"
     return {

@@ -1,4 +1,4 @@
-"""What a step of two ranks takes under DDP, with and without what spares copies of gradients."""
+"""The time of a step of two ranks under DDP, with and without copies of gradients."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the GPU is and how it is doing, asked of nvidia-smi: that takes no memory on the device."""
+"""Facts and state of the GPU from nvidia-smi, which takes no memory on the device."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""What a baseline's speed is worth: model FLOPs, their share of the peak, and of the roofline."""
+"""The efficiency of a baseline: model FLOPs, their share of the peak and of the roofline."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ from benchmarks.workloads.workload import SEED, document_lengths
 
 @dataclass(frozen=True)
 class Device:
-    """What is known of the device: its name, FLOP/s on the data sheet, peaks that were probed."""
+    """A device: its name, the FLOP/s of its data sheet, and its probed peaks."""
 
     name: str | None = None
     data_sheet: float | None = None

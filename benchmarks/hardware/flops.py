@@ -1,4 +1,4 @@
-"""Model FLOPs a token: what the mathematics of a training step takes, whatever a kernel does.
+"""Model FLOPs per token: those of the mathematics of a training step, not of its kernels.
 
 The convention of torchtitan, nanochat and TRL: 6 for each weight that multiplies the tokens (the
 last layer counts once, tied or not; the embedding does not), and 12 * layers * heads * head_dim *
@@ -19,7 +19,7 @@ from benchmarks.cells.shapes import ModelShape
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the FLOPs, and the bytes moved, follow from.
+    """The sizes from which FLOPs and moved bytes are computed.
 
     `linear` are weights that multiply tokens, `adapters` those of LoRA among all `parameters`,
     which are then frozen; `inner` is the MLP's width; `attention` is layers * heads * head_dim.

@@ -1,4 +1,4 @@
-"""What a device reaches at best: bf16 matrix products over a sweep of shapes, and a large copy.
+"""The peaks of a device: bf16 matrix products over a sweep of shapes, and a large copy.
 
 `python -m benchmarks.hardware.probes OUTCOME [--toy]`. The best of many shapes is the peak, as in
 ml-engineering's "maximum achievable matmul FLOPS": data sheets name a clock that no card holds.

@@ -25,7 +25,7 @@ ADAMW_FLOAT32_BYTES = 38
 
 @dataclass(frozen=True)
 class Peaks:
-    """What probes reached: FLOP/s of bf16 products, bytes/s of a copy (read and written)."""
+    """The probed peaks: FLOP/s of bf16 products, bytes/s of a copy (read and written)."""
 
     matmul: float
     bandwidth: float

@@ -1,4 +1,4 @@
-"""Memory as predicted beside memory as measured, into benchmarks/results/memory/.
+"""Compares predicted with measured memory; writes to benchmarks/results/memory/.
 
     python -m benchmarks.memory                    every shape on the device that is here
     python -m benchmarks.memory --cells recipe_shape --choices none,full

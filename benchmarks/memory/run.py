@@ -1,4 +1,4 @@
-"""One training run in a process of its own: what it was predicted to take, and what it took.
+"""One training run in its own process: predicted and measured memory.
 
     python -m benchmarks.memory.run pretrain OUTCOME.json --config ...
 

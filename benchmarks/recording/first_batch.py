@@ -1,4 +1,4 @@
-"""Which documents of the workload a baseline's first batch held, however it lays them out."""
+"""Finds the workload's documents in a baseline's first batch, in any layout."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a baseline is given and what it gives back, as JSON files between processes."""
+"""The input and the result of a baseline, as JSON files between processes."""
 
 import contextlib
 import dataclasses
@@ -21,14 +21,13 @@ CANNOT_RUN = 69  # EX_UNAVAILABLE of sysexits.h; the last line of output says wh
 class Job:
     """A short training run.
 
-    `workload` is a directory of `make_workload`. `tuned`: with the best settings that we found,
-    not with those of the toolkit's documentation; `variant` is for the baseline to read. Of
-    `steps` optimizer steps the first `warmup_steps` are not timed. A step takes one micro-batch.
-    `settings` are Stoker's alone.
-    `turn`, where it is given: two named pipes; a step begins when the first one has the token, and
-    ends with handing it to the second, whose reader is the next process.
-    With `trace` two more are taken: the first shows the kernels in use, for the last one of a run
-    does more than others.
+    `workload` is a directory of `make_workload`. `tuned`: use the best settings that we found
+    instead of the toolkit's documented ones; the baseline itself interprets `variant`. The first
+    `warmup_steps` of `steps` optimizer steps are not timed. A step has one micro-batch. Only Stoker
+    uses `settings`. `turn` is two named pipes: a step begins when the token arrives in the first
+    pipe, and at its end the token goes into the second pipe, which the next process reads. With
+    `trace` there are two extra steps. The first one records the kernels, because the last step of a
+    run does extra work.
     """
 
     workload: str
@@ -49,7 +48,7 @@ class Job:
 
     @property
     def numbers(self) -> Precision:
-        """What its precision means."""
+        """The numbers behind the name of its precision."""
         return PRECISIONS[self.precision]
 
     @property
@@ -65,13 +64,13 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run was measured to do.
+    """The measurements of a run.
 
-    `window_s` and `window_tokens` are of the steps after the warm-up, real tokens only, of which
-    `window_loss_tokens` are loss tokens; `window_cpu_s` is the CPU time of all threads in them;
-    `first_step_s` counts from the start of the process to the end of its first step. A fine-tuning
-    run's first batch held the workload's `first_documents`. `notes` says which settings and kernels
-    were in use.
+    `window_s` and `window_tokens` cover the steps after the warm-up and count real tokens only;
+    `window_loss_tokens` are the loss tokens among them; `window_cpu_s` is the CPU time of all
+    threads in these steps; `first_step_s` counts from the start of the process to the end of its
+    first step. A fine-tuning run's first batch held the workload's `first_documents`. `notes` says
+    which settings and kernels were in use.
     """
 
     window_s: float
@@ -93,7 +92,7 @@ class Outcome:
 
 
 class CannotRunError(Exception):
-    """What is asked for is not installed here, or does not fit; the message says which."""
+    """A baseline cannot run here: something is not installed or does not fit."""
 
 
 def run_baseline(train: Callable[[Job], Outcome]) -> None:

@@ -1,4 +1,4 @@
-"""Which kernels a step ran, and how often its host waited for the device."""
+"""Records the kernels of a step, and how often its host waited for the device."""
 
 from typing import Any
 

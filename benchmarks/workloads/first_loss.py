@@ -1,4 +1,4 @@
-"""What the first loss of a fine-tuning run has to be: that of plain transformers on its documents.
+"""The expected first loss of a fine-tuning run: plain transformers' loss on the same documents.
 
 `python -m benchmarks.workloads.first_loss asked.json answered.json`: asked are a workload's
 directory, a precision and, by baseline, documents; answered is a loss for each.

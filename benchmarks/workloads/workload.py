@@ -1,4 +1,4 @@
-"""What baselines train on: documents, a tokenizer, and one set of initial weights for all.
+"""The common workload of baselines: documents, a tokenizer, and initial weights.
 
 Documents are made on the spot: each token follows from the one before, except for some noise, so
 that there is something to learn and losses tell baselines apart.
