@@ -1,9 +1,10 @@
-"""One job per run directory: a second one is refused, a dead job's lock is taken over.
+"""One job per run directory: a second job is refused, a new start replaces a dead owner.
 
-The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. Its owner
-rewrites its file every few seconds, and when it leaves writes that into it. A newcomer that finds
-the owner gone creates the next number, exclusively: one newcomer alone succeeds, on NFS too, where
-flock may not work. No file is removed, so no number is taken twice. No clocks are compared.
+The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. The owner
+rewrites its file every few seconds, and writes `left` into it when it ends. A new job that finds
+the owner gone creates the file with the next number, exclusively: only one new job can succeed,
+also on NFS, where flock may not work. No file is removed, so no number is used twice. No clocks are
+compared.
 """
 
 import atexit
@@ -38,8 +39,8 @@ _held: dict[Path, "RunLock"] = {}
 def take_run_lock(output_dir: Path) -> None:
     """Make this process the only one that trains in a directory; rank 0 alone calls it.
 
-    Held until `leave_run_lock` or the end of the process. Raises OSError, and ConfigurationError
-    that names a living owner; watches an owner's heartbeat for up to WATCH_S.
+    The lock is held until `leave_run_lock` or the end of the process. Watches the heartbeat of an
+    earlier owner for up to WATCH_S. Raises OSError, and ConfigurationError for a living owner.
     """
     leave_run_lock(output_dir)  # of an earlier run in this process
     _held[output_dir.resolve()] = RunLock(output_dir)
@@ -47,7 +48,7 @@ def take_run_lock(output_dir: Path) -> None:
 
 
 def leave_run_lock(output_dir: Path) -> None:
-    """Write down that this process left the run, if it holds it; raises nothing."""
+    """Release the lock if this process holds it; raises nothing."""
     if lock := _held.pop(output_dir.resolve(), None):
         lock.stop.set()
         lock.thread.join(timeout=BEAT_S)
@@ -57,13 +58,13 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Let the runs that this process holds be left with the error that ends it."""
+    """Store the error that ends this process, for its locks' files."""
     for lock in _held.values():
         lock.error = error[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Let the next sign of life of the runs that this process holds say what it is doing."""
+    """Store what this process is doing, for the next heartbeat of its locks."""
     for lock in _held.values():
         lock.phase = phase
 
@@ -75,11 +76,11 @@ def held_runs() -> dict[Path, str]:
 
 @dataclass(frozen=True)
 class RunOwner:
-    """An owner of a run directory, as its file tells whoever only looks.
+    """An owner of a run directory, as its file in .lock describes it.
 
-    left: whether it said so, with the `error` that ended it, if one did. gone: whether its process
-    is known to be dead. since, beat: when it took the directory and gave its last sign of life,
-    with its `phase` then, in unix seconds of its machine and of the storage.
+    left: the owner released the lock, with the `error` that ended it, if one did. gone: its process
+    is known to be dead. since: when it took the directory, by its machine's clock. beat: its last
+    heartbeat, by the storage's clock, with its `phase` then. Both are unix seconds.
     """
 
     number: int
@@ -95,19 +96,19 @@ class RunOwner:
 
     @property
     def age_s(self) -> float:
-        """The time since its last sign of life, by this machine's clock."""
+        """The time since the last heartbeat, by this machine's clock."""
         return time.time() - self.beat
 
     @property
     def alive(self) -> bool:
-        """Whether it gives signs of life; clocks of storage and machines may differ a little."""
+        """Whether the owner still runs. The clocks of storage and machines may differ a little."""
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
 
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
-    """Yield who had a run directory, the newest first, without waiting for a beat.
+    """Yield the owners of a run directory, newest first, without waiting for a heartbeat.
 
-    Damaged files are left out. Who came before a newer owner is gone.
+    Damaged files are left out. An owner is gone once there is a newer one.
     """
     newer = False
     for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
@@ -128,33 +129,31 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return who took the directory from this process; None: nobody, or no lock was taken.
+    """Return who took the directory from this process; None if nobody did, or without a lock.
 
-    A process that was suspended for longer than WATCH_S may lose its lock: ask before writing what
-    others rely on. Raises OSError.
+    A process that was suspended for longer than WATCH_S may lose its lock. Call this before writing
+    what other jobs rely on. Raises OSError.
     """
     lock = _held.get(output_dir.resolve())
     return lock.new_owner() if lock else None
 
 
 def known_loss(output_dir: Path) -> str | None:
-    """Return what the last heartbeat found of `taken_over`, without reading anything."""
+    """Return the answer of `taken_over` at the last heartbeat, without reading a file."""
     lock = _held.get(output_dir.resolve())
     return lock.lost if lock else None
 
 
 def wait_until_left(output_dir: Path) -> None:
-    """Return when the process that has the directory leaves it, or is silent for WATCH_S."""
-    before, until = _newest(output_dir / FOLDER), time.monotonic() + WATCH_S
-    while not before[1].get("left") and time.monotonic() < until:
-        time.sleep(LOOK_S)
-        now = _newest(output_dir / FOLDER)
-        if now != before:
-            before, until = now, time.monotonic() + WATCH_S
+    """Wait until the owner of the directory releases it or is silent for WATCH_S."""
+    folder = output_dir / FOLDER
+    newest: tuple[int, dict[str, Any]] | None = _newest(folder)
+    while newest and not newest[1].get("left"):
+        newest = _sign_of_life(folder, newest)
 
 
 class RunLock:
-    """The lock of one directory, this process's from the constructor to `leave_run_lock`."""
+    """The lock of one directory, held from the constructor to `leave_run_lock`."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
@@ -174,7 +173,7 @@ class RunLock:
         self.folder.mkdir(exist_ok=True)
         while True:
             self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
-            with contextlib.suppress(FileExistsError):  # another newcomer was faster
+            with contextlib.suppress(FileExistsError):  # another new job was faster
                 self.write(os.O_CREAT | os.O_EXCL)
                 break
         self.stop = threading.Event()
@@ -182,7 +181,7 @@ class RunLock:
         self.thread.start()
 
     def new_owner(self) -> str | None:
-        """Return who has the directory now; None: this process."""
+        """Return who has the directory now; None for this process."""
         number, content = _newest(self.folder)
         if not content and self.path.name == f"owner-{number}":
             return None  # this process's file, damaged: the next beat writes it again
@@ -194,36 +193,33 @@ class RunLock:
         )
 
     def _wait_for_the_last_owner(self) -> int:
-        """Return the number of the last owner once it is gone, 0 if there was none.
+        """Return the number of the last owner once it is gone; 0 if there was none.
 
-        Raises ConfigurationError if it shows a sign of life.
+        Raises ConfigurationError if the owner shows a sign of life.
         """
-        number, before = _newest(self.folder)
-        if number == 0 or before.get("left"):
+        number, owner = _newest(self.folder)
+        if number == 0 or owner.get("left"):
             return number
-        until = time.monotonic()
-        if not before or not self._is_gone(before["owner"]):
-            until += WATCH_S
+        if not owner or not self._is_gone(owner["owner"]):
             logger.info(
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
-                _named(before), WATCH_S,
+                _named(owner), WATCH_S,
             )  # fmt: skip
-        while time.monotonic() < until:
-            time.sleep(LOOK_S)
-            number, content = _newest(self.folder)
-            if content.get("left"):
-                return number
-            if content and content != before:
-                raise ConfigurationError(
-                    f"{self.output_dir} is in use by {_named(content)}: two jobs in one directory "
-                    "would overwrite each other. Wait for it to end, stop it (touch "
-                    f"{self.output_dir / 'STOP'}), or name another --output_dir."
-                )
-        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(before))
+            while newest := _sign_of_life(self.folder, (number, owner)):
+                number, owner = newest
+                if owner.get("left"):
+                    return number
+                if owner:
+                    raise ConfigurationError(
+                        f"{self.output_dir} is in use by {_named(owner)}: two jobs in one "
+                        "directory would overwrite each other. Wait for it to end, stop it (touch "
+                        f"{self.output_dir / 'STOP'}), or name another --output_dir."
+                    )
+        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(owner))
         return number
 
     def _is_gone(self, other: dict[str, Any]) -> bool:
-        """Whether an owner is known to be gone; False: only its heartbeat tells."""
+        """Whether an owner is known to be gone. False: only its heartbeat can tell."""
         if _is_dead(other):
             return True
         # Slurm starts a job again once every process of the earlier start is gone.
@@ -246,7 +242,7 @@ class RunLock:
                 warned = True
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
-        """Write this owner's file in one call, always of one size: no reader sees half of it."""
+        """Write this owner's file in one call and in one size: no reader sees half of a file."""
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         content["phase"] = self.phase
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
@@ -255,13 +251,13 @@ class RunLock:
 
 
 def _machine() -> str:
-    """Name the boot and the process namespace: where a pid means one process."""
+    """Return the boot and the process namespace, within which a pid is unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner's process ran on this machine and is gone."""
+    """Check whether the owner's process ran on this machine and has ended."""
     if owner["machine"] != _machine():
         return False
     try:
@@ -273,8 +269,21 @@ def _is_dead(owner: dict[str, Any]) -> bool:
     return False
 
 
+def _sign_of_life(
+    folder: Path, before: tuple[int, dict[str, Any]]
+) -> tuple[int, dict[str, Any]] | None:
+    """Return the newest owner once its file differs from `before`; None after WATCH_S."""
+    until = time.monotonic() + WATCH_S
+    while time.monotonic() < until:
+        time.sleep(LOOK_S)
+        newest = _newest(folder)
+        if newest != before:
+            return newest
+    return None
+
+
 def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the highest number (0: none) and its file's content, empty if it has none."""
+    """Return the highest number (0: none) and the content of its file, empty if damaged."""
     number = max(_numbers(folder), default=0)
     try:
         return number, _read_owner(folder / f"owner-{number}")
@@ -283,13 +292,13 @@ def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _numbers(folder: Path) -> list[int]:
-    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+    # List the folder: NFS remembers for a while that a file of some name was not there.
     names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
     return [int(name) for name in names if name.isdecimal()]
 
 
 def _read_owner(path: Path) -> dict[str, Any]:
-    """Return what an owner's file holds, empty if it is damaged; raises OSError."""
+    """Return the content of an owner's file, empty if it is damaged. Raises OSError."""
     try:
         content = json.loads(path.read_bytes())
         owner = content["owner"]
