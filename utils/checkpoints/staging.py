@@ -1,11 +1,9 @@
 """Saves in the background: Trainer writes into this node's memory, a thread copies to storage."""
 
 import atexit
-import fcntl
 import logging
 import os
 import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,22 +11,23 @@ import torch
 
 from utils.checkpoints.files import MARGIN, list_files, owner, readable
 from utils.support.collectives import cpu_group, on_every_rank
+from utils.support.files import locked_directory, remove_abandoned
 from utils.support.host import host_name, memory_room_bytes
 
 logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
 PREFIX = "stoker-staged-"
-# A rank may wait for the largest file of another; one that died breaks the connection at once.
+# A rank may wait until another one wrote its largest file. A dead rank closes its connection.
 GROUP_TIMEOUT_S = 24 * 3600
 
 
 class BackgroundWriter:
-    """A thread of each rank that copies what it staged, and commits with the other ranks' threads.
+    """A thread of each rank that copies staged files, and commits with the other ranks' threads.
 
-    The threads have a process group of their own: their collectives never mix with training's. The
-    rank's directory in memory is locked while its process lives; the next start on the node removes
-    an unlocked one.
+    The threads have their own process group, so that their collectives never mix with training's.
+    The rank's directory in memory is locked while its process lives. The next start on the node
+    removes unlocked ones.
     """
 
     def __init__(self, run_id: str, rank: int):
@@ -60,39 +59,38 @@ class BackgroundWriter:
         return on_every_rank(self.make_directory)[self.rank]
 
     def make_directory(self) -> Path:
-        """Return the directory, empty, readable by this user alone; raises OSError."""
-        # A start that takes it for a leftover before it is locked removes it: then again.
-        while self.directory is None or not self.directory.exists():
+        """Return the directory, empty and readable by this user alone. Raises OSError."""
+        if self.directory is None or not self.directory.exists():
             self.remove_directory()
-            directory = Path(tempfile.mkdtemp(prefix=self.prefix, dir=MEMORY))
-            self.lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-            self.directory = directory
+            self.directory, self.lock = locked_directory(MEMORY, self.prefix)
         self.clear()
         return self.directory
 
     def clear(self) -> None:
-        """Give the memory back; raises OSError."""
+        """Delete the staged files, which frees their memory. Raises OSError."""
         if self.directory is not None:
             for path in self.directory.iterdir():
                 shutil.rmtree(path)
 
     def remove_directory(self) -> None:
-        """Remove the directory; what stays is removed by the next start."""
+        """Remove the directory. The next start on this node removes what this leaves."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self.lock)
             self.directory = None
 
     def close(self) -> None:
-        """Release memory and group; all ranks call it, with no work under way."""
+        """Release memory and process group; all ranks call it, while nothing is being written."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return which staged files this rank copies: its own and nobody's; collective."""
+        """Return the staged files that this rank copies: its own, and those without an owner.
+
+        Collective over ranks.
+        """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
             for name in names:
@@ -102,7 +100,7 @@ class BackgroundWriter:
 
 
 def free_bytes() -> int:
-    """Return how much more fits into the memory of this node; 0 where it takes no files."""
+    """Return the free memory of this node for files; 0 if it has no MEMORY directory."""
     if not MEMORY.is_dir():
         return 0
     status = os.statvfs(MEMORY)
@@ -110,19 +108,6 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove what this user's killed processes staged on this node: it keeps memory from jobs."""
-    for directory in sorted(MEMORY.glob(f"{PREFIX}*")):
-        try:
-            if directory.lstat().st_uid != os.getuid():
-                continue
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory)
-            finally:
-                os.close(lock)
-            logger.warning("%s was left in memory by a run that was killed: removed", directory)
-        except (FileNotFoundError, BlockingIOError):
-            continue  # another rank was faster, or its process lives
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", directory, error)
+    """Remove the staged files of this user's killed processes, which take memory from jobs."""
+    for directory in remove_abandoned(MEMORY, PREFIX):
+        logger.warning("%s was left in memory by a run that was killed: removed", directory)

@@ -1,15 +1,19 @@
-"""Files: names out of foreign files, the atomic write, the disk cache in $XDG_CACHE_HOME/stoker.
+"""Files: atomic writes, checked names, locked directories, the disk cache.
 
-Whoever is killed while writing a file leaves the old one, or none. A cache entry goes by all that
-its content follows from, so it is never out of date, only unused.
+A process that is killed while it writes a file leaves the old file, or none. The disk cache is in
+$XDG_CACHE_HOME/stoker. The name of an entry is a digest of all facts that determine its content, so
+an entry is never out of date.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
-    """Write `text` to `path` in one step, flushed before it is named; OSError leaves no draft.
+    """Write a text to `path` in one step; flush it before it gets this name. Raises OSError.
 
-    Without known secrets, unless the text has to be `exact` because a digest vouches for it.
+    Known secrets are masked, unless the text has to be `exact` because its digest is stored.
     """
     # Several processes, on several hosts, may write the same file at once.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        with draft.open("x", encoding="utf-8") as file:  # not through a stranger's link
+        with draft.open("x", encoding="utf-8") as file:  # never through another user's link
             file.write(text if exact else redact(text))
             file.flush()
             os.fsync(file.fileno())
@@ -50,12 +54,11 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
 def paths_inside(
     folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
 ) -> dict[str, Path]:
-    """Return the path in `folder` of each name that a manifest or an index holds.
+    """Return the path in `folder` of each name that the manifest or index `listed_in` holds.
 
-    `listed_in` is that file. A file that is not there is for the caller to find. `links`: the
-    user's own links may lead elsewhere, as those of the Hub's cache do. Raises ConfigurationError
-    for a name that leaves the folder or reaches anything but a regular file, and for two names
-    that some file systems take for one.
+    The files may be missing. With `links`, the user's own links may lead out of the folder, as in
+    the Hub's cache. Raises ConfigurationError for a name that leaves the folder or that is not a
+    regular file, and for two names that are the same name to some file systems.
     """
     paths: dict[str, Path] = {}
     plain: dict[str, str] = {}
@@ -74,7 +77,7 @@ def paths_inside(
 
 
 def _fault(folder: Path, name: Any, *, links: bool) -> str:
-    """Return why a name is refused; empty: it is a path inside the folder."""
+    """Return why a name is refused; empty for a path inside the folder."""
     text = isinstance(name, str) and len(name) < LONGEST_NAME and name.isprintable()
     if not text or "\\" in name:
         return "which is no file's name"
@@ -95,25 +98,65 @@ def _fault(folder: Path, name: Any, *, links: bool) -> str:
     return ""
 
 
+def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
+    """Make a private directory, locked until the returned descriptor is closed; raises OSError.
+
+    The end of the process closes the descriptor. `remove_abandoned` of another process may remove
+    the directory before it is locked: then this makes another one.
+    """
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if directory.exists():
+                return directory, lock
+            os.close(lock)
+
+
+def remove_abandoned(base: Path, prefix: str) -> list[Path]:
+    """Remove this user's directories whose processes have ended; return their paths.
+
+    Such a directory was made by `locked_directory` and is not locked any more.
+    """
+    removed = []
+    for directory in sorted(base.glob(f"{prefix}*")):
+        with contextlib.suppress(OSError):  # a link, a living process's, or already removed
+            if directory.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+                if directory.exists():
+                    logger.warning("%s, of an ended process, cannot be removed", directory)
+                else:
+                    removed.append(directory)
+            finally:
+                os.close(lock)
+    return removed
+
+
 def cache_root() -> Path:
     """Return the folder of the disk cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker"
 
 
 def cache_path(kind: str, facts: Any) -> Path:
-    """Return the cache file of the content that follows from `facts` (JSON values)."""
+    """Return the cache file of the content that `facts` (JSON values) determine."""
     name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
     return cache_root() / kind / f"{name}.json"
 
 
 def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time of files: they change when a file is written to."""
+    """Return path, size and modification time of each file, to see later if a file changed."""
     stats = [(file.resolve(), file.stat()) for file in files]
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return what `read` makes of a cache file's JSON; None, with a warning if it is damaged."""
+    """Parse a cache file's JSON with `read`. Return None without the file, or if it is damaged."""
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -124,7 +167,7 @@ def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
 
 def write_cache(path: Path, content: Any) -> None:
-    """Write JSON values to the cache; storage that takes none is a warning."""
+    """Write JSON values to the cache; log a warning if the storage refuses them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(content, indent=1) + "\n")
