@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_run(settings, data, config, launch)
     if settings.run.dry_run:
         return check_start(settings, plan, data, config, launch)
-    from utils.launch.processes import check_strategy
+    from utils.launch.processes import check_running_strategy
     from utils.runs.finish import finish_run, run_callbacks
     from utils.runs.start import start_run
     from utils.training.trainer import PackedTrainer
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         data,
         run_callbacks(settings, plan, data, launch, run, checkpoints),
     )
-    check_strategy(launch)
+    check_running_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)
     return finish_run(trainer, plan.save_dtype)
 

@@ -1,18 +1,18 @@
-"""The strategy of a run: the accelerate config that it means, and what that tells the processes.
+"""The strategy of a run: its accelerate config, and the environment that it gives the processes.
 
-The launchers read it of a script's own arguments, so torch and transformers are not imported here,
-and what other packages are needed only where they are: the launcher says which one is missing.
+A launcher imports this module before it knows whether the packages are installed. Third-party
+packages are therefore imported inside functions: the launcher reports a missing one.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from utils.config.assumed import assumed_gpus
-from utils.config.declarations import DEFAULT, FLAGS_RANK, Given, SettingValues
+from utils.config.declarations import Given, SettingValues
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import block, block_variables, launch_faults
 from utils.config.precision import PRECISION_VARIABLE, is_true
@@ -50,19 +50,6 @@ class StrategyConfig:
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
-
-
-def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy in a script's arguments, flags over recipes; their faults it says."""
-    from utils.config.command_line import CONFIG_FLAG, read_flags
-    from utils.config.recipes import read_recipes
-
-    flags, _ = read_flags(arguments)
-    if words := flags.get("strategy"):
-        return Given(words[0], "--strategy", FLAGS_RANK)
-    entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
-    given = entries.get("strategy", DEFAULT)
-    return given if isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
 
 
 def choose_config(

@@ -1,28 +1,60 @@
-"""The accelerate config of a launch: whether it can start the processes, the command it becomes."""
+"""The launch of a script: its processes, its accelerate config, the arguments for accelerate."""
 
 import argparse
 import importlib.util
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from utils.config.declarations import DEFAULT, FLAGS_RANK, Given
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import PREFIXES, block
-from utils.config.strategy import ONE_PROCESS, StrategyConfig
-from utils.launch.slurm import Allocation
+from utils.config.strategy import AUTO, ONE_PROCESS, StrategyConfig, choose_config
+from utils.launch.slurm import Allocation, read_allocation
 
-# What a config may have for TPUs, mpirun, fp8 and Megatron-LM, with which nothing is trained here.
+# Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
 OF_OTHERS = (
     *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
     *("fp8_config", "megatron_lm_config"),
 )
-# Seconds in which all nodes' launchers must join; they met a moment before.
+# Seconds in which the launchers of all nodes must join. They have just met at the rendezvous.
 JOIN_TIMEOUT_S = 120
 # Seconds from SIGTERM to SIGKILL for the other workers of a node on which one failed.
 SHUTDOWN_TIMEOUT_S = 5
 
 
+def plan_launch(
+    arguments: Sequence[str], environment: Mapping[str, str], devices: int
+) -> tuple[Allocation, StrategyConfig]:
+    """Return the processes and the accelerate config for a script with these arguments.
+
+    `devices` is the number of GPUs that torch sees. Raises ConfigurationError.
+    """
+    strategy = given_strategy(arguments)
+    allocation = read_allocation(environment, devices, strategy.value)
+    on_cpu = allocation.gpus is None
+    config = choose_config(environment, strategy, allocation.world_size, on_cpu=on_cpu)
+    check_config(config, allocation)
+    return allocation, config
+
+
+def given_strategy(arguments: Sequence[str]) -> Given:
+    """Return the strategy in a script's arguments: of a flag, or else of a recipe.
+
+    Faults of the arguments are left to the script, which reports them.
+    """
+    from utils.config.command_line import CONFIG_FLAG, read_flags
+    from utils.config.recipes import read_recipes
+
+    flags, _ = read_flags(arguments)
+    if words := flags.get("strategy"):
+        return Given(words[0], "--strategy", FLAGS_RANK)
+    entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
+    given = entries.get("strategy", DEFAULT)
+    return given if isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
+
+
 def check_config(config: StrategyConfig, allocation: Allocation) -> None:
-    """Refuse an accelerate config that cannot start these processes, by ConfigurationError."""
+    """Raise ConfigurationError for an accelerate config that cannot start these processes."""
     if config.kind in ONE_PROCESS and allocation.world_size > 1:
         raise ConfigurationError(
             f"{config.chosen_by}: distributed_type {config.kind or 'NO'} starts one process, but "
@@ -37,7 +69,7 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
 
 
 def ignored_settings(config: StrategyConfig) -> list[str]:
-    """Return the settings of an accelerate config that do nothing here, for the log."""
+    """Return the settings of an accelerate config that Stoker and accelerate do not read."""
     from accelerate.commands.launch import launch_command_parser
 
     read = {action.dest for action in launch_command_parser()._actions}
@@ -50,7 +82,7 @@ def ignored_settings(config: StrategyConfig) -> list[str]:
 def launch_arguments(
     config: StrategyConfig, allocation: Allocation, command: Sequence[str]
 ) -> argparse.Namespace:
-    """Return the parsed arguments of `accelerate launch` for this node and a script's command."""
+    """Return the parsed arguments of `accelerate launch` that run a script on this node."""
     from accelerate.commands.launch import launch_command_parser
 
     options = [
@@ -66,7 +98,7 @@ def launch_arguments(
         options += ["--rdzv_backend", "c10d"]
         options += ["--rdzv_conf", f"is_host={is_host},join_timeout={JOIN_TIMEOUT_S}"]
         if config.kind == "DEEPSPEED":
-            # Slurm starts one launcher a node; DeepSpeed's own default needs pdsh and ssh.
+            # Slurm starts one launcher per node. DeepSpeed's default would start them by ssh.
             options += ["--deepspeed_multinode_launcher", "standard"]
     by_torchrun = config.kind not in ONE_PROCESS
     if not by_torchrun and allocation.gpus is None:
@@ -74,11 +106,11 @@ def launch_arguments(
     script, *script_args = command
     args = launch_command_parser().parse_args([*options, script])
     if by_torchrun:
-        # torchrun takes ${local_rank} in arguments for its own, and $$ for $.
+        # torchrun replaces ${local_rank} in arguments, and $$ by $.
         script_args = [argument.replace("$", "$$") for argument in script_args]
     args.training_script, args.training_script_args = script, script_args
-    # Not for the command line: accelerate hands them to torchrun. A stop signal is the launcher's
-    # own affair; torchrun would end the workers. At the end of a terminal it has to, but for nohup.
+    # accelerate passes these to torchrun, which ends the workers at such a signal. The launcher
+    # itself answers the stop signals. SIGHUP (a closed terminal) ends workers except under nohup.
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S

@@ -15,14 +15,13 @@ import traceback
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
-from utils.config.strategy import choose_config, given_strategy
-from utils.launch.accelerate_command import check_config, ignored_settings, launch_arguments
+from utils.launch.accelerate_command import ignored_settings, launch_arguments, plan_launch
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import FAILED, configure_logging, missing_package, write_report
 from utils.launch.signals import LAUNCHER, STOP
-from utils.launch.slurm import Allocation, read_allocation
+from utils.launch.slurm import Allocation
 from utils.launch.verdict import (
     SILENT,
     Verdict,
@@ -147,12 +146,7 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
     import torch
 
     devices = torch.cuda.device_count()
-    strategy = given_strategy(command[1:])
-    allocation = read_allocation(os.environ, devices, strategy.value)
-    config = choose_config(
-        os.environ, strategy, allocation.world_size, on_cpu=allocation.gpus is None
-    )
-    check_config(config, allocation)
+    allocation, config = plan_launch(command[1:], os.environ, devices)
     os.environ |= process_environment(allocation)
     code = sorted([*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py")])
     files = [*(file.relative_to(ROOT) for file in code), config.path, Path(command[0])]

@@ -142,7 +142,7 @@ def tune_strategy(accelerator: Any) -> None:
         )
 
 
-def check_strategy(facts: LaunchFacts) -> None:
+def check_running_strategy(facts: LaunchFacts) -> None:
     """Check that accelerate runs the strategy that was asked for; call it once a Trainer exists.
 
     Raises ConfigurationError: with a CPU, for one, FSDP and DeepSpeed become plain DDP in silence.

@@ -17,11 +17,10 @@ from pathlib import Path
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import LAUNCHER_VARIABLES
 from utils.config.preparation import check_preparation, parse_preparation
-from utils.config.strategy import SUBMITTING, choose_config, given_strategy, strategy_variables
+from utils.config.strategy import SUBMITTING, strategy_variables
 from utils.data.prepare.hub import refuse_uncached
-from utils.launch.accelerate_command import check_config
+from utils.launch.accelerate_command import plan_launch
 from utils.launch.script import run_script
-from utils.launch.slurm import Allocation, read_allocation
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
@@ -49,11 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_sweep = kind == "sweep_job.sh"
     # The first point stands for all of a sweep, whose dry runs go by their own strategies.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
-    strategy = given_strategy(first[1:])
-    allocation = planned_allocation(job, os.environ, strategy.value)
+    allocation, config = plan_launch(first[1:], {**os.environ, **first_node(job)}, 0)
     on_cpu = allocation.gpus is None
-    config = choose_config(os.environ, strategy, allocation.world_size, on_cpu=on_cpu)
-    check_config(config, allocation)
     launch = {} if is_sweep else strategy_variables(config.content)
     if on_cpu and os.environ.get("DS_ACCELERATOR") != "cpu":
         launch["ACCELERATE_USE_CPU"] = "true"
@@ -170,18 +166,15 @@ def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
     return command
 
 
-def planned_allocation(
-    job: Mapping[str, str], environment: Mapping[str, str], strategy: str
-) -> Allocation:
-    """Return what the launcher will find on the job's first node. Raises ConfigurationError."""
-    on_the_node = {
+def first_node(job: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that Slurm will set for the launcher on the job's first node."""
+    return {
         "SLURM_JOB_ID": job["JobID"],
         "SLURM_STEP_NUM_TASKS": job["NumTasks"],
         "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
         "SLURM_NODEID": "0",
         "SLURM_GPUS_ON_NODE": str(gpus_per_node(job)),
     }
-    return read_allocation({**environment, **on_the_node}, 0, strategy)
 
 
 if __name__ == "__main__":

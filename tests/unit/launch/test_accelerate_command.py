@@ -16,11 +16,15 @@ from utils.config.strategy import (
     AUTO,
     NAMES,
     choose_config,
-    given_strategy,
     read_config,
     strategy_variables,
 )
-from utils.launch.accelerate_command import check_config, ignored_settings, launch_arguments
+from utils.launch.accelerate_command import (
+    check_config,
+    given_strategy,
+    ignored_settings,
+    launch_arguments,
+)
 from utils.launch.processes import requested_strategy
 from utils.launch.slurm import Allocation
 

@@ -17,7 +17,7 @@ from utils.launch.processes import (
     all_hosts,
     check_connected,
     check_launch,
-    check_strategy,
+    check_running_strategy,
 )
 
 
@@ -51,12 +51,12 @@ def test_another_strategy_than_asked_for_is_refused(monkeypatch):
     )
     monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
     facts = LaunchFacts(0, 1, "zero_file", ("n1",), "cuda")
-    check_strategy(facts)
+    check_running_strategy(facts)
     with pytest.raises(ConfigurationError, match="asked for zero3, but accelerate runs zero2"):
-        check_strategy(replace(facts, strategy="zero3"))
+        check_running_strategy(replace(facts, strategy="zero3"))
     state.distributed_type = DistributedType.FSDP
     with pytest.raises(ConfigurationError, match="asked for fsdp2, but accelerate runs fsdp1"):
-        check_strategy(replace(facts, strategy="fsdp2"))
+        check_running_strategy(replace(facts, strategy="fsdp2"))
 
 
 def test_one_process_passes_unless_more_were_started(monkeypatch):
@@ -65,7 +65,7 @@ def test_one_process_passes_unless_more_were_started(monkeypatch):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     Accelerator(cpu=True)
-    check_strategy(check_launch())
+    check_running_strategy(check_launch())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="started 2 processes"):
         check_launch()
