@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints.discovery import resume_point
-from utils.checkpoints.files import FINAL, PROVENANCE
-from utils.checkpoints.record import known_run_id
+from utils.checkpoints.files import FINAL
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.rows import document_fields
 from utils.launch.script import configure_environment, run_script
@@ -156,7 +156,7 @@ def find_model(name: str) -> str:
         return name
     if (directory / FINAL).is_dir():
         return str(directory / FINAL)
-    run_id = known_run_id(directory / PROVENANCE)
+    run_id = RunRecord(directory).run_id
     found = resume_point(directory, run_id, dry_run=True) if run_id else None
     if found is None or not any(found.glob("*.safetensors")):
         raise ConfigurationError(

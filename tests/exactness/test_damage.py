@@ -14,7 +14,7 @@ import pretrain
 import sft_train
 from utils.checkpoints.discovery import resume_point
 from utils.checkpoints.files import MANIFEST
-from utils.checkpoints.record import known_run_id
+from utils.checkpoints.record import RunRecord
 
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -143,7 +143,7 @@ def trained(request, pretraining, fine_tuning, tmp_path) -> Path:
 def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
     trained, tmp_path, caplog, figures, request
 ):
-    run_id = known_run_id(trained / "provenance.json")
+    run_id = RunRecord(trained).run_id
     missed: list[tuple[str, str]] = []
     damages = list(cases(trained / "checkpoint-4"))
     files = {name for name, _ in damages}

@@ -74,7 +74,7 @@ def gone(name: str) -> Damage:
 DAMAGES: dict[str, tuple[list[Damage], list[str]]] = {
     "cut off": (
         [changed(name, lambda content: content[:-9]) for name in (PROVENANCE, "metrics.jsonl")],
-        ["provenance.json is not the JSON that", "metrics.jsonl: 1 damaged line skipped"],
+        ["provenance.json is not as earlier", "metrics.jsonl: 1 damaged line skipped"],
     ),
     "gone": (
         [gone(PROVENANCE), gone(CONFIG), gone("metrics.jsonl")],
@@ -83,7 +83,7 @@ DAMAGES: dict[str, tuple[list[Damage], list[str]]] = {
     "zeros": (
         [changed(name, lambda _: bytes(512)) for name in (PROVENANCE, CONFIG, ".lock/owner-1")]
         + [changed("metrics.jsonl", lambda content: content[:100] + bytes(900) + content[1000:])],
-        ["provenance.json is not the JSON", "config.yaml is not as the first", "line skipped"],
+        ["provenance.json is not as earlier", "config.yaml is not as the first", "line skipped"],
     ),
     "directories": (
         [directory(name) for name in (PROVENANCE, CONFIG, "metrics.jsonl", "STOP")]

@@ -22,7 +22,7 @@ from utils.checkpoints.files import (
     flush,
     read_manifest,
 )
-from utils.checkpoints.record import known_run_id
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.support.files import paths_inside
 
@@ -70,7 +70,7 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
         raise ConfigurationError(
             f"{FLAG} {named}: it is no committed checkpoint, nor a run that has one ({error})."
         ) from error
-    if known_run_id(output_dir / PROVENANCE) not in (None, manifest.run_id):
+    if RunRecord(output_dir).run_id not in (None, manifest.run_id):
         raise ConfigurationError(
             f"{output_dir} holds another run, which has no checkpoint yet: name another "
             f"--output_dir to resume {directory}."
@@ -79,7 +79,7 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
     paths_inside(directory.parent, (CONFIG, PROVENANCE, JOURNAL), FLAG)
     for record in (directory / RECORD, directory.parent):
         whole = (record / CONFIG).is_file() and (record / PROVENANCE).is_file()
-        if whole and known_run_id(record / PROVENANCE) == manifest.run_id:
+        if whole and RunRecord(record).run_id == manifest.run_id:
             return ForeignCheckpoint(directory, record, manifest)
     raise ConfigurationError(
         f"{FLAG} {directory}: an earlier version of Stoker wrote it, which kept the settings in "

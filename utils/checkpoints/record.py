@@ -2,8 +2,8 @@
 
 config.yaml has the settings of the first start and never changes. provenance.json has an entry for
 each start and only grows. Each checkpoint holds a copy of both in its folder `run`, and its
-manifest has their digests. So a file that is missing, unreadable or other than its copy is damaged:
-it is read from the newest checkpoint with whole copies, and a start writes it again.
+manifest has their digests. A file that is missing, unreadable or different from its copy is
+damaged: its copy is read instead, and the next start writes the file again.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import logging
 import re
 import shlex
 import shutil
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    """Whether the value can be a part of a file's name: job ids are."""
+    """Check that the value can be a part of a file's name, as the ids of jobs are."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -54,7 +56,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether the value is unix seconds, or an ISO time."""
+    """Check that the value is unix seconds or an ISO time."""
     try:
         if isinstance(value, str):
             value = datetime.datetime.fromisoformat(value).timestamp()
@@ -63,7 +65,7 @@ def _is_time(value: Any) -> bool:
         return False
 
 
-# What fields of an entry of provenance.json hold that are read again; null fits everywhere.
+# The fields of an entry of provenance.json that Stoker reads again. Each of them may be null.
 _START: dict[str, Any] = {
     "time": _is_time, "script": _is_text, "argv": _are_texts, "python": _is_text,
     "resumed_from": _is_text, "git": {"commit": _is_text}, "weights_from": {"path": _is_text},
@@ -77,188 +79,209 @@ _START: dict[str, Any] = {
     },
     "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},
 }  # fmt: skip
+_WRONG = {
+    CONFIG: "is not as the first start wrote it",
+    PROVENANCE: "is not as earlier starts wrote it",
+}
 
 
-class _DamagedError(Exception):
-    """A file of the record that cannot be read, or is not as it was written; the text says how."""
+class RunRecord:
+    """The record in a directory. Each file is read once, when it is first needed.
 
-
-def earlier_starts(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a provenance.json; none where a run has no start yet.
-
-    A damaged file counts as its copy. Raises ConfigurationError if there is no whole copy.
+    All properties but `exists` raise ConfigurationError if a file is damaged and no checkpoint has
+    a whole copy.
     """
-    return _provenance(path)[0]["starts"]
 
+    def __init__(self, directory: Path):
+        self.directory = directory
 
-def known_run_id(path: Path) -> str | None:
-    """Return the run's id, made at its first start; None before that. See `earlier_starts`."""
-    return _provenance(path)[0].get("run_id")
+    @property
+    def exists(self) -> bool:
+        """Whether provenance.json is here, or a copy of it in a checkpoint."""
+        return (self.directory / PROVENANCE).exists() or self._copies is not None
 
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The entries of provenance.json, oldest first; empty before the first start."""
+        starts: list[dict[str, Any]] = self._provenance[0]["starts"]
+        return starts
 
-def first_settings(output_dir: Path) -> dict[str, Any]:
-    """Return the settings of config.yaml; a damaged file counts as its copy.
+    @property
+    def run_id(self) -> str | None:
+        """The id that the first start gave the run; None before the first start."""
+        run_id: str | None = self._provenance[0].get("run_id")
+        return run_id
 
-    Raises ConfigurationError if there is no whole copy.
-    """
-    return {name: value for name, (value, _) in load_mapping(_config(output_dir)[0]).items()}
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the first start."""
+        return {name: value for name, (value, _) in load_mapping(self._config[0]).items()}
+
+    def damage(self) -> dict[str, str]:
+        """Return what is wrong with each damaged file, by its name; raises nothing."""
+        found = {}
+        for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
+            path = self.directory / name
+            if not path.exists() and self._copies is None:
+                continue  # before the first start
+            try:
+                _, problem = read()
+            except ConfigurationError as error:
+                problem = error.problems[0].removeprefix(f"{path} ")
+            if problem:
+                found[name] = problem
+        return found
+
+    def restore(self) -> None:
+        """Write the damaged files again; rank 0 alone calls it and holds the lock.
+
+        A damaged file stays beside the new one under another name. Raises ConfigurationError if a
+        damaged file has no whole copy.
+        """
+        for name, problem in self.damage().items():
+            path = self.directory / name
+            content = self._config[0]
+            if name == PROVENANCE:
+                content = json.dumps(self._provenance[0], indent=2) + "\n"
+            kept = f" (the damaged one is {set_aside(path, DAMAGED)})" if path.exists() else ""
+            replace_text(path, content)
+            logger.warning("%s %s. It is restored%s", path, problem, kept)
+
+    @cached_property
+    def _copies(self) -> Path | None:
+        """The folder with the newest copies that are as they were committed."""
+        names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
+        for _, checkpoint in numbered_checkpoints(self.directory):
+            try:
+                files = read_manifest(checkpoint).files
+                digests = file_digests(checkpoint / name for name in names)
+            except (DamagedCheckpointError, ConfigurationError, OSError):
+                continue  # a resume reports what is wrong with this checkpoint
+            if digests == [files[name].sha256 if name in files else None for name in names]:
+                return checkpoint / RECORD
+        return None
+
+    @cached_property
+    def _provenance(self) -> tuple[dict[str, Any], str]:
+        """The valid content of provenance.json, and what is wrong with the file."""
+        own, problem = self._read(PROVENANCE, _parse_provenance)
+        if self._copies is None:
+            if own is None and (self.directory / PROVENANCE).exists():
+                raise self._lost(PROVENANCE, problem)
+            return own or {"starts": []}, ""
+        copy = _parse_provenance((self._copies / PROVENANCE).read_text(encoding="utf-8"))
+        count = len(copy["starts"])
+        if own is not None:
+            same_run = own.get("run_id") == copy["run_id"]
+            if same_run and own["starts"][:count] == copy["starts"]:
+                return own, ""
+            if not same_run and own["starts"][:1] != copy["starts"][:1]:
+                return own, ""  # the checkpoint belongs to another run: a start refuses it
+            copy["starts"] += own["starts"][count:]
+        return copy, f"{problem}: {self._copies / PROVENANCE} is used instead"
+
+    @cached_property
+    def _config(self) -> tuple[str, str]:
+        """The valid text of config.yaml, and what is wrong with the file."""
+        own, problem = self._read(CONFIG, _parse_config)
+        if self._copies is None:
+            if own is None:
+                raise self._lost(CONFIG, problem)
+            return own, ""
+        copy = (self._copies / CONFIG).read_text(encoding="utf-8")
+        of_another_run = self.run_id != RunRecord(self._copies).run_id
+        if own is not None and (own == copy or of_another_run):
+            return own, ""
+        return copy, f"{problem}: {self._copies / CONFIG} is used instead"
+
+    def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
+        """Return the parsed file, or None, and the problem to report if the file is not used."""
+        try:
+            return parse((self.directory / name).read_text(encoding="utf-8")), _WRONG[name]
+        except OSError as error:
+            return None, f"cannot be read ({error.strerror})"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return None, f"{_WRONG[name]} ({error})"
+
+    def _lost(self, name: str, problem: str) -> ConfigurationError:
+        """Return the error for a damaged file without a whole copy."""
+        run, weights = self.directory, None
+        for _, checkpoint in reversed(numbered_checkpoints(run)):
+            with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
+                read_manifest(checkpoint)
+                weights = checkpoint
+        if (run / FINAL).is_dir():
+            weights = run / FINAL
+        then = f"`mv {shlex.quote(str(run))} {shlex.quote(f'{run}.damaged')}` and start again"
+        if weights is not None:
+            then = f"start a new run from its weights: --init_from {weights} with another"
+            then += " --output_dir"
+        return ConfigurationError(
+            f"{run / name} {problem}, and no checkpoint here has a whole copy: put a backup of it "
+            f"back, or {then}."
+        )
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a start left its marks there; False for a directory that cannot be read."""
+    """Check for files of a run in a directory; False if the directory cannot be read."""
     try:
-        return has_record(directory) or any(
-            (directory / name).exists() for name in (CONFIG, JOURNAL)
-        )
+        files = any((directory / name).exists() for name in (CONFIG, JOURNAL))
+        return files or RunRecord(directory).exists
     except OSError:
         return False
 
 
-def has_record(output_dir: Path) -> bool:
-    """Whether the directory is a run's: its starts are listed, there or in a checkpoint."""
-    return (output_dir / PROVENANCE).exists() or _copies(output_dir) is not None
+def earlier_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a provenance.json; see `RunRecord.starts`."""
+    return RunRecord(path.parent).starts
+
+
+def first_settings(output_dir: Path) -> dict[str, Any]:
+    """Return the settings of the first start; see `RunRecord.settings`."""
+    return RunRecord(output_dir).settings
 
 
 def damage(output_dir: Path) -> dict[str, str]:
-    """Say of each damaged file of the record what is wrong with it; raises nothing."""
-    found = {}
-    for name, read in ((CONFIG, _config), (PROVENANCE, lambda run: _provenance(run / PROVENANCE))):
-        if (output_dir / name).exists() or _copies(output_dir) is not None:
-            try:
-                found[name] = read(output_dir)[1]
-            except ConfigurationError as error:
-                found[name] = error.problems[0].removeprefix(f"{output_dir / name} ")
-    return {name: text for name, text in found.items() if text}
+    """Return what is wrong with each damaged file; see `RunRecord.damage`."""
+    return RunRecord(output_dir).damage()
 
 
-def restore_record(output_dir: Path) -> None:
-    """Write the damaged files of the record again; rank 0 alone calls it and holds the lock.
-
-    A damaged file stays beside the new one, under another name. Raises ConfigurationError for a
-    file without a whole copy.
-    """
-    for name, text in damage(output_dir).items():
-        path = output_dir / name
-        content = _config(output_dir)[0]
-        if name == PROVENANCE:
-            content = json.dumps(_provenance(path)[0], indent=2) + "\n"
-        kept = f" (the damaged one is {set_aside(path, DAMAGED)})" if path.exists() else ""
-        replace_text(path, content)
-        logger.warning("%s %s. It is restored%s", path, text, kept)
-
-
-def keep_record(output_dir: Path, checkpoint: Path) -> None:
-    """Copy the record into a checkpoint that is being written; restore it before."""
+def copy_record(output_dir: Path, checkpoint: Path) -> None:
+    """Copy the record into a checkpoint that is being written; restore damaged files before."""
     try:
-        restore_record(output_dir)
+        RunRecord(output_dir).restore()
     except ConfigurationError as error:
-        logger.warning("%s", error.problems[0])  # training has to go on
+        logger.warning("%s", error.problems[0])  # training has to continue
     (checkpoint / RECORD).mkdir(exist_ok=True)
     for name in (CONFIG, PROVENANCE):
         if (output_dir / name).is_file():
             shutil.copyfile(output_dir / name, checkpoint / RECORD / name)
 
 
-def _provenance(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the content of provenance.json that counts, and what is wrong with the file."""
-    own: dict[str, Any] | None = None
-    try:
-        own = _parsed_provenance(path)
-        problem = "is not as earlier starts wrote it"
-    except _DamagedError as error:
-        problem = str(error)
-    copies = _copies(path.parent)
-    if copies is None:
-        if own is None and path.exists():
-            raise _lost(path, problem)
-        return own or {"starts": []}, ""
-    copy: dict[str, Any] = json.loads((copies / PROVENANCE).read_text(encoding="utf-8"))
-    count = len(copy["starts"])
-    if own is not None:
-        same_run = own.get("run_id") == copy["run_id"]
-        if same_run and own["starts"][:count] == copy["starts"]:
-            return own, ""
-        if not same_run and own["starts"][:1] != copy["starts"][:1]:
-            return own, ""  # a checkpoint of another run, which a start refuses
-        copy["starts"] += own["starts"][count:]
-    return copy, f"{problem}: {copies / PROVENANCE} is used instead"
+def _parse_config(text: str) -> str:
+    """Return the text of a config.yaml; raises ValueError if it is no valid YAML mapping."""
+    load_mapping(text)
+    return text
 
 
-def _parsed_provenance(path: Path) -> dict[str, Any]:
-    """Return what provenance.json holds; raises _DamagedError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        starts, run_id = content["starts"], content.get("run_id")
-        fits = isinstance(starts, list) and all(isinstance(each, dict) for each in starts)
-        # It becomes part of names of folders.
-        fits = fits and (run_id is None or RUN_ID.fullmatch(run_id) is not None)
-        fits = fits and all(_fits(each, _START) for each in starts)
-        if not fits:
-            raise _DamagedError("is not as earlier starts wrote it")
-    except OSError as error:
-        raise _DamagedError(f"cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _DamagedError(f"is not the JSON that earlier starts wrote ({error})") from error
-    return dict(content)
+def _parse_provenance(text: str) -> dict[str, Any]:
+    """Return the content of a provenance.json; raises ValueError, KeyError or TypeError."""
+    content: dict[str, Any] = json.loads(text)
+    starts, run_id = content["starts"], content.get("run_id")
+    if run_id is not None and not RUN_ID.fullmatch(run_id):
+        raise ValueError("its run_id is no name of a file")
+    if not isinstance(starts, list):
+        raise ValueError("its starts are no list")
+    if not all(isinstance(start, dict) and _fits(start, _START) for start in starts):
+        raise ValueError("a start has fields of other types")
+    return content
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    if value is None or callable(shape):
-        return value is None or shape(value)
+    """Check the types of a value's fields; a shape is a check, or one for each field."""
+    if value is None:
+        return True
+    if callable(shape):
+        return bool(shape(value))
     fields = shape.items()
     return isinstance(value, dict) and all(_fits(value.get(name), each) for name, each in fields)
-
-
-def _config(output_dir: Path) -> tuple[str, str]:
-    """Return the text of config.yaml that counts, and what is wrong with the file."""
-    path, own, problem = output_dir / CONFIG, None, "is not as the first start wrote it"
-    try:
-        text = path.read_text(encoding="utf-8")
-        load_mapping(text)
-        own = text
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    except ValueError as error:
-        problem += f" ({error})"
-    copies = _copies(output_dir)
-    if copies is None:
-        if own is None:
-            raise _lost(path, problem)
-        return own, ""
-    copy = (copies / CONFIG).read_text(encoding="utf-8")
-    of_another = known_run_id(output_dir / PROVENANCE) != known_run_id(copies / PROVENANCE)
-    if own is not None and (own == copy or of_another):
-        return own, ""
-    return copy, f"{problem}: {copies / CONFIG} is used instead"
-
-
-def _copies(output_dir: Path) -> Path | None:
-    """Return the folder with the newest copies that are as they were committed."""
-    for _, checkpoint in numbered_checkpoints(output_dir):
-        names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
-        try:
-            manifest = read_manifest(checkpoint)
-            digests = file_digests(checkpoint / name for name in names)
-        except (DamagedCheckpointError, ConfigurationError, OSError):
-            continue  # a resume says what is wrong with it
-        if digests == [getattr(manifest.files.get(name), "sha256", None) for name in names]:
-            return checkpoint / RECORD
-    return None
-
-
-def _lost(path: Path, problem: str) -> ConfigurationError:
-    """Return the error for a damaged file without a whole copy."""
-    run, weights = path.parent, None
-    for _, checkpoint in numbered_checkpoints(run):
-        with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
-            read_manifest(checkpoint)
-            weights = weights or checkpoint
-    if (run / FINAL).is_dir():
-        weights = run / FINAL
-    then = f"`mv {shlex.quote(str(run))} {shlex.quote(f'{run}.damaged')}` and start again"
-    if weights is not None:
-        then = f"start a new run from its weights: --init_from {weights} with another --output_dir"
-    return ConfigurationError(
-        f"{path} {problem}, and no checkpoint here has a whole copy: put a backup of it back, or "
-        f"{then}."
-    )

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from utils.checkpoints.files import PROVENANCE
-from utils.checkpoints.record import earlier_starts
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
@@ -145,7 +144,7 @@ def choose_compilation(
     compiled, why = settings.model.compile, ""
     if compiled is None:
         output_dir = Path(str(settings.training.output_dir))
-        starts = on_rank_0(lambda: earlier_starts(output_dir / PROVENANCE))
+        starts = on_rank_0(lambda: RunRecord(output_dir).starts)
         if starts:
             compiled, why = bool(starts[-1].get("compiled")), "as in the last start of this run"
         elif launch.device == "cuda" or (elsewhere and settings.run.assume):

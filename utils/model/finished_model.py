@@ -14,8 +14,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from utils.checkpoints.files import OLD_TEMPLATE, PROCESSOR_FILES, PROVENANCE
-from utils.checkpoints.record import earlier_starts
+from utils.checkpoints.files import OLD_TEMPLATE, PROCESSOR_FILES
+from utils.checkpoints.record import RunRecord
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
@@ -141,7 +141,7 @@ def saved_dtype(
     if model.save_dtype != "auto":
         return getattr(torch, model.save_dtype)
     if model.init_from is not None:
-        for start in earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE):
+        for start in RunRecord(Path(str(settings.training.output_dir))).starts:
             if "save_dtype" in start:
                 return getattr(torch, start["save_dtype"])
     elif model.model_config is not None:

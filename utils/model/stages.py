@@ -19,14 +19,13 @@ from utils.checkpoints.files import (
     CONFIG,
     FINAL,
     MANIFEST,
-    PROVENANCE,
     DamagedCheckpointError,
     cached_digests,
     file_problems,
     read_manifest,
 )
 from utils.checkpoints.pickles import forbidden
-from utils.checkpoints.record import earlier_starts, known_run_id
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.support.collectives import on_rank_0
@@ -64,7 +63,7 @@ def stage_of(settings: RunSettings) -> Path | None:
 
     def find() -> Path:
         output_dir, own = Path(str(settings.training.output_dir)), None
-        run_id = known_run_id(output_dir / PROVENANCE)
+        run_id = RunRecord(output_dir).run_id
         if run_id is not None and not settings.model.use_peft:
             own = resume_point(output_dir, run_id, dry_run=True)
         return own or weights_directory(settings)
@@ -146,7 +145,7 @@ def weights_origin(
 
 def _recorded_directory(settings: RunSettings) -> Path | None:
     """Return the weights directory that an earlier start recorded for the same `--init_from`."""
-    starts = earlier_starts(Path(str(settings.training.output_dir)) / PROVENANCE)
+    starts = RunRecord(Path(str(settings.training.output_dir))).starts
     origins = [start["weights_from"] for start in starts if start.get("weights_from")]
     if not origins:
         return None
@@ -174,7 +173,7 @@ def _described(directory: Path) -> dict[str, Any]:
     """Return path, run, step and digests of a stage's weights, verified by its manifest."""
     origin: dict[str, Any] = {"path": str(directory.resolve())}
     if not (directory / MANIFEST).is_file():
-        run_id = known_run_id(directory.parent / PROVENANCE) if directory.name == FINAL else None
+        run_id = RunRecord(directory.parent).run_id if directory.name == FINAL else None
         files = sorted(directory.glob("*.safetensors"))
         return origin | {"run_id": run_id, "sha256": cached_digests(files)}
     try:

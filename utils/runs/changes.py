@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from utils.checkpoints.files import PROVENANCE
-from utils.checkpoints.record import earlier_starts, first_settings
+from utils.checkpoints.record import RunRecord
 from utils.config.arguments import train_sources
 from utils.config.declarations import shown
 from utils.config.errors import ConfigurationError
@@ -154,7 +153,7 @@ def accepted_changes(
     Raises ConfigurationError for changes that make another run and were not accepted, or that its
     checkpoints cannot continue with.
     """
-    starts = earlier_starts(output_dir / PROVENANCE)
+    starts = RunRecord(output_dir).starts
     if not starts:
         return {}
     if (script := starts[-1].get("script", facts["script"])) != facts["script"]:
@@ -190,7 +189,7 @@ def accepted_changes(
 
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of the last start: those of the first with all changes since."""
-    settings = first_settings(output_dir)
+    settings = RunRecord(output_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}
     return settings

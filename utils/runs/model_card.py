@@ -14,8 +14,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from utils.callbacks.journal import duration, read_journal
-from utils.checkpoints.files import CONFIG, FINAL, PROVENANCE
-from utils.checkpoints.record import earlier_starts
+from utils.checkpoints.files import CONFIG, FINAL
+from utils.checkpoints.record import RunRecord
 from utils.config.arguments import train_sources
 from utils.config.declarations import NOTHING, shown
 from utils.data.token_dataset import TokenDataset
@@ -80,7 +80,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
 
     Of a run that began with another run's weights it is the base of that one.
     """
-    starts = earlier_starts(run / PROVENANCE)
+    starts = RunRecord(run).starts
     settings = in_force(run, starts)
     name = settings.get("model_name_or_path")
     if settings.get("init_from"):
@@ -127,7 +127,7 @@ class _Card:
     ):  # fmt: skip
         self.directory, self.name, self.run, self.step, self.data = directory, name, run, step, data
         self.multimodal = multimodal
-        starts = earlier_starts(run / PROVENANCE)
+        starts = RunRecord(run).starts
         self.settings, self.start = in_force(run, starts), starts[-1]
         self.is_adapter = (directory / ADAPTER_CONFIG).is_file()
         self.fine_tuned = self.start["script"] == "sft_train.py"

@@ -14,7 +14,7 @@ from utils.checkpoints.discovery import (
     most_at_once,
 )
 from utils.checkpoints.files import CONFIG, PROVENANCE, readable
-from utils.checkpoints.record import has_record, known_run_id
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.planning.plan import RunPlan
@@ -69,7 +69,7 @@ def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     if not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(output_dir, f"{there}: permission denied")
-    run_id = known_run_id(output_dir / PROVENANCE)
+    run_id = RunRecord(output_dir).run_id
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
     if committed and committed[0][1].step >= plan.total_steps:
         return f"{readable(free_bytes(there))} free (all checkpoints are there)"
@@ -124,7 +124,7 @@ def known_files(output_dir: Path) -> bool:
                 f"{path} is {kind}: nothing was read or written there. Put what it stands for in "
                 "its place, or remove it, or name another --output_dir."
             )
-    if has_record(output_dir):
+    if RunRecord(output_dir).exists:
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:

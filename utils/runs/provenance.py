@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.callbacks.live import fits_terminal
-from utils.checkpoints.record import earlier_starts
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
@@ -161,7 +161,7 @@ def write_provenance(
         "slurm": slurm and {**slurm, **job_times()},
         **facts,
     }
-    content = {"format": 1, "run_id": run_id, "starts": [*earlier_starts(path), entry]}
+    content = {"format": 1, "run_id": run_id, "starts": [*RunRecord(path.parent).starts, entry]}
     replace_text(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -32,7 +32,7 @@ from utils.checkpoints.files import (
     read_manifest,
 )
 from utils.checkpoints.pickles import guard_loading, refuse_code
-from utils.checkpoints.record import damage, earlier_starts, known_run_id, restore_record
+from utils.checkpoints.record import RunRecord
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
@@ -213,10 +213,10 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # nothing is written into a directory that is no run's
     take_run_lock(output_dir)
-    restore_record(output_dir)
+    RunRecord(output_dir).restore()
     run = find_run(settings, plan, data, launch)
     weights = weights_origin(settings, launch.strategy, run.resume_from)
-    starts = earlier_starts(output_dir / PROVENANCE)
+    starts = RunRecord(output_dir).starts
     check_progress(starts, run.resume_from, slurm_job(os.environ))
     remove_stale_requests(output_dir)
     if not starts:
@@ -262,7 +262,7 @@ def check_start(
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
-    for name, text in damage(output_dir).items():
+    for name, text in RunRecord(output_dir).damage().items():
         logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
     if run.finished:
@@ -285,7 +285,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
         facts |= accepted_changes(record, settings, facts, resumes=foreign is not None)
-    run_id = known_run_id(record / PROVENANCE) or uuid.uuid4().hex
+    run_id = RunRecord(record).run_id or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
     if foreign is not None:
         checkpoint = foreign.directory

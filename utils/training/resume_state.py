@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from utils.checkpoints.discovery import best_checkpoint
 from utils.checkpoints.files import OWN_STATE, read_manifest
-from utils.checkpoints.record import keep_record
+from utils.checkpoints.record import copy_record
 from utils.data.order import PADDING_SEQUENCE
 from utils.support.collectives import gathered
 
@@ -69,7 +69,7 @@ class ResumeState(TrainerCallback):
         write()
         if trainer.args.should_save:
             run_dir, name = checkpoints.run_dir, checkpoints.directory(step).name
-            keep_record(checkpoints.output_dir, run_dir / name)
+            copy_record(checkpoints.output_dir, run_dir / name)
         if checkpoints.staged:
             # Trainer looked for the best checkpoint in memory.
             if state.best_global_step:

@@ -29,7 +29,7 @@ from utils.checkpoints.files import (
     write_manifest,
 )
 from utils.checkpoints.pickles import refuse_code
-from utils.checkpoints.record import known_run_id
+from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, StorageError
 
 BEST = {"best_model_checkpoint": "/gone/run/checkpoint-4"}
@@ -295,4 +295,4 @@ def test_a_runs_id_is_no_path(run_id, tmp_path):
     path = tmp_path / "provenance.json"
     path.write_text(json.dumps({"run_id": run_id, "starts": []}))
     with pytest.raises(ConfigurationError, match=r"provenance\.json"):
-        known_run_id(path)
+        RunRecord(tmp_path).starts  # noqa: B018 - reading it is what is tested
