@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# Reads slurm/cluster.env; sourced in the repository's root by the scripts that start something.
-# Leaves `node`, the lists STOKER_CONTAINER and STOKER_SRUN_ARGS, and the functions below.
+# Reads slurm/cluster.env. Scripts that start processes source it in the repository's root.
+# Sets `node` and the lists STOKER_CONTAINER and STOKER_SRUN_ARGS, and defines the functions below.
 
 node=${SLURMD_NODENAME:-${HOSTNAME:-this machine}}
 
-# refuse EXIT_CODE MESSAGE: before anything was started. A step leaves both for its job script, before
-# srun ends the other nodes' tasks: their end would look like the cause. The first verdict stays.
+# refuse EXIT_CODE MESSAGE: ends this script before it started a process. In a step it also writes
+# both to the notes, for the job script: srun then ends the other nodes' tasks, and their ends would
+# look like the cause. The first verdict stays.
 refuse() {
   printf '%s: %s\n' "$node" "$2" >&2 || true
   if [[ -d ${STOKER_NOTES_DIR:-} ]] &&

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
-# What every job script starts with; sourced in the batch shell, with `root` set to the repository.
-# Goes there, reads cluster.env, and has what the scripts share: log lines, refusals, requeueing.
+# The beginning of every job script, sourced in the batch shell with `root` set to the repository.
+# Changes to `root`, reads cluster.env and defines shared functions: log lines, refusals,
+# requeueing.
 
-# A log on a full disk takes no line; the job ends as it would otherwise, and is requeued.
+# On a full disk no line can be written. The job still ends as usual and is requeued.
 say() { printf '%(%H:%M:%S)T  %s\n' -1 "$*" || true; }
 
 cd -- "$root" || exit 2
@@ -12,18 +13,19 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
     "${BASH_SOURCE[-1]}" "${BASH_SOURCE[-1]}" >&2
   exit 2
 fi
-# Slurm's stop signal has no one to pass it on to before the step runs; the run knows the time too.
+# No step runs yet to which Slurm's stop signal could be passed on. The run watches the time as
+# well.
 trap '' USR1
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
 
-# What Slurm counts is counted with below, and bash evaluates words in arithmetic.
+# Check Slurm's numbers, because bash would evaluate any other text in arithmetic.
 for name in SLURM_{JOB_ID,JOB_NUM_NODES,RESTART_COUNT,CPUS_PER_TASK} \
   SLURM_ARRAY_{JOB_ID,TASK_ID,TASK_MIN,TASK_MAX,TASK_STEP,TASK_COUNT}; do
   [[ ${!name:-0} =~ ^[0-9]+$ ]] || refuse 2 "$name is $(printf '%q' "${!name}"), no number: let Slurm set it."
 done
 
-# Commands of Slurm take `123` for all tasks of an array whose last task has this job id.
+# To Slurm's commands, `123` means all tasks of an array whose last task has this job id.
 job=$SLURM_JOB_ID
 if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -33,15 +35,15 @@ run='' # the run's directory, known once it started
 say "job $job, start $((restarts + 1)): ${SLURM_JOB_NUM_NODES:-1} node(s) ${SLURM_JOB_NODELIST:-}, in $root"
 again='to resume, submit the same command again'
 
-# run_step COMMAND: runs srun to its end and sets `code`. A stop signal that reaches this shell is
-# passed on to the tasks, as USR1, on which srun acts just by forwarding it; `passed_on` names it.
+# run_step COMMAND: runs srun to its end and sets `code`. If this shell gets a stop signal, it sends
+# USR1 to srun, which forwards it to the tasks, and sets `passed_on` to the signal's name.
 #
-# A caller that has run its last step ignores both: Slurm's TERM, which follows a requeue, must not
-# take the last lines with it.
+# After its last step a caller ignores both signals: Slurm sends TERM after a requeue, and the last
+# lines of the log must still be written.
 run_step() {
   local signalled='' status lost
   step='' passed_on=''
-  # Set before the step starts: it would inherit that USR1 is ignored.
+  # Set the traps before the step starts, because it would inherit that USR1 is ignored.
   for name in USR1 TERM; do
     # shellcheck disable=SC2064 # the name of this round
     trap "signalled=1; pass_on $name" "$name"
@@ -53,7 +55,7 @@ run_step() {
   while :; do
     signalled=
     wait "$step" && status=0 || status=$?
-    # A signal in the very moment of the end: bash (5.2) says -1, or 127 when asked again.
+    # After a signal at the moment of the end, bash (5.2) returns -1, and 127 at the next call.
     if ((status < 0)); then
       lost=1
     elif ((status != 127)) || [[ -z $code$lost ]]; then
@@ -71,8 +73,8 @@ pass_on() {
   kill -USR1 "$step" 2>/dev/null || true
 }
 
-# Sets `state`, `reason`, `slurm_restarts` and `may_requeue`, empty if Slurm does not answer.
-# Not scontrol's output: a job's name, which is free text, looks there like any other line.
+# Sets `state`, `reason`, `slurm_restarts` and `may_requeue`; empty if Slurm does not answer.
+# It asks squeue because in scontrol's output a job's name, any text, can look like another field.
 ask_slurm() {
   local answer
   answer=$(squeue --noheader --states=all --jobs="$job" \
@@ -80,14 +82,14 @@ ask_slurm() {
   read -r state reason slurm_restarts may_requeue <<<"$answer" || true
 }
 
-# why_not_requeue: prints why this job must not or cannot be requeued by us; nothing if it can.
+# why_not_requeue: prints why this script must not requeue the job; prints nothing if it may.
 #
-# What squeue says on a real Slurm (22.05), once the step has ended:
+# squeue on a real Slurm (22.05) prints, once the step has ended:
 #   stopped by USR1, touch STOP, preemption's grace, scancel --signal   RUNNING
 #   scancel                                          COMPLETING, restarts as before
 #   time limit                                       COMPLETING, reason TimeLimit
 #   scontrol requeue, a node lost, preempted         COMPLETING, one restart more
-# `scontrol requeue` would succeed for a job that the user cancelled, and bring it back to life.
+# `scontrol requeue` also works for a job that the user cancelled, which would then run again.
 why_not_requeue() {
   ask_slurm
   [[ -n $state ]] || { sleep 2; ask_slurm; }
@@ -105,7 +107,7 @@ why_not_requeue() {
 }
 
 # notify EVENT TEXT: calls the user's STOKER_ON_EVENT, a command or the URL of a webhook, with
-# EVENT RUN JOB TEXT (one line). Whatever it does, the job ends as it would without it.
+# EVENT RUN JOB TEXT (one line). A failure of it does not change how the job ends.
 notify() {
   local tell
   [[ -n ${STOKER_ON_EVENT:-} ]] || return 0
@@ -119,8 +121,8 @@ notify() {
     say "STOKER_ON_EVENT: its command ended with $?; nothing else depends on it"
 }
 
-# requeue WHY: puts this job back into the queue, or says why not; returns either way.
-# Slurm ends this shell soon after; what is to be said or removed has to be before.
+# requeue WHY: puts this job back into the queue, or prints why not; returns either way.
+# Slurm ends this shell soon after. All output and all cleaning up has to be done before.
 requeue() {
   local why answer event=stopped
   why=$(why_not_requeue)

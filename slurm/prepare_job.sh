@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Tokenizes on the cluster, each task of a job array a share; needs no GPU:
+# Tokenizes on the cluster without a GPU. Each task of the job array does a share:
 #
 #   sbatch --array=0-15 slurm/prepare_job.sh --sources corpus/*.jsonl.zst \
 #       --tokenizer_name_or_path models/Qwen3-0.6B --output_dir data/corpus
 #   sbatch slurm/prepare_job.sh --config recipes/data/my_data.yaml            all of it in one task
 #
-# The arguments are prepare_data.py's. The last task to finish merges all shares and checks the
-# result. Submitted again, also with another number of tasks, only what is missing is done.
+# The arguments are those of prepare_data.py. The last task to finish merges all shares and checks
+# the result. If submitted again, also with another number of tasks, it does only the missing work.
 #
 #SBATCH --job-name=prepare
 ##SBATCH --partition=cpu            # sinfo lists them; commented out: the cluster's default
 ##SBATCH --account=my_account       # sacctmgr show assoc user=$USER
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
-#SBATCH --cpus-per-task=8           # worker processes, unless --num_proc says otherwise
+#SBATCH --cpus-per-task=8           # worker processes, unless --num_proc is given
 #SBATCH --mem=16G                   # of each task: 1 to 2 GiB a worker
 #SBATCH --time=04:00:00             # a task that needs longer requeues itself
-#SBATCH --output=%x-%j.log          # of an array's tasks each has a job id of its own
+#SBATCH --output=%x-%j.log          # each task of an array has its own job id
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@60          # a unit of work that is cut off by the time limit is done again
+#SBATCH --signal=B:USR1@60          # work that the time limit interrupts is done again
 set -euo pipefail
 
-# sbatch copies this file away: the repository is where sbatch was called, or STOKER_ROOT.
+# sbatch copies this file away. The repository is STOKER_ROOT, or where sbatch was called.
 root=${STOKER_ROOT:-$PWD}
 [[ -n ${STOKER_ROOT:-} || -f $root/slurm/job_setup.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}
 if [[ ! -f $root/slurm/job_setup.sh ]]; then
@@ -49,7 +49,7 @@ cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
 arguments=("$@")
 [[ -n $own_processes ]] || arguments+=(--num_proc "$cores")
 
-# Which share is this task's? Slurm tells the array's bounds, not its list.
+# Find the share of this task. Slurm gives the bounds of the array, not its list.
 shards=
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   step_width=${SLURM_ARRAY_TASK_STEP:-1}
@@ -61,7 +61,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   fi
 fi
 
-# Private to the job, removed with it: Python's and datasets' temporary files.
+# Temporary files of Python and datasets are private to the job, and removed at its end.
 private=$(mktemp -d -- "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/stoker-prepare-XXXXXXXX") || refuse 74 \
   "no temporary directory can be made in ${SLURM_TMPDIR:-${TMPDIR:-/tmp}}: set TMPDIR in slurm/cluster.env to one on the node's own disk."
 trap 'rm -rf -- "$private"' EXIT

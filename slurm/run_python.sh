@@ -3,8 +3,8 @@
 #
 #   slurm/run_python.sh -m utils.submit.sweep points recipes/sweep/demo_cpu.yaml
 #
-# For what needs no GPU. Training processes are slurm/launch_node.sh's. In a job whose Python only
-# exists in a Pyxis container it is a step of its own.
+# It is for commands that need no GPU; slurm/launch_node.sh starts training processes. In a job
+# whose Python exists only in a Pyxis container, it runs the command as a step.
 set -euo pipefail
 
 cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

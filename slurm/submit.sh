@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Submits a job after checking it, without a GPU. Takes what sbatch takes:
+# Checks a job without a GPU, then submits it. Takes the arguments of sbatch:
 #
 #   slurm/submit.sh --nodes=4 --time=24:00:00 slurm/multinode_job.sh sft_train.py --config my.yaml
 #   slurm/submit.sh --check --nodes=4 slurm/multinode_job.sh ...      only check
 #   slurm/submit.sh slurm/sweep_job.sh recipes/sweep/demo_cpu.yaml    all unfinished points
 #
-# The job enters the queue on hold. A dry run checks what Slurm understood against the settings and
-# the accelerate config, and prints what will happen. Then the job is released, or cancelled with
-# the dry run's exit code.
+# The job enters the queue on hold. A dry run compares the resources that Slurm understood with the
+# settings and the accelerate config, and prints the plan. Then the job is released, or cancelled
+# with the exit code of the dry run.
 set -euo pipefail
 
 say() { printf '%s\n' "$*" >&2; }
@@ -28,7 +28,7 @@ if (($# == 0)); then
   exit 2
 fi
 
-# The job script is the first word that names one: sbatch takes no file that does not begin with #!.
+# The job script is the first word that is a file which begins with #!, as sbatch demands.
 options=() stays_held='' parsable=''
 while (($#)); do
   if [[ -f $1 ]] && IFS= read -r -n 2 magic <"$1" && [[ $magic == '#!' ]]; then
@@ -47,8 +47,8 @@ if (($# == 0)); then
 fi
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
-export STOKER_ROOT=$root # where the job looks for it, whatever directory sbatch is called in
-python="$root/slurm/run_python.sh" # a process of its own: sbatch passes this environment on
+export STOKER_ROOT=$root # the job finds the repository from any directory
+python="$root/slurm/run_python.sh" # a separate process: sbatch passes this environment on
 
 first=(--hold --parsable)
 if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
@@ -61,7 +61,7 @@ if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
   first+=(--array="$points") # the user's own --array comes later and wins
 fi
 
-# Not $(...): with --wait sbatch prints the number at once and ends with the job.
+# Not $(...): with --wait sbatch prints the job's number at once, and ends when the job ends.
 exec {answer}< <(exec sbatch "${first[@]}" "${options[@]}" "$@")
 sbatch=$!
 if ! IFS= read -r line <&"$answer"; then

@@ -1,19 +1,22 @@
 # shellcheck shell=bash
-# A training job, from the batch shell on its first node; sourced by the scripts that sbatch takes,
-# with `root` set to the repository and SCRIPT ARGUMENTS as "$@". Exits with the run's exit code:
-# see utils/config/errors.py. On 75 and 76 alone it puts the job back into the queue.
+# The part that all training jobs share, in the batch shell on the first node. The job scripts
+# source it, with `root` set to the repository, `job_script` to their name, and SCRIPT ARGUMENTS as
+# "$@". Exits with the exit code of the run (utils/config/errors.py), and requeues the job for 75
+# and 76.
 
-job_script=${job_script:-slurm/multinode_job.sh} # as messages name it
+job_script=${job_script:-slurm/multinode_job.sh} # for messages
 # shellcheck source=slurm/job_setup.sh
 source "$root/slurm/job_setup.sh"
 
-if (($# == 0)); then
+if [[ $job_script == slurm/train_job.sh && ${SLURM_JOB_NUM_NODES:-1} != 1 ]]; then
+  refuse 2 "train_job.sh is for one node, not $SLURM_JOB_NUM_NODES: sbatch slurm/multinode_job.sh takes the same arguments."
+elif (($# == 0)); then
   refuse 2 "no script given: sbatch [OPTIONS] $job_script SCRIPT ARGUMENTS ..., as in sbatch $job_script sft_train.py --config my_run.yaml"
 elif [[ ! -f $1 ]]; then
   refuse 2 "$(printf '%q' "$1") is no file in $root: name a script, as in pretrain.py or sft_train.py, before its arguments."
 fi
 
-# The fewest cores that any node of the job has: one number has to do for the step.
+# Prints the smallest number of cores of the job's nodes. A step has one number for all nodes.
 cores_per_node() {
   local fewest='' count
   # SLURM_JOB_CPUS_PER_NODE is like 64(x3),32
@@ -25,7 +28,7 @@ cores_per_node() {
   printf '%s' "${fewest:-${SLURM_CPUS_ON_NODE:-1}}"
 }
 
-# What ranks and launchers of all nodes leave behind. A failed start's stays for the reader.
+# Ranks and launchers of all nodes write their notes here. They stay after a failed start.
 notes=$root/.stoker/job-$job.$restarts
 rm -rf -- "$root/.stoker/job-$job."*
 if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
@@ -35,11 +38,11 @@ export STOKER_NOTES_DIR=$notes
 
 step_options=(
   --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
-  --cpus-per-task="${SLURM_CPUS_PER_TASK:-$(cores_per_node)}" # srun forgets sbatch's since 22.05
+  --cpus-per-task="${SLURM_CPUS_PER_TASK:-$(cores_per_node)}" # srun ignores sbatch's since 22.05
   --kill-on-bad-exit=1 --wait=120 --input=none --export=ALL
 )
-# --gres=gpu:4 on the command line wins over the --gpus-per-node of the script's head, but srun
-# would still read that from the environment and hide the difference from the tasks.
+# --gres=gpu:4 on the command line overrides the script's --gpus-per-node, but srun would still read
+# --gpus-per-node from the environment.
 if [[ -n ${SLURM_GPUS_PER_NODE:-} && ${SLURM_GPUS_PER_NODE##*:} != "${SLURM_GPUS_ON_NODE:-0}" ]]; then
   unset SLURM_GPUS_PER_NODE
 fi
@@ -55,7 +58,7 @@ if [[ -f $notes/exit_code ]]; then
   [[ $code =~ ^[0-9]+$ ]] || code=1
   verdict=$(<"$notes/verdict.txt")
 elif ((code > 128 && code <= 192)); then
-  # The launchers leave a verdict for whatever happens to their workers. They were killed themselves.
+  # The launchers leave a verdict for every end of their workers, so a launcher itself was killed.
   verdict="srun or a node's launcher was killed by signal $((code - 128)), see any lines of srun above"
   code=76
 elif ((code >= 233 && code <= 236)); then
@@ -69,13 +72,13 @@ elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
 fi
 
-# A node that does not see the repository leaves no verdict in it, and srun's exit code is that of the
-# other nodes' tasks, which it ended. 200 is a code that only this question has.
+# A node that does not see the repository cannot leave a verdict in it, and srun returns the exit
+# code of the other nodes' tasks, which it ended. Only this check uses exit code 200.
 if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
   ask_slurm
   seen=0
   if [[ $state == RUNNING ]]; then
-    # shellcheck disable=SC2016 # the nodes' words
+    # shellcheck disable=SC2016 # the nodes expand them
     timeout 10 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 \
       --input=none bash -c '[[ -x $1 ]] || { printf "%s does not see %s\n" "$SLURMD_NODENAME" "$1"; exit 200; }' \
       bash "$root/slurm/launch_node.sh" 2>/dev/null || seen=$?
@@ -88,7 +91,7 @@ fi
 
 [[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
 
-# A run counts its restarts without progress itself (utils/runs/start.py), once it started.
+# Count starts that end before the run begins. The run counts later ones (utils/runs/start.py).
 fruitless=$root/.stoker/fruitless-$job
 if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
   rm -f -- "$fruitless"
@@ -107,8 +110,8 @@ The signal before the time limit came first, after $SECONDS s: give the job more
   fi
 fi
 
-# The page of a run that ended by a failure, which could not write it. Before Slurm hears of a requeue,
-# which ends this shell. It is no part of the job's end: bounded in time, and free to fail.
+# Write the report of a failed run, which cannot do it itself. Do it before `scontrol requeue`,
+# which ends this shell. The report has a time limit, and the job ends in the same way if it fails.
 if [[ -n $run ]] && ((code != 0 && code != 75)); then
   timeout --kill-after=2 30 env -u STOKER_NOTES_DIR slurm/run_python.sh report.py "$run" </dev/null ||
     say "no report was written: python report.py $run"

@@ -55,6 +55,16 @@ def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path):
         assert not stand_ins.was_called("scontrol")
 
 
+def test_the_job_scripts_end_alike():
+    """sbatch copies each away, so they cannot share the lines that find the repository."""
+    bodies = {}
+    for name in ("train", "multinode", "sweep", "prepare"):
+        _, bodies[name] = (ROOT / f"slurm/{name}_job.sh").read_text().split("set -euo pipefail\n")
+    assert bodies["train"].replace("train_job", "multinode_job") == bodies["multinode"]
+    finds_repository = bodies["train"].partition("fi\n")[0]
+    assert all(body.startswith(finds_repository) for body in bodies.values())
+
+
 # The step
 
 
