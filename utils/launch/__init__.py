@@ -1,12 +1,12 @@
-"""From a Slurm job, or a shell, to ranks that can train, and to the verdict on how they ended.
+"""The launch of a run: from a Slurm job or a shell to connected ranks, and the cause of their end.
 
-node                what slurm/launch_node.sh runs per node: checks, `accelerate launch`, verdict
-slurm               what Slurm gave the job: nodes, processes, port, the time limit
-caches              the job's private directory on the node, and compiled code passed between jobs
+node                the launcher of a node: checks, `accelerate launch`, verdict
+slurm               Slurm's variables: nodes, processes, port, time limit
+caches              the job's private directory on the node; compiled code that jobs share
 rendezvous          first check: the nodes reach each other and are alike
-accelerate_command  whether the strategy's config can start the processes; the command it becomes
-processes           second check: the ranks form one group, can talk, train as was asked
-signals             signals that end jobs become a request to stop
-script, verdict     how a process begins and ends, and which end explains the job's
-notify              tells a webhook what became of the job
+accelerate_command  the processes of a script, its accelerate config, the arguments for accelerate
+processes           second check: the ranks are connected and run the requested strategy
+signals             Slurm's signals as requests to stop
+script, verdict     the beginning and end of a process; the cause of a job's end
+notify              messages about the end of a job to a webhook
 """

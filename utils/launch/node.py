@@ -1,6 +1,6 @@
-"""Starts a script's processes on this node by `accelerate launch`, and says how they ended.
+"""The launcher of a node: starts a script's processes by `accelerate launch` and reports their end.
 
-slurm/launch_node.sh runs it, once a node: python -m utils.launch.node SCRIPT ARGUMENTS
+slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
 
 import argparse
@@ -41,10 +41,10 @@ ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict
 
 
 class StopSignals:
-    """Turns USR1 and TERM into the file STOP in the node's directory, which the workers watch.
+    """The handler of USR1 and TERM: writes the file STOP, which the workers watch.
 
-    Either ends the launcher at once before the workers are `started`, and TERM does when a verdict
-    says that the job is over (srun sends it then).
+    The file is in the node's directory. Before the workers are `started`, both signals end the
+    launcher at once. So does TERM once the job has a verdict, because srun sends it then.
     """
 
     def __init__(self) -> None:
@@ -65,15 +65,15 @@ class StopSignals:
         if self.directory is not None and not self.asked:
             self.asked = True
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
-            # Not logging: it may be in the middle of a line, holding its lock.
+            # Do not use logging: the signal may have interrupted it while it holds its lock.
             line = f"launch_node on {host_name()}: {name}, asking the processes to stop\n"
             with contextlib.suppress(OSError):  # a log on a full disk
                 os.write(sys.stdout.fileno(), line.encode())
 
     def clean_up(self) -> None:
-        """Leave no process and no file of this node behind; no signal changes the exit code now."""
+        """Kill the workers and delete the node's directory, while stop signals are ignored."""
         for number in STOPPING:
-            # Python unsets its own handlers as it ends.
+            # Python removes its own handlers at its end, and a signal would then kill it.
             signal.signal(number, signal.SIG_IGN)
         kill_workers()
         if self.directory is not None:
@@ -81,14 +81,14 @@ class StopSignals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch and return the exit code of the job as far as this node knows it."""
+    """Launch the processes; return the job's exit code as far as this node knows it."""
     signals = StopSignals()
     try:
         verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
         verdict = leave_or_print(verdict)
         failed = verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
         if ALONE and signals.directory is not None:
-            # Of rank 0's node, where the run started. In a job its script does the same.
+            # Only the node of rank 0 has this note. In a job, the job script does the same.
             for note in signals.directory.rglob(RUN_STARTED):
                 run = Path(note.read_text(encoding="utf-8").strip())
                 if failed:
@@ -100,9 +100,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
-    """Launch in a private directory, and return how the processes ended or what was refused."""
+    """Launch in a private directory; return the end of the processes, or the refusal."""
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # whoever makes it must remove it
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # no stop before it is known here
         directory = signals.directory = enter_node_directory()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         configure_logging()
@@ -116,16 +116,16 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
         return Verdict(f"interrupted on {host_name()}", 128 + signal.SIGINT)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
-        if refusal is None:  # the other nodes are ended for it: their end is not the cause
+        if refusal is None:  # this verdict is the cause: srun will end the other nodes
             write_error(traceback.format_exc())
             return Verdict(f"the launcher on {host_name()} failed: {last_line(error)}", FAILED)
         return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Leave the verdict for the job script, or print it where there is none; return the job's.
+    """Write the verdict for the job script, or print it without one; return the job's verdict.
 
-    An earlier verdict of the job wins: its cause is the job's.
+    The first verdict of a job counts, because its cause came first.
     """
     if verdict.exit_code == ExitCode.DONE:
         return verdict
@@ -137,7 +137,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:
-    """Check all nodes, run the processes, return how they ended; raises ConfigurationError."""
+    """Check all nodes and run the processes; return their end. Raises ConfigurationError."""
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
             f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "
@@ -168,10 +168,10 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
-    """Return what this node's processes read: their launcher, threads, the CPU without a GPU."""
+    """Return the environment of this node's processes: OMP threads, and CPU mode without GPUs."""
     added = {LAUNCHER: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
-        # An equal share of the cores that Slurm gave, or of all.
+        # Share the cores that Slurm gave, or all cores, equally.
         given = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
         cores = int(given or len(os.sched_getaffinity(0)))
         added["OMP_NUM_THREADS"] = str(max(cores // allocation.processes, 1))
@@ -181,7 +181,7 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
 
 
 def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
-    """Run the processes of this node to their end, and say how they, or those elsewhere, ended."""
+    """Run the processes of this node to their end; return the cause of the job's end."""
     from accelerate.commands.launch import launch_command
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -191,7 +191,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     failed: dict[int, int] | None = None
     lost = SILENT
     kills = memory_kills()
-    logging.disable(logging.ERROR)  # torchrun's own account of an end hides the cause
+    logging.disable(logging.ERROR)  # torchrun's own messages would hide the cause
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -205,7 +205,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
         if unfit or arguments.num_machines == 1:
             raise UnfitClusterError(f"{host_name()}: accelerate launch: {reason}") from error
-        # The nodes met a moment before the start: a launcher has ended since.
+        # All nodes were at the rendezvous, so a launcher has ended since.
         failed, lost = {}, f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
         logging.disable(logging.NOTSET)
@@ -217,8 +217,8 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers() -> None:
-    """Leave no process of ours behind."""
-    with contextlib.suppress(ModuleNotFoundError):  # no packages at all: nothing was started
+    """Kill all child processes."""
+    with contextlib.suppress(ModuleNotFoundError):  # no psutil: no process was started either
         import psutil
 
         for child in psutil.Process().children(recursive=True):

@@ -1,10 +1,11 @@
-"""Tells the user's webhook what became of a job, and their command or webhook of a run without one.
+"""Messages about the end of a run to the user's STOKER_ON_EVENT, a webhook or a command.
 
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
-slurm/job_setup.sh calls that at a job's end, and a command itself. The URL gets one JSON object by
-POST. `text` and `content`, where Slack, Mattermost and Discord look for a message, hold all of it
-in a line. Secrets are redacted, and the URL, which often holds a token, is in no message of ours.
+In a job, slurm/job_setup.sh calls a command itself and runs this module for a webhook. Without a
+job script, `tell` does both. The webhook gets one JSON object by POST. Its keys `text` and
+`content`, which Slack, Mattermost and Discord show, hold the whole message in a line. Secrets are
+redacted. The URL often contains a token, so no message of ours contains the URL.
 """
 
 import http.client
@@ -24,7 +25,7 @@ TIMEOUT_S = 8.0  # the job script waits for 10
 
 
 def tell(run: Path, code: int, text: str) -> None:
-    """Tell how a run ended, by its exit code, where no job script does. Raises nothing."""
+    """Report the end of a run that has no job script, by its exit code. Raises nothing."""
     target = os.environ.get("STOKER_ON_EVENT")
     if not target:
         return
@@ -45,12 +46,12 @@ def tell(run: Path, code: int, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send the event that the words tell; returns 1, with a line, if nobody took it."""
+    """Send an event to the webhook. Return 1, after a line on stderr, if that failed."""
     event, run, job, text = map(redact, sys.argv[1:] if argv is None else argv)
     line = f"{run or 'job'} {event}{f' (job {job})' if job else ''}: {text}"
     content = {"event": event, "run": run, "job": job, "reason": text, "text": line}
     try:
-        request = urllib.request.Request(  # noqa: S310 - the caller takes http and https alone
+        request = urllib.request.Request(  # noqa: S310 - callers check for http and https
             os.environ["STOKER_ON_EVENT"],
             json.dumps({**content, "content": line}).encode(),
             {"Content-Type": "application/json", "User-Agent": "stoker"},

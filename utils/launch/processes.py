@@ -1,7 +1,7 @@
-"""The checks of a launch by its ranks: they form one group, can talk, and train as was asked.
+"""Checks of a launch by its ranks: they form one group, can communicate and run the strategy.
 
-Without them processes that do not find each other would each train alone, a strategy that cannot
-run would become another one, and a network that carries no traffic would show as silence.
+Without these checks, processes that are not connected would each train alone, accelerate would
+replace a strategy that cannot run, and a broken network would look like a hang.
 """
 
 import os
@@ -18,7 +18,7 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.support.collectives import gathered
 from utils.support.host import host_name
 
-# Ranks start apart: a node whose file cache is cold imports a minute longer.
+# Ranks do not start together: with a cold file cache, imports take a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
 ADVICE = (
     "Look at the interface that carries the traffic (NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: the "
@@ -30,10 +30,10 @@ PEER_ENDED = re.compile("(closed|reset) by (peer|remote)|remote process exited",
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What this process is among all processes of the run.
+    """The place of this process among all processes of the run.
 
-    `strategy` is what the launcher asked for: single, ddp, fsdp1, fsdp2, zero1, zero2 or zero3
-    (zero_file where a DeepSpeed config file decides). `hosts` holds one host name per rank.
+    `strategy` is the one that the launcher requested: single, ddp, fsdp1, fsdp2, zero1, zero2 or
+    zero3, or zero_file for a DeepSpeed config file. `hosts` holds one host name per rank.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class LaunchFacts:
 
 
 def check_launch() -> LaunchFacts:
-    """Check that all processes found each other; every rank calls it, before the data is opened.
+    """Check that all processes are connected; every rank calls it, before the data is opened.
 
-    Call it once TrainingArguments exists: parsing `use_cpu` sets accelerate's `PartialState` up.
-    Raises ConfigurationError, or UnfitClusterError where it is not the command that is wrong.
+    Call it after TrainingArguments is made, because `use_cpu` sets up accelerate's `PartialState`.
+    Raises ConfigurationError for a wrong command, UnfitClusterError for a fault of the cluster.
     """
     from accelerate import PartialState
 
@@ -60,7 +60,7 @@ def check_launch() -> LaunchFacts:
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:
-    """Check that the launch is one of `processes` connected ones. Raises ConfigurationError."""
+    """Check that all processes of the launch are connected. Raises ConfigurationError."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if asked != processes:
@@ -89,9 +89,10 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
     """Return the host of every rank, by the first collective of all ranks.
 
-    Raises UnfitClusterError, which names this host and rank. Raises torch's own error where another
-    rank came and was killed or stopped meanwhile, since the job may try again. A stuck collective
-    stays behind in its daemon thread: end the process without its teardown, as `run_script` does.
+    Raises UnfitClusterError, which names this host and rank. Raises torch's own error if another
+    rank was killed or stopped during the collective, because the job may then try again. A stuck
+    collective stays in its daemon thread, so the process has to end without teardown, as
+    `run_script` does.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -111,7 +112,7 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
             f"did not end within {FIRST_COLLECTIVE_LIMIT_S:g} s. If a node says nothing of this, "
             "its ranks did not come: see what they printed."
         )
-    except RuntimeError as error:  # of which torch's DistError is one
+    except RuntimeError as error:  # torch's DistError is one
         if PEER_ENDED.search(str(error)):
             raise
         end = f"failed ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
@@ -120,7 +121,7 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
-    """Name the strategy that `accelerate launch` asked for through the environment."""
+    """Return the strategy that `accelerate launch` requested through the environment."""
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
             return "zero_file"
@@ -131,21 +132,21 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 
 
 def tune_strategy(accelerator: Any) -> None:
-    """Let accelerate's DDP copy no gradients and its FSDP2 round no sums, before it prepares."""
+    """Avoid gradient copies in DDP, rounded sums in FSDP2; call it before accelerate prepares."""
     if accelerator.ddp_handler is not None:
-        accelerator.ddp_handler.gradient_as_bucket_view = True  # no copies there and back
+        accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
-        # accelerate's would round the loss, and the gradients' sums over ranks, to bf16.
+        # accelerate's policy would round the loss and the gradients' sums over ranks to bf16.
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
 
 
 def check_running_strategy(facts: LaunchFacts) -> None:
-    """Check that accelerate runs the strategy that was asked for; call it once a Trainer exists.
+    """Check that accelerate runs the requested strategy; call it after a Trainer is made.
 
-    Raises ConfigurationError: with a CPU, for one, FSDP and DeepSpeed become plain DDP in silence.
+    Raises ConfigurationError. For example, on a CPU accelerate silently runs DDP for FSDP.
     """
     from accelerate.state import AcceleratorState
 
@@ -157,7 +158,7 @@ def check_running_strategy(facts: LaunchFacts) -> None:
         actual = f"fsdp{state.fsdp_plugin.fsdp_version}"
     elif state.distributed_type.value == "NO":
         actual = "single"
-    # A launcher with one process: accelerate wraps it as DDP of one, which changes nothing.
+    # accelerate may run one process as DDP of one rank, which changes nothing.
     alike = requested == actual or {requested, actual} == {"single", "ddp"}
     if alike or (requested, actual[:4]) == ("zero_file", "zero"):
         return

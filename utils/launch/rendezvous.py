@@ -1,7 +1,7 @@
-"""The first check of a launch: all nodes start, reach the first one, and are alike.
+"""The first check of a launch: all nodes start, reach the first node, and are alike.
 
-Each node's launcher sends facts about itself, as one line of JSON, to the first node, which listens
-at the port after rank 0's and answers with what is wrong with any of them.
+Each node's launcher sends facts about its node to the first node, as one line of JSON. The first
+node listens at the port after rank 0's port, and answers with the problems of all nodes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at a port on all addresses of this host. Raises UnfitClusterError for a taken one."""
+    """Listen at a port on all addresses of this host. Raises UnfitClusterError if it is in use."""
     try:
         return socket.create_server(("", port))
     except OSError as error:
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Describe this node: `same` must be alike on all nodes, `devices` is torch's GPU count."""
+    """Return facts about this node. `same` has to be equal on all nodes; torch sees `devices`."""
     code = hashlib.sha256()
     for path in files:
         code.update(f"{path}\0".encode("utf-8", "surrogateescape"))
@@ -56,7 +56,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare all nodes of the job; raises UnfitClusterError, the same on all that took part."""
+    """Compare all nodes of the job. Raises the same UnfitClusterError on all nodes that came."""
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
@@ -66,7 +66,7 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what makes these nodes unfit for one run."""
+    """Return the problems that make these nodes unfit for one run."""
     problems = []
     first = everyone[0]
     for node in everyone:
@@ -94,16 +94,16 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """On the first node: receive everyone's facts, and tell all what is wrong with them."""
+    """Receive the facts of all nodes, on the first node; send the problems to all of them."""
     hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
-    listen(allocation.host, allocation.port).close()  # rank 0's, free to be taken
+    listen(allocation.host, allocation.port).close()  # rank 0's port has to be free
     with contextlib.ExitStack() as connections:
         listener = connections.enter_context(listen(allocation.host, allocation.port + 1))
         streams = []
         while len(nodes) < len(hosts) and (left := deadline - time.monotonic()) > 0:
             listener.settimeout(left)
-            # The limit, or somebody else's connection: no node of this job.
+            # Timeout, or a connection from outside this job: ignore.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 connection = connections.enter_context(listener.accept()[0])
                 connection.settimeout(_CONNECTION_TIMEOUT_S)
@@ -122,7 +122,7 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
 
 
 def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """On any other node: send its facts to the first node and return its answer."""
+    """Send this node's facts to the first node; return the problems that it answers."""
     where = (allocation.address, allocation.port + 1)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -133,7 +133,7 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
             ):
                 message = [allocation.node, time.time(), facts]
                 print(json.dumps(message), file=stream, flush=True)
-                connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # for the others to come
+                connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # until all nodes came
                 return list(json.loads(stream.readline()))
         except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:

@@ -1,4 +1,4 @@
-"""Why a job ended: what the ranks noted and torchrun saw, made into one sentence and one code."""
+"""The verdict on a job: one sentence and one exit code, from the notes of the ranks."""
 
 import re
 import signal
@@ -10,30 +10,30 @@ from utils.config.errors import ExitCode
 from utils.launch.signals import KILLED_BY_SIGTERM
 from utils.support.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
 
-# How an error reads that is another rank's end, not this one's fault.
+# Texts of errors that follow from the end of another rank.
 _LOST_PEER = re.compile(
     r"closed by (peer|remote)|reset by peer|broken pipe|remote process exited|remote error"
     r"|nccl|gloo|Dist(Backend|Network|Store)Error|failed to recv|recvValue|sendBytes"
     r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
     re.IGNORECASE,
 )
-# Signals that come from outside or from a fault of the process itself. torch aborts processes
-# (SIGABRT) whose peers are gone, and launchers end them by SIGTERM: those are consequences.
+# Signals from outside, or for a fault of the process. Other signals follow from another rank's end:
+# torch aborts a process (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-CONSEQUENCE = 4  # the likelihood of an end that followed from another one
-# Longer than torchrun takes on another node to end the workers beside the one that died.
+CONSEQUENCE = 4  # the likelihood of an end that follows from another rank's end
+# torchrun on another node needs less time to end the other workers of a dead one.
 WAIT_FOR_CAUSES_S = 8.0
 OUT_OF_MEMORY = (
     ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
     "(sbatch --mem), or use fewer data workers (--dataloader_num_workers)."
 )
 SILENT = "a process of the job ended without a word; see above"
-SHOWN = 4  # ranks of many that are at fault together
+SHOWN = 4  # ranks in a message
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a job: a sentence for people, an ExitCode (or the script's own) for scripts."""
+    """The end of a job: a sentence for people, and an ExitCode or the script's own exit code."""
 
     text: str
     exit_code: int
@@ -42,11 +42,11 @@ class Verdict:
 def note_worker_ends(
     exit_codes: Mapping[int, int], asked_to_stop: bool, memory_ran_out: bool
 ) -> None:
-    """Leave a note for each rank that ended with this exit code and left none itself.
+    """Write a note for each failed rank that could not write one.
 
-    Negative codes are signals, as subprocess has them. A process that Slurm's stop signal reaches
-    before it can answer ends by it: it is stopped, too. `memory_ran_out` tells whether the kernel
-    killed a process of this job for lack of memory.
+    A negative exit code is a signal, as in subprocess. A process that Slurm's stop signal killed
+    before it could handle signals counts as stopped. `memory_ran_out`: the kernel killed a process
+    of this job for lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
@@ -64,9 +64,10 @@ def note_worker_ends(
 
 
 def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
-    """Name the cause of a failed end, waiting for other nodes' notes if ours are consequences.
+    """Return the cause of a failed end.
 
-    `silent` is the sentence where no rank left a note.
+    If all notes here follow from another rank's end, wait for the notes of other nodes. `silent` is
+    the sentence for a job without notes.
     """
     directory = notes_directory()
     assert directory is not None, "the launcher's environment names one"
@@ -81,11 +82,11 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 
 def read_verdict() -> Verdict | None:
-    """Return the verdict that is there; None without one."""
+    """Return the verdict of the job; None if it has none yet."""
     if (directory := notes_directory()) is None:
         return None
     try:
-        # The code first: it is written after the text.
+        # Read the code first, because it is written last.
         code = int((directory / EXIT_CODE).read_text(encoding="utf-8"))
         return Verdict((directory / VERDICT).read_text(encoding="utf-8").rstrip(), code)
     except (OSError, ValueError):
@@ -93,7 +94,7 @@ def read_verdict() -> Verdict | None:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Choose the cause among the notes of all ranks, the earliest of the likeliest kind."""
+    """Return the verdict for the note that is most likely the cause, the earliest of its kind."""
     by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
     if not by_likelihood:
         return Verdict(silent, ExitCode.LOST_RANK)
@@ -107,14 +108,14 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the verb for an end. A refusal's is true before training and after hours of it."""
+    """Return the verb for an end. `ended` fits a refusal before or during training."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def _likelihood(note: Note) -> int:
-    """0 for what is the cause if it happened at all; higher for what may follow from a cause."""
+    """Return 0 for an end that must be the cause, more for an end that may follow from another."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
-        return 0  # whatever its text names, and also where torchrun killed the others thereafter
+        return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
     lost_peer = note.exit_code == KILLED_BY_SIGTERM or _LOST_PEER.search(note.text)
     if (failed and lost_peer) or (killed and not note.text.startswith(_HARD)):
@@ -123,11 +124,11 @@ def _likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Name the ranks that a run hangs on and where they stand; `hosts` holds one a rank.
+    """Return the ranks that a hung run waits for, and where they are; `hosts` has one per rank.
 
-    A rank that ended comes first, then those that left no note (they are stopped, or gone), then
-    those with the fewest beats, in no collective where some are: the others got as far as they
-    could without them.
+    The first of these that exists is at fault: a rank that ended; ranks without a note, which are
+    stopped or gone; the ranks with the fewest beats, preferably outside of collectives, because the
+    other ranks wait for them.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
