@@ -1,4 +1,4 @@
-"""How a script begins and ends: log lines, switches of libraries, the last words, the exit code."""
+"""The beginning and end of a script: log lines, switches of libraries, last words, exit code."""
 
 import atexit
 import contextlib
@@ -37,24 +37,25 @@ logger = logging.getLogger(__name__)
 TEARDOWN_LIMIT_S = 10.0
 REPORT_LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0
-FAILED = 1  # an exception nobody foresaw, as Python itself ends
-# Libraries that tell at INFO what helps nobody in a training log.
+FAILED = 1  # an unexpected exception: Python's own exit code
+# Libraries whose INFO lines are of no use in a training log.
 _NOISY = (
     *("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "httpx2"),
     "huggingface_hub",
 )
 
 _SWITCHES = {
-    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL reports each trainer to the Hub otherwise
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # else TRL reports each trainer to the Hub
     "DO_NOT_TRACK": "1",
-    # The tokenizers library warns, and can deadlock, when data workers are forked after its use.
+    # The tokenizers library can deadlock if data workers are forked after its use.
     "TOKENIZERS_PARALLELISM": "false",
-    # oneDNN and torch each keep the code of a thousand shapes, half a megabyte apiece, by default.
+    # By default oneDNN and torch each cache the code of a thousand shapes, 0.5 MB per shape.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "1",
-    # torch ends a process whose own watch of NCCL is stuck so long; HangWatch does, and says more.
+    # After this time torch ends a process whose NCCL monitor is stuck. HangWatch does so earlier
+    # and explains more.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
-    # Bars redraw one line with carriage returns, which a log file keeps, all of them.
+    # A log file keeps every redraw of a progress bar.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
@@ -64,16 +65,16 @@ class LineFormatter(logging.Formatter):
     """`12:34:56  message`, with the level where it is not INFO and the rank where it is not 0."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Put time, origin and level in front of the message."""
+        """Return the message after its time, origin and level."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
         return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
 
 
 def configure_logging() -> None:
-    """Send log lines to stdout: all of rank 0, of other ranks warnings with their name.
+    """Send log lines to stdout: all lines of rank 0, and warnings of other ranks with their name.
 
-    Secrets are redacted from all of them, and from uncaught errors. Libraries are kept to
-    warnings; those of other ranks, which repeat rank 0's, to errors. Safe to call again.
+    Secrets are redacted from log lines and uncaught errors. Libraries log warnings on rank 0. On
+    other ranks, where these would repeat, they log errors. Safe to call again.
     """
     rank = global_rank()
     install_redaction()
@@ -86,27 +87,28 @@ def configure_logging() -> None:
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):
         logging.getLogger(name).setLevel(library_level)
-    # transformers brings its own handler and reads its level here when it is first imported.
+    # transformers has its own handler, and reads its level here when it is first imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
     logging.captureWarnings(True)
-    # PEFT's, at every start with adapters, of what it asks transformers itself.
+    # PEFT causes this warning at every start with adapters.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    # torch's, at each save of averaged weights by one process.
+    # torch warns so at each save of averaged weights by one process.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
-    # Without the source line, which says little and makes two lines of one event.
+    # Leave out the source line, which would make two lines of one event.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
         f"{category.__name__}: {message} ({filename}:{lineno})"
     )
 
 
 def configure_environment() -> None:
-    """Set the switches that libraries read once, when they are imported; what the user set stays.
+    """Set the switches that libraries read when they are imported, unless the user set them.
 
-    Call it before huggingface_hub, transformers or datasets is imported. A Slurm job is offline:
-    its nodes seldom have internet and would wait for time-outs; HF_HUB_OFFLINE=0 keeps it online.
+    Call it before huggingface_hub, transformers or datasets is imported. A Slurm job is offline,
+    because its nodes seldom have internet and would wait for timeouts. HF_HUB_OFFLINE=0 keeps it
+    online.
     """
-    # Imports leave 700,000 objects for good: a start is a third shorter if the collector does not
-    # go through them a thousand times, nor once more when the process ends.
+    # Imports leave 700,000 permanent objects. A start takes a third less time if the collector does
+    # not traverse them a thousand times, nor at the end of the process.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     if sys.version_info < (3, 11, 10):
@@ -115,20 +117,20 @@ def configure_environment() -> None:
         # frames waits until the lock is free.
         os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
-    # PEFT imports it, where it is installed, and it asks for a package that training never uses.
+    # PEFT imports bitsandbytes, which then asks for a package that training never uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # DeepSpeed's, wherever it is installed and there is no GPU.
+    # DeepSpeed logs this on every machine without a GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "to CPU." not in record.getMessage())
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
 
 
 def configure_hub() -> None:
-    """Set the switches of the Hub's libraries alone, for a script that downloads; see above.
+    """Set only the switches of the Hub's libraries, in a script that downloads.
 
-    Bars of progress are shown on a terminal, and each request is not logged.
+    Progress bars are shown on a terminal. Requests are not logged.
     """
     _stay_offline_in_jobs()
     bars = "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"
@@ -148,26 +150,26 @@ def _stay_offline_in_jobs() -> None:
 def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
-    A ConfigurationError (a full disk and a missing package become one) is shown without traceback:
-    all of it by rank 0, one line by the first rank of each other node, whose fault may be its own.
-    Any other exception is shown with its traceback, host and rank in front, and becomes 1. Both
-    leave a note for the launcher. SystemExit and KeyboardInterrupt pass through, but for Answer.
+    A ConfigurationError is shown without traceback. So are a full disk and a missing package. Rank
+    0 shows all of it. The first rank of each other node shows one line, because the fault may be
+    the node's. Any other exception is shown with its traceback, host and rank, and becomes 1. Both
+    leave a note for the launcher. SystemExit (except Answer) and KeyboardInterrupt pass through.
 
-    A stop with a checkpoint (ExitCode.STOPPED) is a success to torchrun, which would kill the other
-    ranks otherwise: under slurm/launch_node.sh, which reads the notes, it becomes 0.
+    Under slurm/launch_node.sh, which reads the notes, a stop with a checkpoint (ExitCode.STOPPED)
+    becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
-    ending: int | None = None  # until main has returned or raised what is answered for here
+    ending: int | None = None  # while main runs, and after errors that pass through
     last_words = ""
-    failed: list[Path] = []  # runs whose page nobody else writes
-    told: list[Path] = []  # runs whose end nobody else tells
+    failed: list[Path] = []  # failed runs without a launcher, which would write their report
+    told: list[Path] = []  # runs without a launcher, which would report their end
 
     def leave_at_once() -> None:
-        """Skip the teardown of one rank of several; all that is to be kept is written.
+        """Write reports and messages; then, with several ranks, skip the interpreter's teardown.
 
-        Process groups may wait there for ranks that wait for this one, and a library's thread that
-        meets the end of the interpreter aborts the process. Registered before any library is
-        imported, this is the last of all exit handlers: locks are left, pages can be written.
+        In the teardown, process groups may wait for ranks that wait for this one, and a library's
+        thread may abort the process. This is registered before any library is imported, so it runs
+        as the last exit handler, after locks were released.
         """
         while failed:
             write_report(failed.pop())
@@ -181,13 +183,13 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     atexit.register(leave_at_once)
     ending = _run(main)
-    if NODE_DIR not in os.environ:  # else it is the launcher's or the job script's to do
+    if NODE_DIR not in os.environ:  # else the launcher or the job script does this
         errors, told = held_runs(), runs_begun
         done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
         failed += errors if ending not in done else ()
         last_words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
     if ending:
-        # What comes before that handler can be stuck too: threads to join, other exit handlers.
+        # Earlier steps of the exit may hang: other exit handlers, threads to join.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
         limit.daemon = True
         limit.start()
@@ -195,12 +197,9 @@ def run_script(main: Callable[[], int | None]) -> int:
 
 
 def write_report(run: Path) -> None:
-    """Have report.py write the page of a run that failed, in a process and a time of its own.
-
-    Whatever becomes of that, the caller ends as it would without.
-    """
+    """Run report.py for a failed run in a separate process with a time limit. Raises nothing."""
     command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
-    # It is no rank, and the launcher reads no note of it.
+    # The process is no rank, and writes no note for the launcher.
     others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -224,7 +223,7 @@ def _run(main: Callable[[], int | None]) -> int:
         note_error("interrupted from the keyboard (Ctrl-C), without a checkpoint")
         raise
     except Exception as error:
-        # torch's handler raises wherever this process is when a data worker ends, and they all do.
+        # torch's handler would raise here again at the end of each data worker.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         killed = memory_kills() > kills
         refusal = (
@@ -241,7 +240,7 @@ def _run(main: Callable[[], int | None]) -> int:
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
-    """Return the refusal for a package that is missing or broken here; None for other errors."""
+    """Return the error for a package that is missing or broken here; None for other errors."""
     name = error.name if isinstance(error, ImportError) else None
     package = (name or "utils").partition(".")[0]
     missing = isinstance(error, ModuleNotFoundError) and importlib.util.find_spec(package) is None
@@ -257,7 +256,7 @@ def missing_package(error: BaseException) -> UnfitClusterError | None:
 
 
 def _fail(error: Exception) -> int:
-    """Show an exception that nobody foresaw, with its traceback."""
+    """Show an unexpected exception with its traceback; return its exit code."""
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     lines = redact("".join(traceback.format_exception(error))).splitlines()
@@ -270,7 +269,7 @@ def _fail(error: Exception) -> int:
 
 
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
-    """Show an error that all ranks raise, or that came up in this rank; return its exit code."""
+    """Show an error of all ranks, or of this rank alone; return its exit code."""
     problems = [redact(problem) for problem in error.problems]
     first = problems[0].splitlines()[0]
     note = first if error.kind in first else f"{error.kind}: {first}"
@@ -283,7 +282,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     elif of_this_rank or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         lines = [f"{_origin()}{error.kind}: {problems[0] if of_this_rank else first}"]
     else:
-        # The launcher ends all ranks when the first is gone: not before rank 0 has said why.
+        # The launcher ends all ranks after the first one: wait until rank 0 has shown the error.
         time.sleep(SPEAK_FIRST_S)
         return error.exit_code
     _show(lines)
@@ -292,22 +291,22 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 
 def _speak_last(lines: list[str]) -> None:
-    """Repeat lines below the traceback with which torchrun or `accelerate launch` will end.
+    """Print lines again below the traceback with which torchrun or `accelerate launch` ends.
 
-    torchrun prints what it finds in a rank's error file. `accelerate launch` of one process prints
-    its own traceback only: a shell waits for its end, at most 5 s, and writes the lines then.
+    torchrun prints the error file of a rank. `accelerate launch` of one process prints only its own
+    traceback, so a shell waits for its end, at most 5 s, and then prints the lines.
     """
     if NODE_DIR in os.environ:  # slurm/launch_node.sh ends with the verdict
         return
     text = "".join(f"{line}\n" for line in lines)
-    with contextlib.suppress(OSError):  # the lines stand above anyway
+    with contextlib.suppress(OSError):  # the lines were printed before
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             details = {"message": text.rstrip(), "extraInfo": {"timestamp": int(time.time())}}
             Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")
             return
         launcher = os.getppid()
         if is_launcher(launcher):
-            # The command line of a process that has ended is empty.
+            # An ended process has an empty command line.
             waiting = 'grep -qs . "/proc/$1/cmdline" && [ "$tries" -lt 50 ]'
             script = f"tries=0; while {waiting}; do sleep 0.1; tries=$((tries+1)); done"
             command = ["sh", "-c", f'{script}; printf %s "$2" >&2', "sh", str(launcher), text]
@@ -319,5 +318,5 @@ def _origin() -> str:
 
 
 def _show(lines: list[str]) -> None:
-    """Write lines to stderr at once: ranks that fail together do not mix theirs."""
+    """Write lines to stderr in one call, so that the lines of several ranks do not mix."""
     write_error("".join(f"{line}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""What Slurm gave this job, read from its variables: nodes, processes, port, the time limit."""
+"""Slurm's variables of this job: nodes, processes, port, the time limit."""
 
 import contextlib
 import datetime
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 
-# Below the ephemeral ports (32768 and up), which any outgoing connection takes; a prime number of
-# pairs, so that jobs whose ids lie less than 6133 apart differ.
+# Ports below 32768: any outgoing connection may use a higher one. The number of pairs is a prime,
+# so that jobs get different ports if their ids differ by less than it.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """This node among the nodes of the job.
+    """The nodes and processes of the job, and this node's index among them.
 
-    `hosts` are Slurm's names of all nodes, this one at `node`. `address` and `port` are where the
-    processes find rank 0; on a single node accelerate takes a free port for 0. `gpus` is None on a
-    CPU, else as many as `processes`, both of one node.
+    hosts: Slurm's names of all nodes. node: the index of this node. processes: the number per node.
+    gpus: the same number, or None on a CPU. address, port: rank 0's; on a single node the port is 0
+    and accelerate chooses a free one.
     """
 
     hosts: tuple[str, ...]
@@ -49,23 +49,23 @@ class Allocation:
 
     @property
     def world_size(self) -> int:
-        """Processes over all nodes."""
+        """The number of processes on all nodes."""
         return len(self.hosts) * self.processes
 
 
 def read_allocation(
     environment: Mapping[str, str], devices: int, strategy: str = AUTO
 ) -> Allocation:
-    """Work out the launch from Slurm's variables or, outside of Slurm, from this machine.
+    """Return the nodes and processes, from Slurm's variables or, outside of Slurm, this machine's.
 
-    `devices` are the GPUs that torch sees, which count outside of Slurm; `strategy` is that of the
-    settings. Raises ConfigurationError for what the user set, UnfitClusterError for what Slurm
-    gave.
+    `devices` is the number of GPUs that torch sees, which counts outside of Slurm. `strategy` is
+    from the settings. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
+    resources.
     """
     hosts, node = _nodes(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
     gpus = 0
-    if on_gpus:  # there however they were asked for (Slurm 22.05), but for clusters without GRES
+    if on_gpus:  # Slurm (22.05) sets the variable, except on clusters without GRES
         gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0) if in_slurm else devices
     processes = _processes(environment, gpus)
     if in_slurm and on_gpus and not processes:
@@ -104,7 +104,7 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 
 
 def _processes(environment: Mapping[str, str], gpus: int) -> int:
-    """Count the processes to start here: one a GPU; without GPUs as many as the user says, or 0."""
+    """Return the processes per node: one per GPU; without GPUs the user's number, or 0."""
     given = environment.get(PROCESSES)
     if not given:
         return gpus
@@ -117,9 +117,9 @@ def _processes(environment: Mapping[str, str], gpus: int) -> int:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Whether the user asked for the CPU: from accelerate, from DeepSpeed, or by cpu.yaml.
+    """Check whether the user requested the CPU: of accelerate, of DeepSpeed, or by cpu.yaml.
 
-    That file cannot say so itself: with `use_cpu: true` accelerate starts one process alone.
+    cpu.yaml cannot contain `use_cpu: true`, because accelerate would then start only one process.
     """
     return (
         is_true("ACCELERATE_USE_CPU", environment)
@@ -129,9 +129,9 @@ def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Return the names in a node list of Slurm's, in its order: `n[01-03,7],x1` has five.
+    """Return the names in Slurm's node list, in its order: `n[01-03,7],x1` has five.
 
-    Not by `scontrol show hostnames`: a container may have no scontrol.
+    This does not use `scontrol show hostnames`, because a container may have no scontrol.
     """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list):
@@ -146,10 +146,10 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
 
 
 def job_end_time() -> float | None:
-    """Return when the job's time limit ends, in seconds since the epoch.
+    """Return the end of the job's time limit in unix seconds; None outside of a job.
 
-    Slurm 23 and later put it into the environment, else `squeue` is asked, once. None outside of a
-    job and, with a warning, where nobody knows.
+    Slurm 23 and later set it in the environment; for others this calls `squeue` once. If that
+    fails, logs a warning and returns None.
     """
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():
@@ -168,7 +168,7 @@ def job_end_time() -> float | None:
 
 
 def job_times() -> dict[str, float]:
-    """Return when this start of the job was submitted and began, as far as Slurm tells: unix s."""
+    """Return when this start was submitted and began, in unix seconds, if Slurm answers."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
         return dict(zip(("submit_time", "start_time"), times, strict=True))
@@ -178,12 +178,12 @@ def job_times() -> dict[str, float]:
 
 def _squeue_times(job: str, fields: str) -> list[float]:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        # The id of an array's last task is the array's: squeue would show every task.
+        # An array's last task has the id of the array, for which squeue would show every task.
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     done = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", f"--format={fields}"],
         capture_output=True, text=True, timeout=10, check=True,
     )  # fmt: skip
-    # Local times without an offset, as Slurm prints them: 2026-11-20T14:05:00.
+    # Slurm prints local times without an offset: 2026-11-20T14:05:00.
     words = done.stdout.split()
     return [datetime.datetime.fromisoformat(word).timestamp() for word in words]

@@ -1,5 +1,5 @@
-"""What slurm/submit.sh and slurm/sweep_job.sh call: checks before a job waits in the queue.
+"""Checks of a job before it waits in the queue, for slurm/submit.sh and slurm/sweep_job.sh.
 
-check.py   a job on hold: what Slurm understood of it, the dry run for just that launch
-sweep.py   a sweep file: its points, their command lines and dry runs
+check   a job on hold: the resources that Slurm understood, and a dry run with them
+sweep   a sweep file: its points, their command lines and dry runs
 """

@@ -1,10 +1,10 @@
-"""Dry-runs a job that Slurm holds in the queue; slurm/submit.sh releases it on exit code 0.
+"""The dry run of a job that Slurm holds in the queue; slurm/submit.sh releases it on exit code 0.
 
     python -m utils.submit.check DIRECTORY FIELDS ANSWER COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
-DIRECTORY is where sbatch was called, ANSWER what squeue says of the job: the FIELDS (joined by
-commas), each WIDTH bytes wide, so that no value can look like another field. COUNT is the number of
-OPTIONS.
+DIRECTORY is the one in which sbatch was called. ANSWER is the output of squeue for the job: the
+values of the FIELDS (names joined by commas), each padded to WIDTH bytes, so that no value can look
+like another field. COUNT is the number of OPTIONS.
 """
 
 import os
@@ -25,12 +25,12 @@ from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
 _SIGNAL = re.compile(r"R?BR?:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.I)
-_DEFAULT_LEAD_S = 60  # Slurm's, for a --signal without a time
+_DEFAULT_LEAD_S = 60  # Slurm's default if --signal has no time
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the job; returns the exit code of the dry run. Raises ConfigurationError."""
+    """Check the job and return the exit code of its dry run. Raises ConfigurationError."""
     directory, fields, answer, count, *words = sys.argv[1:] if argv is None else argv
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job = read_answer(fields, answer)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _dry_run(kind, arguments)
     is_sweep = kind == "sweep_job.sh"
-    # The first point stands for all of a sweep, whose dry runs go by their own strategies.
+    # Of a sweep, check the launch of the first point. The dry run of each point uses its strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
     allocation, config = plan_launch(first[1:], {**os.environ, **first_node(job)}, 0)
     on_cpu = allocation.gpus is None
@@ -66,13 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 - for the user, before what the dry run prints
+    print(line, flush=True)  # noqa: T201 - before the output of the dry run
 
 
 def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> None:
-    """Print when the job ends and what becomes of it. Raises ConfigurationError.
+    """Print when and how the job ends. Raises ConfigurationError.
 
-    `lead_s` is how long before the time limit Slurm sends the stop signal; None if it does not.
+    `lead_s` is the time from Slurm's stop signal to the time limit; None without a signal.
     """
     limit, limit_s, again = job["TimeLimit"], time_limit_s(job["TimeLimit"]), job["Requeue"] == "1"
     if limit_s and lead_s and lead_s >= limit_s:
@@ -92,7 +92,7 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
 
 
 def read_answer(fields: str, answer: str) -> dict[str, str]:
-    """Take squeue's answer apart. Raises UnfitClusterError if there is none."""
+    """Return the values in squeue's answer by field. Raises UnfitClusterError without an answer."""
     names, text = fields.split(","), os.fsencode(answer)
     if len(text) < (len(names) - 1) * WIDTH:
         raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
@@ -101,7 +101,7 @@ def read_answer(fields: str, answer: str) -> dict[str, str]:
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
-    """Return the GPUs of a node by whichever option asked for them."""
+    """Return the number of GPUs per node, for every option that requests GPUs."""
     nodes = int(job["NumNodes"])
     return (
         _gpus(job["tres-per-node"])
@@ -111,14 +111,14 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def _gpus(tres: str) -> int:
-    """Read gres:gpu:h100:4, gres/gpu=4 or gpu; Slurm gives the last of several entries."""
+    """Return the number in gres:gpu:h100:4, gres/gpu=4 or gpu. Slurm uses the last entry."""
     entries = [entry for entry in tres.split(",") if "gpu" in entry]
     number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
     return int(number[1]) if number else len(entries[:1])
 
 
 def time_limit_s(text: str) -> int | None:
-    """Read DAYS-HOURS:MINUTES:SECONDS as squeue writes it; None for UNLIMITED."""
+    """Return the seconds of squeue's DAYS-HOURS:MINUTES:SECONDS; None for UNLIMITED."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -127,10 +127,10 @@ def time_limit_s(text: str) -> int | None:
 
 
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
-    """Return the seconds between the stop signal and the limit; None if the run would not see it.
+    """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
-    squeue does not show --signal: options win over SBATCH_SIGNAL, that over the head. Without the
-    B: Slurm signals the steps only, and the job script cannot pass it on to all nodes.
+    squeue does not show --signal. Options override SBATCH_SIGNAL, which overrides the #SBATCH
+    lines. Without `B:` Slurm does not signal the job script, which passes the signal to all nodes.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
@@ -141,9 +141,9 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
 
 
 def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
-    """Return the words after `python` that dry-run what a job script of this kind starts.
+    """Return the arguments of `python` that dry-run the job of a job script of this kind.
 
-    Refuses what a dry run would start for real. Raises ConfigurationError.
+    Raises ConfigurationError for a script without --dry_run, which would start training.
     """
     if kind == "sweep_job.sh":
         if len(arguments) != 1:

@@ -1,10 +1,10 @@
-"""Reads a sweep file and works with its points; slurm/submit.sh and slurm/sweep_job.sh call it.
+"""A sweep file and its points; slurm/submit.sh and slurm/sweep_job.sh call this module.
 
-    python -m utils.submit.sweep points FILE          number and name of every point; which finished
+    python -m utils.submit.sweep points FILE          number, name and state of every point
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
     python -m utils.submit.sweep check FILE           dry-runs every point
 
-recipes/sweep/demo_cpu.yaml is a sweep file. Its grid's settings win over those of all points.
+recipes/sweep/demo_cpu.yaml is an example of a sweep file.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ FORMS = {
     "grid": "`setting: [values]`, at least one",
     "output_dir": "the folder for the points' run directories",
 }
-_OWN = ("output_dir", "config", "dry_run")  # of the sweep, not of its points
+_OWN = ("output_dir", "config", "dry_run")  # the sweep sets these for its points
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
-# File systems end at 255 bytes; temporary names of checkpoints need some of them.
+# File systems allow 255 bytes, of which temporary names of checkpoints need some.
 _LONGEST_NAME = 120
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A valid sweep; paths are relative to the repository's root.
+    """A valid sweep. Paths are relative to the repository's root.
 
-    `points` holds each point's command line, the script and its arguments, by the name of its
-    directory in `output_dir`, in order.
+    `points` maps the name of each point's directory in `output_dir` to its command line: the script
+    and its arguments.
     """
 
     script: str
@@ -51,7 +51,7 @@ class Sweep:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first word names."""
+    """Run the command in the first argument."""
     command, *words = sys.argv[1:] if argv is None else argv
     if (command, len(words)) not in (("points", 1), ("check", 1), ("point", 2)):
         raise ConfigurationError("usage: utils.submit.sweep points|check FILE, or point FILE INDEX")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_points(sweep)
     elif command == "points":
         for number, name in enumerate(sweep.points):
-            # A run writes its model in one step at its end.
+            # A finished run has final/, which it writes in one step at its end.
             finished = "\tfinished" if (sweep.output_dir / name / "final").is_dir() else ""
             sys.stdout.write(f"{number}\t{name}{finished}\n")
     else:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_sweep(file: str) -> Sweep:
-    """Read a sweep; raises ConfigurationError with every fault of the file."""
+    """Return the sweep in a file. Raises ConfigurationError with all faults of the file."""
     try:
         content = load_file(Path(file))
     except YamlError as error:
@@ -144,20 +144,20 @@ def _texts(value: Any) -> list[str]:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Write a setting as words of a command line; one word where that is possible."""
+    """Return a setting as words of a command line; as one word if it has one value."""
     words = _texts(value)
     return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
 
 
 def point_name(settings: Mapping[str, Any]) -> str:
-    """Name a point's directory from its values, as in `learning_rate=0.001,seed=2`."""
+    """Return the name of a point's directory, as in `learning_rate=0.001,seed=2`."""
     return ",".join(
         f"{name}={_UNSAFE.sub('_', '+'.join(_texts(value)))}" for name, value in settings.items()
     )
 
 
 def check_points(sweep: Sweep) -> None:
-    """Dry-run each point here, showing the first; ConfigurationError has all faults, each once."""
+    """Dry-run all points and print the first. Raises ConfigurationError with all their faults."""
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
     for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):
@@ -169,7 +169,7 @@ def check_points(sweep: Sweep) -> None:
         except ConfigurationError as error:
             for problem in error.problems:
                 faults.setdefault(problem, []).append(name)
-        finally:  # TrainingArguments writes some settings into it
+        finally:  # TrainingArguments writes some settings into the environment
             os.environ.clear()
             os.environ.update(before)
         if number == 0:
