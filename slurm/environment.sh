@@ -5,7 +5,7 @@
 node=${SLURMD_NODENAME:-${HOSTNAME:-this machine}}
 
 # refuse EXIT_CODE MESSAGE: ends this script before it started a process. In a step it also writes
-# both to the notes, for the job script: srun then ends the other nodes' tasks, and their ends would
+# both to the notes of the job script: srun then ends the other nodes' tasks, and their ends would
 # look like the cause. The first verdict stays.
 refuse() {
   printf '%s: %s\n' "$node" "$2" >&2 || true

@@ -1,7 +1,7 @@
-"""A checkpoint from elsewhere resumes in a new run directory: `--resume_from_checkpoint DIR`.
+"""A checkpoint from elsewhere in a new run directory: `--resume_from_checkpoint DIR`.
 
-Each checkpoint carries its run's config.yaml and provenance.json in the folder `run`, so that it
-resumes wherever it was copied to, and a start compares the settings as in the old directory.
+Each checkpoint has copies of its run's config.yaml and provenance.json in the folder `run`. So it
+can resume in any directory, and a start compares the settings as in the old directory.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ FLAG = "--resume_from_checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A committed checkpoint outside the run's directory; `record`: its config and provenance."""
+    """A committed checkpoint outside the run's directory; `record` has its run's record."""
 
     directory: Path
     record: Path
@@ -43,12 +43,12 @@ class ForeignCheckpoint:
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
-    """Return what `--resume_from_checkpoint` stands for; None where the run has its own, or none.
+    """Return the checkpoint of `--resume_from_checkpoint`; None if the run resumes from its own.
 
-    `named` is the directory of a checkpoint, or of a run, whose newest counts. Its files are not
-    read yet. Raises ConfigurationError.
+    `named` is the directory of a checkpoint, or of a run, of which the newest checkpoint is taken.
+    Its files are not read here. Raises ConfigurationError.
     """
-    if not named or named is True:  # the newest of its own, as always
+    if not named or named is True:  # resume from the newest of the run
         return None
     if _newest(output_dir) is not None:
         logger.info(
@@ -88,10 +88,10 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 
 
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
-    """Make it the run's own, verified; `needs_best`: with the best one so far, which is beside it.
+    """Copy the checkpoint into the run's directory and verify it; also the best one beside it.
 
-    Rank 0 alone calls it, and holds the lock. A kill leaves it whole or not there. Raises
-    ConfigurationError.
+    With `needs_best` the best checkpoint must be there. Rank 0 alone calls it and holds the lock. A
+    kill leaves a whole checkpoint or none. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -121,7 +121,7 @@ def _newest(output_dir: Path) -> Path | None:
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return where the best checkpoint so far is, if it is another one that is there."""
+    """Return the directory of the best checkpoint so far, if it is a different one and exists."""
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
         return None
@@ -137,9 +137,9 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 
 
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
-    """Return a copy under another name, which is then verified: the source may change meanwhile.
+    """Copy a checkpoint under a temporary name and verify the copy; return its directory.
 
-    Run and step are those of the `expected` manifest.
+    The copy must have the run and the step of the `expected` manifest.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed here
@@ -159,7 +159,7 @@ def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Make a hard link to a file that only this user can change, else a copy."""
+    """Make a hard link to a file that only this user can change; copy any other file."""
     status = source.lstat()
     if status.st_uid == os.getuid() and not status.st_mode & 0o022:
         with contextlib.suppress(OSError):  # another file system

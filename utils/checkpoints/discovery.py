@@ -1,4 +1,4 @@
-"""The checkpoints in a run directory: which to resume from, which stay, what makes room."""
+"""The checkpoints in a run directory: resume point, rotation, free space."""
 
 import json
 import logging
@@ -23,17 +23,17 @@ from utils.support.host import host_name
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-# Before the name: Trainer and many scripts take all that begins with checkpoint- for one.
+# Prefixes, because Trainer and many scripts treat every name checkpoint-* as a checkpoint.
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
-RESHARDED = "resharded."  # a copy for another number of ranks, there while it is loaded
+RESHARDED = "resharded."  # a temporary copy for another number of ranks
 SHOWN_PROBLEMS = 5
-LEAST_KEPT = 2  # one may turn out to be damaged
-# A save leaves that much: the next start writes lock, provenance and journal before it deletes.
+LEAST_KEPT = 2  # one may be damaged
+# A save leaves this space: the next start writes lock, provenance and journal before it deletes.
 RESERVE_BYTES = 2**20
 
 
 def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of all that is named like a checkpoint, newest step first."""
+    """Return (step, directory) of all directories named like a checkpoint, newest step first."""
     found = []
     for directory in output_dir.glob("checkpoint-*"):
         match = CHECKPOINT_NAME.fullmatch(directory.name)
@@ -43,20 +43,20 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the best checkpoint so far, as one beside it names it; None: it names none.
+    """Return the best checkpoint so far, which the checkpoint in `directory` names; else None.
 
-    By its name alone: the run may have moved, and a stranger's file may name any folder.
+    Only the name counts: the run may have moved, and a foreign file may name any folder.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
         name = Path(state["best_model_checkpoint"] or "").name
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # a resume says what is wrong with it
+        return None  # a resume reports what is wrong with it
     return directory.with_name(name) if CHECKPOINT_NAME.fullmatch(name) else None
 
 
 def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Manifest]]:
-    """Return the committed checkpoints of this run, newest first, by their manifests alone."""
+    """Return the committed checkpoints of this run, newest first; reads only manifests."""
     found = []
     for _, directory in numbered_checkpoints(output_dir):
         try:
@@ -72,7 +72,7 @@ def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Man
 
 
 def set_aside(directory: Path, prefix: str) -> str:
-    """Rename a directory so that nothing takes it for a checkpoint; return its new name."""
+    """Rename a directory so that it is no checkpoint any more; return its new name."""
     number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
         number += 1
@@ -83,9 +83,9 @@ def set_aside(directory: Path, prefix: str) -> str:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory that nobody needs; a failure is logged: it is in nobody's way.
+    """Delete a directory; log a failure, because training can continue.
 
-    It gets another name first, so that a kill leaves no part of a checkpoint.
+    The directory is renamed first, so that a kill does not leave a part of a checkpoint.
     """
     try:
         doomed = directory
@@ -100,23 +100,23 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return the directories under these prefixes."""
+    """Return the directories of checkpoints with these prefixes."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
 def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
-    """Return what is named like a checkpoint and has no manifest, newest first."""
+    """Return the directories named like a checkpoint without a manifest, newest first."""
     numbered = [directory for _, directory in numbered_checkpoints(output_dir)]
     return [directory for directory in numbered if not (directory / MANIFEST).exists()]
 
 
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
-    """Return the newest checkpoint of the run that is as it was committed; None: start afresh.
+    """Return the newest checkpoint of the run that verifies; None to start at step 0.
 
-    Every file is read and compared with the manifest; uncommitted and damaged checkpoints are set
-    aside. A `dry_run` moves nothing and reads no tensors. Rank 0 alone calls it.
-    Raises StorageError, with nothing moved, when all committed checkpoints are damaged: to train
-    from step 0 again is for a person to decide.
+    Every file is read and compared with the manifest. Uncommitted and damaged checkpoints are set
+    aside. A `dry_run` moves nothing and reads no tensors. Rank 0 alone calls it. If all committed
+    checkpoints are damaged, raises StorageError and moves nothing: a person has to decide whether
+    to train from step 0 again.
     """
     found, damaged = _newest_whole(output_dir, run_id, tensors=not dry_run)
     for directory in [] if dry_run else leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
@@ -135,7 +135,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def _newest_whole(
     output_dir: Path, run_id: str, *, tensors: bool
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest whole checkpoint, and what is wrong with each newer one."""
+    """Return the newest whole checkpoint, and the problems of each newer one."""
     damaged: dict[Path, str] = {}
     for step, directory in numbered_checkpoints(output_dir):
         if (directory / MANIFEST).exists():
@@ -157,7 +157,7 @@ def _newest_whole(
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return what is wrong with a committed checkpoint; ConfigurationError for another run's."""
+    """Return the problems of a committed checkpoint; ConfigurationError for another run's."""
     try:
         manifest = read_manifest(directory)
         if manifest.run_id != run_id:
@@ -173,35 +173,35 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return how many checkpoints there are while the last of `saves` is written.
+    """Return the largest number of checkpoints at a time, after so many `saves`.
 
-    LEAST_KEPT stay until it is committed: with a limit of 2 there are three for a moment.
+    LEAST_KEPT stay until a new one is committed: with a limit of 2 there are three for a moment.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
-    """Delete this run's committed checkpoints but the newest `keep` (None: all) and the best."""
+    """Delete this run's committed checkpoints except the newest `keep` (None: all) and the best."""
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
         delete(directory)
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete what the next checkpoint needs the room of; raises StorageError, see `find_room`."""
+    """Delete checkpoints until the next one fits. Raises StorageError; see `find_room`."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
-        delete(directory)  # if that fails the save will
+        delete(directory)  # if this fails, so does the save
 
 
 def find_room(
     output_dir: Path, run_id: str | None, keep: int | None, estimated_bytes: float, count: int = 1
 ) -> list[Path]:
-    """Return the directories that have to go before `count` more checkpoints fit.
+    """Return the directories to delete before `count` more checkpoints fit.
 
-    These are what killed starts left behind, then what `rotate` would delete after the next commit,
-    oldest first, as long as LEAST_KEPT committed ones stay. A checkpoint takes what the newest one
-    takes, the first one `estimated_bytes`. Raises StorageError if all of it is not enough.
+    These are leftovers of killed starts, then the checkpoints that `rotate` would delete after the
+    next commit, oldest first, while LEAST_KEPT committed ones stay. The size of a checkpoint is
+    that of the newest one, or `estimated_bytes`. Raises StorageError if this is not enough.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []
@@ -231,12 +231,12 @@ def find_room(
 
 
 def free_bytes(directory: Path) -> int:
-    """Return what a file system has left for this user; quotas it does not know of. OSError."""
+    """Return the free bytes of a file system, without regard to quotas. Raises OSError."""
     return shutil.disk_usage(directory).free
 
 
 def taken_bytes(directory: Path) -> int:
-    """Return what is free once a directory is deleted."""
+    """Return the bytes that deleting a directory frees."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 

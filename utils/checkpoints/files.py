@@ -1,6 +1,6 @@
-"""The files of a checkpoint: who writes which, their digests and copies, the manifest over all.
+"""The files of a checkpoint: their owners, digests and copies, and the manifest.
 
-The manifest makes a directory a checkpoint: written last, it says what all other files hold.
+The manifest commits a checkpoint. It is written last, and has the digests of all other files.
 """
 
 import concurrent.futures
@@ -30,32 +30,32 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Strategies that write the same: whole weights, and the optimizer's state whole or in equal parts.
+# Strategies with one layout: whole weights, and the optimizer's state whole or in equal parts.
 ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
-# The files of a run directory beside its checkpoints.
+# Files of a run directory outside of its checkpoints.
 CONFIG = "config.yaml"  # the settings of the first start
-PROVENANCE = "provenance.json"  # how each of its starts came about
+PROVENANCE = "provenance.json"  # an entry for each start
 FINAL = "final"  # the finished model
 RECORD = "run"  # in a checkpoint: copies of CONFIG and PROVENANCE
-# What the processor of a model for images or sound is loaded from, beside its tokenizer.
-OLD_TEMPLATE = "chat_template.json"  # which a processor prefers to any other
+# Files of the processor of a model for images or sound, in addition to its tokenizer's.
+OLD_TEMPLATE = "chat_template.json"  # a processor prefers it to any other template
 PROCESSOR_FILES = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json", OLD_TEMPLATE,
 )  # fmt: skip
-OWN_STATE = "stoker"  # of ours among the callbacks' in a checkpoint's trainer_state.json
-RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it becomes part of names of files
-MARGIN = 1.02  # over the checkpoint before: logs and random states grow a little
-# Files of a model's configuration and a tokenizer; no tensors are among them.
+OWN_STATE = "stoker"  # the key of our state in a checkpoint's trainer_state.json
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it is a part of file names
+MARGIN = 1.02  # a checkpoint is a little larger than the last: logs and random states grow
+# Files of a model's configuration and a tokenizer, without tensors.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
-# One SHA-256 keeps a core busy at about a gigabyte a second, so several cores hash parts.
+# One core hashes about a gigabyte per second, so several cores hash parts of a file.
 PART_BYTES = 2**26
 PIECE_BYTES = 2**20
-THREADS = 8  # parallel file systems like several readers
-COPY_THREADS = 2  # training continues while files are copied
+THREADS = 8  # parallel file systems are faster with several readers
+COPY_THREADS = 2  # training runs at the same time
 
-# Names of the files that ranks other than the first write: Trainer's random states, the shards of
-# torch.distributed.checkpoint (FSDP), and those of DeepSpeed's ZeRO.
+# Names of files that several ranks write: Trainer's random states, the shards of
+# torch.distributed.checkpoint (FSDP), and the shards of DeepSpeed's ZeRO.
 _OWNED = re.compile(
     r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp|(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_[^/]*)"
 )
@@ -63,14 +63,14 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file held when it was committed; `sha256` is as `file_digests` returns it."""
+    """Size and digest of a committed file; `sha256` is the digest of `file_digests`."""
 
     size_bytes: int
     sha256: str
 
 
 def readable(size_bytes: float) -> str:
-    """Write a size in KiB, MiB or GiB.
+    """Format a size in KiB, MiB or GiB.
 
     >>> readable(1000), readable(5 * 2**20), readable(1.5 * 2**40)
     ('1.0 KiB', '5.0 MiB', '1,536.0 GiB')
@@ -80,15 +80,15 @@ def readable(size_bytes: float) -> str:
 
 
 def owner(name: str) -> int:
-    """Return the rank that writes the file of this name, a path within the checkpoint."""
+    """Return the rank that writes a file; `name` is its path within the checkpoint."""
     match = _OWNED.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the relative paths of all files and links but the manifest, sorted.
+    """Return the relative paths of all files and links except the manifest, sorted.
 
-    NFS keeps deleted files that are still open as .nfsXXXX; they do not count.
+    NFS keeps deleted files that are still open as .nfsXXXX. They do not count.
     """
     paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = [path.relative_to(directory).as_posix() for path in paths if path.name[:4] != ".nfs"]
@@ -98,9 +98,9 @@ def list_files(directory: Path) -> list[str]:
 def flush_and_record(
     directory: Path, names: Iterable[str], source: Path | None = None
 ) -> dict[str, FileRecord]:
-    """Bring files and their folders to stable storage; return what they hold; raises OSError.
+    """Flush files and their folders to stable storage, and hash them. Raises OSError.
 
-    They are hashed meanwhile. With a `source` they are copied from there.
+    With a `source`, copy the files from this folder.
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
@@ -125,10 +125,10 @@ def flush_and_record(
 def file_problems(
     directory: Path, records: Mapping[str, FileRecord], *, tensors: bool = True
 ) -> list[str]:
-    """Compare the files of a checkpoint with what was committed; return what differs.
+    """Compare the files of a checkpoint with their committed records; return the differences.
 
-    Names and sizes come first: most damage shows there, without reading. Without `tensors` the
-    contents of DESCRIPTIONS alone are read.
+    Names and sizes come first, because they show most damage without reading. Without `tensors`,
+    only the contents of DESCRIPTIONS are read.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -149,7 +149,7 @@ def file_problems(
 
 
 def flush(path: Path) -> None:
-    """Bring a file or a folder to stable storage; raises OSError."""
+    """Flush a file or a folder to stable storage. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,7 +158,10 @@ def flush(path: Path) -> None:
 
 
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
-    """Return the SHA-256 of each file, of several parts that of the parts' digests; OSError."""
+    """Return the SHA-256 of each file. Raises OSError.
+
+    The digest of a file with several parts is the SHA-256 of the digests of its parts.
+    """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [
             [
@@ -175,11 +178,11 @@ def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
 
 
 def cached_digests(files: Sequence[Path]) -> dict[str, str]:
-    """Return the digest of each file by its name, from the disk cache if an earlier start has it.
+    """Return the digest of each file by its name, from the disk cache if possible.
 
-    Files count as the same while paths, sizes and modification times are. Raises OSError.
+    A file counts as unchanged while its path, size and modification time are. Raises OSError.
     """
-    states = file_states(files)  # before the files are read: what is written meanwhile counts
+    states = file_states(files)  # before reading, so that later writes are noticed
     path = cache_path("digests", states)
     digests: dict[str, str] | None = read_cache(path, dict)
     if digests is None or digests.keys() != {file.name for file in files}:
@@ -191,7 +194,7 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _part(path: Path, begin: int) -> bytes:
-    """Return the digest of the part of a file that begins there."""
+    """Return the digest of the part of a file that begins at an offset."""
     digest, left = hashlib.sha256(), PART_BYTES
     with path.open("rb") as file:
         file.seek(begin)
@@ -202,15 +205,15 @@ def _part(path: Path, begin: int) -> bytes:
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint that is not as it was committed; the text says in what."""
+    """A checkpoint that is not as it was committed; the text has the difference."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint holds, and which run made it.
+    """The content of a committed checkpoint and the run that wrote it.
 
-    `samples` and `tokens` (without padding) count from step 0. `fingerprints` are digests of data,
-    tokenizer and settings; `versions` are the packages'.
+    samples, tokens: from step 0, tokens without padding. fingerprints: digests of data, tokenizer
+    and settings. versions: those of the packages.
     """
 
     run_id: str
@@ -227,12 +230,12 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """All files together."""
+        """The size of all files."""
         return sum(record.size_bytes for record in self.files.values())
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Commit the checkpoint in `directory`, whose files are flushed already; raises OSError."""
+    """Commit the checkpoint in a directory after its files were flushed. Raises OSError."""
     flush(directory.parent)  # the entry of the directory itself
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
@@ -241,8 +244,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
-    It may be a stranger's: all its names are of regular files in the directory, or of none. Raises
-    DamagedCheckpointError if a bit of it changed, OSError if it cannot be read, and
+    The checkpoint may be foreign: this checks that all names are regular files in the directory, or
+    missing. Raises DamagedCheckpointError if a bit of it changed, OSError if it cannot be read, and
     ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST

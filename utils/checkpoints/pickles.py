@@ -1,8 +1,8 @@
-"""Only known classes in a checkpoint are unpickled, and only its own files, whoever loads it.
+"""A safe unpickler: only known classes in a checkpoint are loaded, and only its own files.
 
-Trainer loads with weights_only=True; DeepSpeed and torch.distributed.checkpoint do not, which a
-variable of torch overrules. torch unpickles the metadata of sharded checkpoints without a guard:
-it is read here first.
+Trainer loads with weights_only=True. DeepSpeed and torch.distributed.checkpoint do not, so a
+variable of torch overrides them. torch unpickles the metadata of sharded checkpoints without a
+check, so this module reads the metadata first.
 """
 
 import io
@@ -21,11 +21,11 @@ from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
 from utils.support.files import paths_inside
 
-# What no library unpickles; shards are read as their metadata says.
+# Files that no library unpickles. The metadata of shards describes how to read them.
 HARMLESS = frozenset({
     ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
 })  # fmt: skip
-# What .metadata may name beside torch's dtypes; nothing here does more than hold its arguments.
+# Names allowed in .metadata, besides torch's dtypes. These classes only store their arguments.
 METADATA_NAMES = re.compile(
     r"builtins\.set|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath|torch\.Size"
     r"|torch\.serialization\._get_layout|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
@@ -35,9 +35,9 @@ METADATA_NAMES = re.compile(
 
 
 def guard_loading(strategy: str) -> None:
-    """Overrule weights_only=False in this process, for good; let torch.save write no CRC-32.
+    """Override weights_only=False in this process; let torch.save write no CRC-32.
 
-    It would read all it writes once more. Our digests find more, and torch.load looks at none.
+    For a CRC-32 torch.save would read the file again, and torch.load does not check it.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -46,8 +46,8 @@ def guard_loading(strategy: str) -> None:
 
 
 def allow_known_classes(strategy: str) -> None:
-    """Add what checkpoints of a strategy hold to what torch loads with weights_only."""
-    # Not torch's context manager of that name: at its end it forgets what was known before, too.
+    """Allow the classes in a strategy's checkpoints for loading with weights_only."""
+    # torch's context manager for this would also remove earlier classes at its end.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
     if strategy.startswith("zero"):
@@ -59,7 +59,7 @@ def allow_known_classes(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError for a checkpoint that names a class or a file it must not."""
+    """Raise ConfigurationError for a checkpoint with a forbidden class or file name."""
     manifest = read_manifest(checkpoint)
     allow_known_classes(manifest.strategy)
     for name in manifest.files:
@@ -71,9 +71,9 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return why a file of a checkpoint must not be loaded; None: it may be.
+    """Return why a file of a checkpoint must not be loaded; None for a safe file.
 
-    Raises OSError, and ConfigurationError for a name of a file elsewhere.
+    Raises OSError, and ConfigurationError for the name of a file outside of the checkpoint.
     """
     try:
         if path.name.endswith(".index.json"):
@@ -90,7 +90,7 @@ def forbidden(path: Path) -> str | None:
                     torch.load(path, weights_only=True)
     except (OSError, ConfigurationError):
         raise
-    except Exception as error:  # what a stream of bytes can raise here is not bounded
+    except Exception as error:  # bytes may raise any error here
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             return f"names {named[1]}, which no checkpoint needs: loading it would run that."
         return "is nothing that torch.save writes of known classes."
@@ -106,7 +106,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_sharded(metadata: Path) -> None:
-    """Read metadata, and what the shards hold beside tensors, as FileSystemReader does."""
+    """Read the metadata, and the parts of shards that are no tensors, as FileSystemReader does."""
     with metadata.open("rb") as file:
         content = _MetadataUnpickler(file).load()
     named = {info.relative_path for info in content.storage_data.values()}

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 TEARDOWN_LIMIT_S = 10.0
 REPORT_LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0
-FAILED = 1  # an unexpected exception: Python's own exit code
+FAILED = 1  # an unexpected exception, as Python itself exits
 # Libraries whose INFO lines are of no use in a training log.
 _NOISY = (
     *("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "httpx2"),

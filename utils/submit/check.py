@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _dry_run(kind, arguments)
     is_sweep = kind == "sweep_job.sh"
-    # Of a sweep, check the launch of the first point. The dry run of each point uses its strategy.
+    # Check the launch of a sweep's first point. The dry run of each point uses its strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
     allocation, config = plan_launch(first[1:], {**os.environ, **first_node(job)}, 0)
     on_cpu = allocation.gpus is None

@@ -1,10 +1,11 @@
-"""What every package may use; nothing here imports another one but for its errors.
+"""Tools for every package. Only the error types of `config` are imported here.
 
-files         atomic writes, and a disk cache of what took long to find out
+files         atomic writes, checked file names, locked directories, the disk cache
 host          this machine: name, processor, memory
-redaction     tokens from .env, kept out of every output
-notes         last words of a rank for the launcher; storage faults; places in the code
-collectives   ranks that act for each other, and the gloo group they talk over
-journal_file  metrics.jsonl: its numbers, and how it is read, without torch
-run_lock      one job per output directory; who has it, and what ended it
+redaction     tokens from .env; secrets removed from all output
+notes         last words of a rank for the launcher; errors of storage, memory and processes
+foreign       limits and clear errors when a library reads a user's files
+collectives   actions and answers of all ranks, and their gloo group
+journal_file  metrics.jsonl: format and reader, without torch
+run_lock      one job per output directory: its owner, and the error that ended it
 """

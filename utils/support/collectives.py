@@ -1,7 +1,4 @@
-"""Collectives: ranks that act for each other, agree, and the gloo group they talk over.
-
-What one rank finds or refuses, all ranks return or raise, at one place.
-"""
+"""Collectives: actions of one rank or of all, with the same answer or error on all ranks."""
 
 import datetime
 import os
@@ -18,10 +15,10 @@ Answer = TypeVar("Answer")
 
 
 def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
-    """Let rank 0 act; return its answer on every rank, or raise its refusal on every rank.
+    """Run an action on rank 0; return its answer, or raise its ConfigurationError, on every rank.
 
-    Collective over the ranks of `group` (None: all). Errors that are the user's or the storage's
-    are refusals: an OSError becomes a StorageError. The answer is pickled between our own ranks.
+    Collective over the ranks of `group` (None: all). An OSError becomes a StorageError, which is a
+    ConfigurationError. The answer has to be picklable.
     """
     leads = not _connected() or torch.distributed.get_rank() == 0
     outcome = _attempt(action) if leads else None
@@ -29,12 +26,12 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
 
 
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
-    """Let every rank act; return all answers by rank, or raise all refusals on every rank."""
+    """Run an action on every rank; return all answers by rank, or raise all errors everywhere."""
     return _answers(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return every rank's value, by rank; collective."""
+    """Return the values of all ranks, by rank; collective."""
     if not _connected():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -43,7 +40,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Return the answer, or type and problems of a refusal: other ranks wait for either of them."""
+    """Return the answer, or the type and problems of an error, to send to the other ranks."""
     try:
         return action(), None, []
     except ConfigurationError as error:
@@ -54,7 +51,7 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
 
 
 def _answers(outcomes: list[Any]) -> list[Any]:
-    """Return the answers, or raise the refusals of all as one."""
+    """Return the answers, or raise one error with the problems of all ranks."""
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
         raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
@@ -66,7 +63,10 @@ def _connected() -> bool:
 
 
 def cpu_group(timeout_s: float) -> Any:
-    """Make a gloo group of all ranks; None for one process. Collective; UnfitClusterError."""
+    """Make a gloo group of all ranks; None for one process.
+
+    Collective over ranks. Raises UnfitClusterError.
+    """
     if not _connected() or torch.distributed.get_world_size() == 1:
         return None
     try:
@@ -82,21 +82,21 @@ def cpu_group(timeout_s: float) -> Any:
 
 
 class Agreement:
-    """The largest of what the ranks put forward, known one turn later; all ranks take every turn.
+    """The maximum of one integer per rank, known one turn later; all ranks take part in each turn.
 
-    A turn is an all-reduce of one integer over the CPUs' network (gloo), which runs in a thread of
-    its own while the ranks compute: reading the answer a step later waits neither for the device
-    nor, as a rule, for a rank. A single process agrees with itself at once.
+    A turn is an all-reduce over the CPUs' network (gloo), in a separate thread while the ranks
+    compute. Reading the result one step later does not block the device, and seldom waits for
+    another rank. A single process has its result at once.
     """
 
     def __init__(self, timeout_s: float = 1800):
-        """Make the group; collective over ranks. Raises UnfitClusterError."""
+        """Make the process group; collective over ranks. Raises UnfitClusterError."""
         self.pending: tuple[torch.Tensor, Any] | None = None
         self.own = 0
         self.group = cpu_group(timeout_s)
 
     def result(self) -> int:
-        """Return the largest number of the last turn; 0 before the first."""
+        """Return the maximum of the last turn; 0 before the first."""
         if self.pending is None:
             return self.own
         value, work = self.pending
@@ -105,13 +105,13 @@ class Agreement:
         return int(value.item())
 
     def put_forward(self, number: int) -> None:
-        """Begin a turn with this rank's number; `result` must have been read."""
+        """Begin a turn with this rank's number; `result` must have been called before."""
         assert self.pending is None, "the last turn was not read"
         self.own = number
         if self.group is not None:
             value = torch.tensor([number], dtype=torch.int32)
             maximum = torch.distributed.ReduceOp.MAX
-            # Not an event for a profiler: gloo would end it in memory that is freed by then.
+            # Hide it from a profiler: gloo would end the event after its memory is freed.
             torch.autograd._enable_record_function(False)
             try:
                 work = torch.distributed.all_reduce(value, maximum, group=self.group, async_op=True)
@@ -120,7 +120,7 @@ class Agreement:
             self.pending = (value, work)
 
     def close(self) -> None:
-        """Wait for the turn under way and give the group up; all ranks call it."""
+        """Wait for the current turn and destroy the process group; all ranks call it."""
         self.result()
         self.own = 0
         if self.group is not None:

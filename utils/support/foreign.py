@@ -1,6 +1,6 @@
-"""Foreign files: what libraries make of a model, a tokenizer or a chat template of somebody else.
+"""Foreign files: a library reads a model, a tokenizer or a chat template of unknown origin.
 
-Libraries raise errors of every type at a damaged file, compute for hours, or wait for a pipe. Here
+At a damaged file, libraries raise errors of any type, compute for hours, or wait for a pipe. Here
 each of these becomes a ConfigurationError that names the file.
 """
 
@@ -30,16 +30,16 @@ _READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetenso
 
 
 class _TimeIsUp(BaseException):
-    """Not an Exception: no library may go on after it."""
+    """The end of the CPU limit. It is no Exception, so that no library catches it."""
 
 
 @contextlib.contextmanager
 def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
-    """Read files of somebody else in a with block: any error of a library refuses them.
+    """Turn any error of a library in a with block that reads foreign files into a clear error.
 
-    `what` is a file, or a folder or a Hub name whose files are read. The ConfigurationError names
-    it, says in `problem` what does not work, and names a folder's damaged files. The `advice` is
-    for a folder without such files. Errors of storage, memory and other ranks pass.
+    `what` is the file, folder or Hub name that the block reads. The ConfigurationError has it, the
+    `problem` and the damaged files of a folder. It has the `advice` if no file is damaged. Errors
+    of storage, memory and other ranks are raised as they are.
     """
     folder = Path(what)
     try:
@@ -63,11 +63,11 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
-    """Raise ConfigurationError where a with block computes too long or takes too much memory.
+    """Raise ConfigurationError if a with block computes too long or uses too much memory.
 
-    The limits are CPU_LIMIT_S, which other processes on the machine do not use up, and
-    `memory_bytes` in addition to what the process has (None where CUDA may start, which reserves
-    addresses). Inside another limit that one holds. Threads get no signals: they have none.
+    The limits are CPU_LIMIT_S of CPU time of this process, and `memory_bytes` more than it uses now
+    (None if CUDA may start, which reserves addresses). Nested calls keep the outer limit. Threads
+    other than the main thread get no signals, and so no limit.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
@@ -100,17 +100,17 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return what a library says is wrong, in one line; its type where it says a word at most."""
+    """Return the message of an error in one line, with its type if the message is one word."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     text = " ".join(text.split())
-    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # whole, not cut
+    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # before it is cut
     return (said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}...").rstrip(" .")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises ConfigurationError for anything else."""
+    """Return the JSON object in a file. Raises ConfigurationError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -123,7 +123,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder that libraries read, or the file itself."""
+    """Return the files in a folder that libraries read; for a file, the file."""
     with contextlib.suppress(OSError, ValueError):  # a name that no system takes
         if folder.is_dir():
             return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
@@ -131,9 +131,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Raise ConfigurationError for a pipe or a device, which may never end, or a broken link.
+    """Raise ConfigurationError for a pipe, a device or a broken link.
 
-    Libraries would wait for some of them, and go on without others.
+    Libraries would wait for ever for a pipe, and ignore a broken link.
     """
     for path in _files(folder):
         if os.path.lexists(path) and path != folder and not path.is_file():
@@ -144,7 +144,7 @@ def _refuse_special_files(folder: Path) -> None:
 
 
 def _damaged_files(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with each JSON file and each header of tensors in a folder."""
+    """Yield the problem of each damaged JSON file and each damaged safetensors header."""
     for path in _files(folder):
         try:
             if path.suffix == ".json":

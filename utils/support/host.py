@@ -8,26 +8,26 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """Slurm's name of this node (what `squeue` and `sinfo` show), else the host's own name."""
+    """Return Slurm's name of this node (as in `squeue` and `sinfo`), else the host's name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def global_rank() -> int:
-    """Rank of this process over all nodes, as the launcher set it; 0 without a launcher."""
+    """Return the rank of this process over all nodes, from the launcher; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def cpu_fact(name: str) -> str:
-    """Return what /proc/cpuinfo says of the first core, `vendor_id` or `model name`; else ""."""
+    """Return a value of the first core from /proc/cpuinfo, as `vendor_id`; "" without one."""
     found = re.search(rf"^{name}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return found[1].strip() if found else ""
 
 
 def memory_room_bytes(root: Path = Path("/")) -> int:
-    """Return how much more memory this job may take here: what the kernel and Slurm leave.
+    """Return the bytes of memory that this job may still use on this host.
 
-    Slurm limits a job's memory by control groups, around its step, job and user; what is in
-    /dev/shm counts, file pages that the kernel would drop first do not. `root` is for tests.
+    Slurm limits memory by control groups of the step, the job and the user. Files in /dev/shm count
+    as used. Cached file pages that the kernel would drop first do not. `root` is for tests.
     """
     rooms = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
     for version, groups in _memory_groups(root):
@@ -41,8 +41,8 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 def memory_kills(root: Path = Path("/")) -> int:
     """Return how many processes of this control group the kernel has killed for lack of memory.
 
-    Count in the process's own group. The kernel counts there whichever limit was reached, and the
-    groups around it hold other jobs. Count on the whole host where no group counts.
+    The count is from the process's own group: the kernel counts there for any limit, and the groups
+    around it hold other jobs. Without a count in a group, it is from the whole host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -52,7 +52,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield the version of control groups and this process's group with all around it."""
+    """Yield the version of control groups, and this process's group with all groups around it."""
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -63,9 +63,9 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
 
 
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
-    """Return the bytes that one control group leaves; infinity where it has no limit."""
+    """Return the bytes left in one control group; infinity without a limit."""
     if not (group / limit).is_file():
-        return float("inf")  # the root; in a container the path may be the host's
+        return float("inf")  # the root group, or a path of the host, in a container
     allowed = (group / limit).read_text(encoding="utf-8").strip()
     used = int((group / usage).read_text(encoding="utf-8"))
     statistics = _numbers(group / "memory.stat")

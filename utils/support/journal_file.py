@@ -1,12 +1,11 @@
-"""The file metrics.jsonl: how a line is written, and how the file is read, without torch.
+"""The file metrics.jsonl: how its lines are written and read, without torch.
 
-The file is only ever appended to, also when a run resumes from a checkpoint that is older than its
-last lines: each start first appends `{"event": "started"|"resumed", "step": N}`, which says that
-lines of steps after N from above it were undone. `read_journal` applies that, so its series has no
-duplicates and nothing is lost.
+Lines are only appended. A run may resume from a checkpoint that is older than the last lines, so
+each start first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
+were rolled back. `read_journal` leaves these out, so its series has no duplicates and no gaps.
 
-Storage and kills damage lines. `read_lines` is the only reader: it checks the types of all fields
-that anything in Stoker uses, leaves out the lines that do not fit, and counts them.
+Faults of storage and kills damage lines. `read_lines` is the only reader. It checks the types of
+all fields that Stoker uses. It leaves out lines that do not fit, and counts them.
 """
 
 import json
@@ -21,21 +20,25 @@ from typing import Any, BinaryIO
 from utils.support.redaction import redact, redacted
 
 FILE_NAME = "metrics.jsonl"
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # JSON has no such numbers: they are written as text
+NOT_FINITE = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+)  # no numbers in JSON: written as text
 STARTS = ("started", "resumed")
-LATEST = 253402300799.0  # unix seconds: the year 9999, after which no library formats a time
+LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
 BLOCK_BYTES = 2**16
 LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
 LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
 
-# What a field has to hold, by its name: the first that matches.
+# The type of a field, by its name. The first pattern that matches counts.
 _KINDS = {
     "text": re.compile("event|split|slowest_host"),
     "step": re.compile("step|max_steps"),
     "time": re.compile("time"),
     "rows": re.compile("samples|memory_by_rank"),
-    "measure": re.compile(  # readers add up, compare and format these
+    "measure": re.compile(  # readers sum up, compare and format these
         r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes|tokens_(seen|share|per_s).*"
         r"|.*_(s|gib|runtime|per_second)|eval_.*tokens"
     ),
@@ -47,7 +50,7 @@ _KINDS = {
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return what a log may hold as JSON: numbers of numpy and torch too, NOT_FINITE as text.
+    """Return a value as valid JSON: numbers of numpy and torch, and NOT_FINITE as text.
 
     Known secrets are masked.
     """
@@ -60,16 +63,16 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a journal as one series: undone lines, damaged lines and repeated events left out.
+    """Read a journal as one series, without lines that were rolled back, damaged or repeated.
 
-    Non-finite figures are floats again. Of several events of one kind, split and step the last
-    counts (an interrupted evaluation is done again, all of its splits).
+    Non-finite figures are floats again. The last of several events of one kind, split and step
+    counts, because an interrupted evaluation is done again for all splits.
     """
     return as_series(read_lines(Path(path))[0])
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what `read_journal` returns, of lines or of the last of them."""
+    """Return the series of these lines, as `read_journal` does."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]
@@ -84,11 +87,11 @@ def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_lines(
     path: Path, *, first: int | None = None, last: int | None = None, ranks: bool = True
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a journal, and the number of lines that are damaged; raises OSError.
+    """Return the lines of a journal and the number of damaged lines. Raises OSError.
 
-    `first` limits them to those that lie whole in so many bytes at the beginning, `last` to those
-    that end in so many bytes at the end. Without `ranks`, lines have their offset in the file
-    (`at`) instead of `memory_by_rank`, which is most of a line.
+    `first` selects the lines within the first bytes of the file, `last` those that end within the
+    last bytes. Without `ranks`, a line has its offset in the file (`at`) instead of
+    `memory_by_rank`, which is most of a line.
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
@@ -110,7 +113,7 @@ def read_lines(
 
 
 def _line_start(file: BinaryIO, place: int) -> int:
-    """Return where the line begins that holds the byte at `place`."""
+    """Return the offset at which the line with the byte at `place` begins."""
     while place > 0:
         begin = max(0, place - BLOCK_BYTES)
         file.seek(begin)
@@ -122,7 +125,7 @@ def _line_start(file: BinaryIO, place: int) -> int:
 
 
 def skipped(damaged: int) -> str:
-    """Say how many lines of a journal its reader left out.
+    """Return the message for the damaged lines that a reader left out.
 
     >>> skipped(1), skipped(2000)
     ('metrics.jsonl: 1 damaged line skipped', 'metrics.jsonl: 2,000 damaged lines skipped')
@@ -131,17 +134,17 @@ def skipped(damaged: int) -> str:
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
-    """Return a line of a journal, with the types that docs/metrics.md has; None if it is damaged.
+    """Return a line of a journal with the types in docs/metrics.md; None if it is damaged.
 
-    `event` is a text, `step` and `max_steps` are ints from 0 on, `time` is a number. A figure is
-    a number, also NaN or infinite; a measure (a time, a size, a share) is finite or left out.
-    Fields of null are left out. Fields that only a user's hook knows stay as they are.
+    `event` is a text, `step` and `max_steps` are integers from 0, `time` is a number. A figure is a
+    number, also NaN or infinite. A measure (a time, a size, a share) is left out unless it is
+    finite. Fields that are null are left out. Fields of a user's hook are not changed.
     """
     try:
         fields = json.loads(text.decode()).items()
         checked = {key: _checked(key, value) for key, value in fields if value is not None}
         line = {key: value for key, value in checked.items() if value is not None}
-        if b"\\u" in text:  # half of a surrogate pair can be written to no file
+        if b"\\u" in text:  # half of a surrogate pair cannot be written to a file
             json.dumps(line, ensure_ascii=False).encode()
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -149,7 +152,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return the value of a field, None for a measure without one; ValueError for a wrong type."""
+    """Return the value of a field; None for an unusable measure. Raises ValueError for its type."""
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
@@ -205,7 +208,7 @@ def printable(text: str) -> str:
 
 
 def counted(number: float | None) -> str:
-    """Format a count in the unit that people say.
+    """Format a count in millions, billions or trillions.
 
     >>> counted(950), counted(1_234_000_000), counted(None)
     ('950', '1.23 B', '-')

@@ -1,8 +1,8 @@
-"""Last words: the note of a rank that ends early, where in the code it stood, storage's faults.
+"""Last words: the note of a rank that ends early, its place in the code, errors of the machine.
 
-Notes are one file a rank, for the launcher to read, in the directory that STOKER_NOTES_DIR names:
-of one node under slurm/launch_node.sh, of all nodes of a job under slurm/training_job.sh. Without
-it there is nobody to read a note.
+The launcher reads the notes, one file per rank, in the directory STOKER_NOTES_DIR. Under
+slurm/launch_node.sh it is for one node, under slurm/training_job.sh for all nodes of a job. Without
+that variable nothing reads notes, and none are written.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# safetensors and pyarrow raise types of their own, tokenizers none, so that the text alone says
-# what happened; torch and protobuf say only that their writer failed.
+# Some libraries raise their own types of errors, so only the texts tell a fault of the storage.
+# torch and protobuf only report that their writer failed.
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
 _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED"
-# torch's of a data worker, datasets' and Python's of a process of a pool. None says who killed it.
+# Texts of torch (a data worker), datasets and Python (a pool). None of them names the killer.
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
-runs_begun: list[Path] = []  # by this process, as rank 0
+runs_begun: list[Path] = []  # in this process, as rank 0
 # Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.
 memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
 
 
 @dataclass(frozen=True)
 class Note:
-    """How one rank ended. `text` is one line for people; `time` is seconds since the epoch.
+    """The end of one rank. `text` is one line for people; `time` is in unix seconds.
 
-    `kind` is "stopped" (a checkpoint was written), "refused" (the text is the first problem),
-    "failed" (the text is the traceback's last line), "hung" (where it stood, after how many
-    `beats`, and whether it was `waiting` for other ranks there) or, written by the launcher for a
-    rank that could not, "killed" (by which signal).
+    kind: "stopped" (a checkpoint was written), "refused" (the text is the first problem), "failed"
+    (the text is the traceback's last line), "hung" (the text is the place in the code) or "killed"
+    (the text is the signal; the launcher wrote the note). A hung rank had given `beats` signs of
+    life, and may be `waiting` for other ranks.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Note:
 
 
 def notes_directory() -> Path | None:
-    """Return where notes go; None where nobody reads them."""
+    """Return the directory of the notes; None if nothing reads them."""
     directory = os.environ.get(NOTES_DIR)
     return Path(directory) if directory else None
 
@@ -71,7 +71,7 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write this rank's note with further fields; the first stays. A full disk raises nothing."""
+    """Write this rank's note, unless it has one. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
@@ -80,32 +80,35 @@ def leave_note(
 
 
 def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
-    """Return all notes in a directory, the earliest first."""
+    """Return all notes in a directory, earliest first."""
     texts = [path.read_text(encoding="utf-8") for path in Path(directory).glob("rank-*.json")]
     return sorted((Note(**json.loads(text)) for text in texts), key=lambda note: note.time)
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write why the whole job ends and its exit code; False: one is there, or no directory."""
+    """Write the cause of the job's end and its exit code. Return False if that was not possible.
+
+    The job may have a verdict already, or there is no directory.
+    """
     first = _create(VERDICT, redact(text.rstrip()) + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def mark_run_started(output_dir: Path) -> None:
-    """Tell the job script, which counts starts without progress, that the run itself began."""
+    """Write a mark for the job script, which counts starts that end before the run begins."""
     runs_begun.append(output_dir)
     _create(RUN_STARTED, f"{output_dir}\n")
 
 
 def name_of_job(slurm: Mapping[str, Any]) -> str:
-    """Return the job's name for Slurm's commands, of what provenance.json has of it."""
+    """Return the job's id for Slurm's commands, from the `slurm` entry of provenance.json."""
     if slurm.get("array_job_id"):
         return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
     return str(slurm.get("job_id"))
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return what the job script found out of all ranks of a job's start; None: nothing is left."""
+    """Return the verdict that a start of a job left; None if its notes are gone."""
     start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
     try:
         text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
@@ -115,7 +118,7 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def _create(name: str, text: str) -> bool:
-    """Write a file that is whole as soon as it is there; False where there is one already."""
+    """Write a file in one step; return False if the file exists or cannot be written."""
     directory = notes_directory()
     if directory is None:
         return False
@@ -123,7 +126,7 @@ def _create(name: str, text: str) -> bool:
     try:
         draft.write_text(text, encoding="utf-8")
         try:
-            os.link(draft, directory / name)  # fails where a file is: who wrote first knows best
+            os.link(draft, directory / name)  # fails if the file exists: the first one counts
         finally:
             draft.unlink()
     except FileExistsError:
@@ -135,15 +138,15 @@ def _create(name: str, text: str) -> bool:
 
 
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
-    """Return `file:line in function` of the innermost frame of this repository or of `packages`.
+    """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
-    Without any of those, of the innermost of all; `frames` hold it last, as `extract_tb` does.
+    Without such a frame, use the innermost frame, which is the last one of `frames`.
     """
     if not frames:
         return "no Python code"
     for frame in reversed(frames):
         name = frame.filename.removeprefix(f"{_ROOT}/")
-        # The virtual environment may lie in the repository.
+        # The virtual environment may be inside the repository.
         installed = name.rpartition("/site-packages/")[2]
         ours = name != frame.filename if installed == name else installed.split("/")[0] in packages
         if ours:
@@ -152,27 +155,27 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
 
 
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:
-    """Return the stack of a thread as it stands, the innermost frame last; no source is read."""
+    """Return the stack of a thread, the innermost frame last, without reading source files."""
     frame = sys._current_frames().get(thread)
     stack = traceback.walk_stack(frame) if frame else iter(())
     return list(reversed(traceback.StackSummary.extract(stack, lookup_lines=False)))
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the stack is in a collective or in a backward pass, which makes them."""
+    """Check whether a stack is in a collective, or in a backward pass, which runs collectives."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 
 
 def last_line(error: BaseException) -> str:
-    """Return `Type: message`, the first line of it, and where in this repository it came from."""
+    """Return the first line of `Type: message`, and the place in this repository."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{lines[0]} ({place(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return `error` as a StorageError when storage is its cause; None when it is not."""
+    """Return a StorageError if storage caused the error, else None."""
     if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
@@ -201,7 +204,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:
-    """Return `error` as a LostProcessError when a data worker was killed; None when it is not."""
+    """Return a LostProcessError if the end of a data worker caused the error, else None."""
     if (cause := _cause(error, _lost_process)) is None:
         return None
     room = "lack of memory"
@@ -214,7 +217,7 @@ def lost_process(error: BaseException) -> LostProcessError | None:
 
 
 def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
-    """Look through what it was raised from: torch closes a half-written archive with another."""
+    """Return the first error that `fits` in the chain of causes; None without one."""
     while error is not None and not fits(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
@@ -227,7 +230,7 @@ def _lacks_memory(error: BaseException) -> bool:
 
 def _lost_process(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
-        # The kernel closes the sockets of a killed process a moment before torch sees its end.
+        # The kernel closes a killed process's sockets shortly before torch notices its end.
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and frames[-1].filename.endswith("/multiprocessing/connection.py")
     return isinstance(error, RuntimeError) and bool(_LOST_PROCESS.search(str(error)))
@@ -241,9 +244,9 @@ def _storage_fault(error: BaseException) -> str | None:
 
 
 def _of_a_library(error: BaseException) -> bool:
-    """Whether the error may be a library's words for a fault of the machine.
+    """Check whether an error may be a library's report of a fault of the machine.
 
-    Any other error may quote a user's text, which holds any words.
+    Any other error may quote a user's text.
     """
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

@@ -1,4 +1,4 @@
-"""Secrets: taken from the environment or a private `.env` file, and kept out of every output."""
+"""Secrets: read from the environment or a private `.env` file, and masked in all output."""
 
 import contextlib
 import html
@@ -28,8 +28,8 @@ _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PAT|PWD))S?(_?\d+)?$",
     re.IGNORECASE,
 )
-# A shorter value is more likely a word or a number of ordinary text ("true", "2026") than a
-# secret. Masking it would damage every file, and services issue longer ones.
+# A shorter value is more likely a word or a number ("true", "2026") than a secret. Masking it would
+# damage every file. Services issue longer secrets.
 _SHORTEST_SECRET = 8
 # Tokens of the Hub and of GitHub, also within a longer word; an address's user with a password.
 _FORMS = re.compile(
@@ -39,31 +39,31 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Take the tokens in TOKEN_NAMES from a `.env` file into the environment; name those taken.
+    """Set the tokens in TOKEN_NAMES from a `.env` file in the environment; return their names.
 
-    The environment wins; a missing file is fine; other lines are ignored with a warning. Raises
-    ConfigurationError for a file that is not private. No value ever enters a message.
+    Variables that are set already stay. The file may be missing. Other lines are ignored with a
+    warning. Raises ConfigurationError for a file that is not private. No message has a value.
     """
     from io import StringIO
 
     from dotenv import dotenv_values
 
-    # Without interpolation: a `$` in a token is a `$`.
+    # No interpolation: a token may contain `$`.
     values = dotenv_values(stream=StringIO(_read_private(Path(path))), interpolate=False)
     taken = [name for name in TOKEN_NAMES if values.get(name) and not os.environ.get(name)]
     os.environ.update({name: str(values[name]) for name in taken})
     if unused := len(values.keys() - set(TOKEN_NAMES)):
-        # Counted, not named: a line without "=" may be a pasted token.
+        # Do not name them: a line without "=" may be a pasted token.
         logger.warning("%s: %d line(s) ignored, %s are read", path, unused, ", ".join(TOKEN_NAMES))
     return taken
 
 
 def _read_private(path: Path) -> str:
-    """Read a file that only its owner, this user, can read; empty where there is no file."""
-    if path.is_dir():  # a virtual environment
+    """Return the text of a file that only this user can read; "" without the file."""
+    if path.is_dir():  # a virtual environment of that name
         return ""
     try:
-        # Not through a symlink, whose target others may change; a pipe would block.
+        # Follow no symlink, because others may change its target. Do not wait for a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return ""
@@ -83,15 +83,12 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Replace every known secret in `text`: by value (secret names in the environment) or form."""
+    """Mask every known secret in a text: values of secret variables, and forms of tokens."""
     return _masked(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
-    """Return plain data with every known secret replaced, for a file or a tracker.
-
-    Before the data is encoded: YAML breaks long texts, and so a secret, over lines.
-    """
+    """Mask every known secret in plain data. Do it before encoding: YAML wraps long texts."""
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:
@@ -105,7 +102,7 @@ def redacted(value: Any) -> Any:
 
 
 def _secrets() -> tuple[str, ...]:
-    """Return the secrets in the environment; a key of several lines is in logs line by line."""
+    """Return the secrets in the environment. Logs contain a multi-line key line by line."""
     values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     parts = {part.strip() for value in values for part in (value, *value.splitlines())}
     return tuple(sorted(part for part in parts if len(part) >= _SHORTEST_SECRET))
@@ -113,9 +110,9 @@ def _secrets() -> tuple[str, ...]:
 
 @cache
 def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return how texts write these secrets: as they are, or escaped once or twice."""
+    """Return the secrets as they occur in texts: unchanged, and escaped once or twice."""
     forms = set(secrets)
-    for _ in range(2):  # twice: an error message that quotes JSON, in a line of JSON
+    for _ in range(2):  # twice: JSON of a message that quotes JSON
         forms |= {escape(form) for form in forms for escape in _ESCAPES}
     # Longest first: a secret may contain another one.
     return tuple(sorted(forms, key=len, reverse=True))
@@ -154,10 +151,10 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
 
 
 def install_redaction() -> None:
-    """Redact every log record, whatever logger and handler it takes, and every uncaught error.
+    """Redact all log records and all uncaught errors. A second call changes nothing.
 
-    A filter on our own handler would miss libraries that bring their own (transformers does), so
-    records are redacted where they are made. Installing twice changes nothing.
+    Records are redacted where they are made, because libraries may have handlers (transformers
+    does) that a filter on our handler would miss.
     """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "redacts", False):
@@ -185,10 +182,7 @@ def _print_redacted_error(
 
 
 def write_error(text: str) -> None:
-    """Write a text to stderr at once, redacted.
-
-    Where that takes nothing, as a log on a full disk, the process ends as it would otherwise.
-    """
+    """Write a text to stderr at once, redacted. Ignores errors, as of a log on a full disk."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
