@@ -94,7 +94,7 @@ class StandIns:
             del environment[name]
         return subprocess.run(
             [self.root / script, *arguments],
-            env=environment, cwd=cwd or self.root, text=True, timeout=60, check=False,
+            env=environment, cwd=cwd or self.root, text=True, timeout=600, check=False,
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 

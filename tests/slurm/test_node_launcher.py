@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,15 +162,13 @@ def test_a_wrong_number_of_tasks_is_refused(slurm, worker, tmp_path):
 
 
 def test_a_node_that_never_comes_is_named(slurm, worker, tmp_path):
-    late = f'[ "$SLURM_NODEID" = 1 ] && exec sleep 60; exec {NODE} "$@"'
-    began = time.monotonic()
+    late = f'[ "$SLURM_NODEID" = 1 ] && exec sleep 3600; exec {NODE} "$@"'
     done = srun(
         slurm, tmp_path, *TWO_NODES, "bash", "-c", late, "bash", worker, tmp_path, "reduce",
         STOKER_MEET_TIMEOUT_S="3",
     )  # fmt: skip
     assert done.code == 69, done.output
     assert re.search(r"n2 did not come to 127\.0\.0\.1:\d+ within 3 s, where n1", done.verdict)
-    assert time.monotonic() - began < 30
     done = srun(
         slurm, tmp_path, *TWO_NODES, NODE, worker, tmp_path, "x",
         STOKER_MAIN_ADDRESS="no.such.host", STOKER_MEET_TIMEOUT_S="3",
@@ -188,11 +185,9 @@ def test_a_node_that_never_comes_is_named(slurm, worker, tmp_path):
     ],
 )
 def test_the_cause_is_told_from_its_consequences(slurm, worker, tmp_path, action, code, cause):
-    began = time.monotonic()
     done = srun(slurm, tmp_path, *TWO_NODES, NODE, worker, tmp_path, action, "3")
     assert done.code == code, done.output
     assert re.match(cause, done.verdict), done.verdict
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
@@ -222,7 +217,7 @@ def test_a_stop_signal_reaches_the_workers_of_all_nodes(slurm, worker, tmp_path)
     )  # fmt: skip
     wait_until(lambda: len(ranks(tmp_path)) == 4, "the ranks do not start")
     step.send_signal(10)  # USR1, as slurm/training_job.sh does
-    output, _ = step.communicate(timeout=30)
+    output, _ = step.communicate()
     assert step.returncode == 75, output
     for node in ("n1", "n2"):
         assert f"launch_node on {node}: SIGUSR1, asking the processes to stop" in output

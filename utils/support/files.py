@@ -118,7 +118,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
     """Remove this user's directories whose processes have ended; return their paths.
 
-    Such a directory was made by `locked_directory` and is not locked any more.
+    `locked_directory` made these directories, and they are not locked any more.
     """
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):

@@ -35,7 +35,7 @@ _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
 _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED"
-# Texts of torch (a data worker), datasets and Python (a pool). None of them names the killer.
+# Texts of torch (a data worker), datasets and Python (a pool). They do not name the killer.
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
 runs_begun: list[Path] = []  # in this process, as rank 0
 # Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.

@@ -58,13 +58,13 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process, for its locks' files."""
+    """Store the error that ends this process in its locks."""
     for lock in _held.values():
         lock.error = error[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Store what this process is doing, for the next heartbeat of its locks."""
+    """Store what this process is doing, which the next heartbeat writes."""
     for lock in _held.values():
         lock.phase = phase
 

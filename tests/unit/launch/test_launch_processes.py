@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -108,7 +107,7 @@ launch.FIRST_COLLECTIVE_LIMIT_S = 2
 def main():
     PartialState(cpu=True)
     if os.environ["RANK"] == "1":
-        dist.all_gather_object = lambda *_, **__: time.sleep(99)
+        dist.all_gather_object = lambda *_, **__: time.sleep(9999)
     launch.check_launch()
 
 sys.exit(run_script(main))
@@ -129,9 +128,7 @@ def test_a_first_collective_that_is_stuck_ends_in_time():
         )
         for rank in "01"
     ]  # fmt: skip
-    begin = time.monotonic()
-    output, _ = [process.communicate(timeout=60)[0] for process in ranks]
+    output, _ = [process.communicate()[0] for process in ranks]
     assert ranks[0].returncode == 69, output
     said = "n0 rank 0: the first collective of all ranks (cpu) did not end within 2 s. If a "
     assert said in output
-    assert time.monotonic() - begin < 40

@@ -1,10 +1,10 @@
 import dataclasses
 import json
 import threading
-import time
 
 import pytest
 
+from utils.launch import verdict
 from utils.launch.verdict import judge, note_worker_ends, read_verdict, wait_for_verdict
 from utils.support.notes import Note, leave_verdict, read_notes
 
@@ -85,13 +85,12 @@ def test_each_end_of_a_process_is_noted_but_not_over_its_own_words(notes_dir):
     ]
 
 
-def test_only_a_consequence_waits_for_the_other_nodes_word(notes_dir):
+def test_only_a_consequence_waits_for_the_other_nodes_word(notes_dir, monkeypatch):
+    monkeypatch.setattr(verdict, "WAIT_FOR_CAUSES_S", 1e9)
     write(notes_dir, note("failed", "KeyError: 'x'", 0))
-    began = time.monotonic()
     assert "KeyError" in wait_for_verdict(several_nodes=True).text
     write(notes_dir, note("failed", PEER, 0))
     assert "lost another rank" in wait_for_verdict(several_nodes=False).text
-    assert time.monotonic() - began < 0.3
     killed = note("killed", "SIGKILL", 3, 76)
     timer = threading.Timer(0.2, write, (notes_dir, killed))
     timer.start()

@@ -50,7 +50,7 @@ def stubs(tmp_path):
         environment = os.environ | {"PATH": path, "STUBS": str(directory)} | ENDINGS | env
         return subprocess.run(
             [ROOT / "slurm/submit.sh", *words], cwd=tmp_path, env=environment, text=True,
-            capture_output=True, timeout=60, check=False,
+            capture_output=True, timeout=600, check=False,
         )  # fmt: skip
 
     call.words = lambda program: (directory / f"{program}.words").read_text().split("\0")[:-1]
@@ -209,7 +209,7 @@ def test_sweep_job_refuses_before_anything_starts():
         environment = os.environ | {"PATH": path, "SLURM_ARRAY_TASK_ID": task}
         done = subprocess.run(
             [ROOT / "slurm/sweep_job.sh", *words], cwd=ROOT, env=environment, text=True,
-            capture_output=True, timeout=60, check=False,
+            capture_output=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == 2
         assert message in done.stderr
