@@ -92,7 +92,7 @@ class NonFiniteGuard(TrainerCallback):
         self._read(wait=False)
         if self.agreement.result():
             self.settle()
-        self.agreement.put_forward(int(bool(self.findings)))
+        self.agreement.begin_turn(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
         """Check all steps and the weights; collective. Raises NotFiniteError on all ranks."""

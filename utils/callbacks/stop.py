@@ -145,7 +145,7 @@ class StopWatch(TrainerCallback):
         if args.save_strategy == SaveStrategy.NO:
             self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
-        self._put_forward(self.agreement)
+        self._begin_turn(self.agreement)
 
     def limit_s(self) -> float | None:
         """Return how long it is until the job's time limit; None where there is none."""
@@ -200,7 +200,7 @@ class StopWatch(TrainerCallback):
         self._count_event()
         alone = self.agreement.group is None
         if alone:
-            self._put_forward(self.agreement)
+            self._begin_turn(self.agreement)
         agreed = self.agreement.result()
         if agreed >= FAILED:
             self.checkpoints.finish()  # raises
@@ -211,11 +211,11 @@ class StopWatch(TrainerCallback):
             if self.save_due and self.rank == 0:
                 logger.info("saving at step %d, then continuing: %s", self.step, self.reason)
         if not alone:
-            self._put_forward(self.agreement)
+            self._begin_turn(self.agreement)
         return agreed
 
-    def _put_forward(self, agreement: Agreement) -> None:
-        agreement.put_forward(self._look())
+    def _begin_turn(self, agreement: Agreement) -> None:
+        agreement.begin_turn(self._look())
         self.saved_since_turn = False
 
     def _look(self) -> int:

@@ -104,7 +104,7 @@ class Agreement:
         self.pending = None
         return int(value.item())
 
-    def put_forward(self, number: int) -> None:
+    def begin_turn(self, number: int) -> None:
         """Begin a turn with this rank's number; `result` must have been called before."""
         assert self.pending is None, "the last turn was not read"
         self.own = number

@@ -20,7 +20,7 @@ def agreement_of(ranks: int) -> type:
         def __init__(self, _timeout_s):
             self.group, self.turn = object() if ranks > 1 else None, 0
 
-        def put_forward(self, number):
+        def begin_turn(self, number):
             if len(rounds) == self.turn:
                 rounds.append([])
             rounds[self.turn].append(number)
