@@ -46,7 +46,7 @@ exec(end)
 def _quick(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
-    monkeypatch.setattr(run_lock, "WATCH_S", 600)  # a beat comes before, however slow the machine
+    monkeypatch.setattr(run_lock, "WATCH_S", 60)  # a beat comes before, also on a slow machine
     monkeypatch.setattr(run_lock, "LOOK_S", 0.02)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
