@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,8 @@ _WRONG = {
 class RunRecord:
     """The record in a directory. Each file is read once, when it is first needed.
 
-    All properties but `exists` raise ConfigurationError if a file is damaged and no checkpoint has
-    a whole copy.
+    All properties except `exists` and `damage` raise ConfigurationError if a file is damaged and no
+    checkpoint has a whole copy of it.
     """
 
     def __init__(self, directory: Path):
@@ -115,10 +116,16 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the first start."""
-        return {name: value for name, (value, _) in load_mapping(self._config[0]).items()}
+        return _settings(self.config)
 
+    @property
+    def config(self) -> str:
+        """The text of config.yaml."""
+        return self._config[0]
+
+    @cached_property
     def damage(self) -> dict[str, str]:
-        """Return what is wrong with each damaged file, by its name; raises nothing."""
+        """The problem of each damaged file, by its name; raises nothing."""
         found = {}
         for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
             path = self.directory / name
@@ -138,9 +145,9 @@ class RunRecord:
         A damaged file stays beside the new one under another name. Raises ConfigurationError if a
         damaged file has no whole copy.
         """
-        for name, problem in self.damage().items():
+        for name, problem in self.damage.items():
             path = self.directory / name
-            content = self._config[0]
+            content = self.config
             if name == PROVENANCE:
                 content = json.dumps(self._provenance[0], indent=2) + "\n"
             kept = f" (the damaged one is {set_aside(path, DAMAGED)})" if path.exists() else ""
@@ -231,6 +238,37 @@ def is_run(directory: Path) -> bool:
         return False
 
 
+def read_record(output_dir: Path) -> "Record":
+    """Return what can be read of a run's record; raises nothing."""
+    record = RunRecord(output_dir)
+    config, starts = None, []
+    with contextlib.suppress(ConfigurationError):
+        config = record.config
+    with contextlib.suppress(ConfigurationError):
+        starts = record.starts
+    return Record(config, starts, record.damage)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The readable parts of a run's record, for programs that only show a run.
+
+    A damaged file without a whole copy counts as missing.
+    """
+
+    config: str | None
+    starts: list[dict[str, Any]]
+    damage: dict[str, str]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the first start."""
+        return _settings(self.config or "{}")
+
+
+# The next three are for the readers of status and report.
+
+
 def earlier_starts(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a provenance.json; see `RunRecord.starts`."""
     return RunRecord(path.parent).starts
@@ -242,8 +280,8 @@ def first_settings(output_dir: Path) -> dict[str, Any]:
 
 
 def damage(output_dir: Path) -> dict[str, str]:
-    """Return what is wrong with each damaged file; see `RunRecord.damage`."""
-    return RunRecord(output_dir).damage()
+    """Return the problem of each damaged file; see `RunRecord.damage`."""
+    return RunRecord(output_dir).damage
 
 
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
@@ -256,6 +294,11 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
     for name in (CONFIG, PROVENANCE):
         if (output_dir / name).is_file():
             shutil.copyfile(output_dir / name, checkpoint / RECORD / name)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """Return the settings in the text of a config.yaml."""
+    return {name: value for name, (value, _) in load_mapping(text).items()}
 
 
 def _parse_config(text: str) -> str:

@@ -262,7 +262,7 @@ def check_start(
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
         logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
-    for name, text in RunRecord(output_dir).damage().items():
+    for name, text in RunRecord(output_dir).damage.items():
         logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
     if run.finished:

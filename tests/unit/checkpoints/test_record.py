@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_whole_record_counts_although_its_copy_is_older(run):
     record = RunRecord(run)
     assert (record.run_id, record.starts, record.settings) == (RUN, STARTS, {"seed": 1})
-    assert record.damage() == {}
+    assert record.damage == {}
 
 
 @pytest.mark.parametrize("content", [None, "{", json.dumps({"run_id": RUN, "starts": []})])
@@ -43,9 +43,9 @@ def test_a_damaged_file_is_replaced_by_its_copy(run, content):
     record = RunRecord(run)
     assert record.exists
     assert (record.run_id, record.starts, record.settings) == (RUN, STARTS[:1], {"seed": 1})
-    assert record.damage().keys() == {"config.yaml", "provenance.json"}
+    assert record.damage.keys() == {"config.yaml", "provenance.json"}
     record.restore()
-    assert RunRecord(run).damage() == {}
+    assert RunRecord(run).damage == {}
     assert RunRecord(run).settings == {"seed": 1}
 
 
@@ -66,7 +66,7 @@ def test_without_a_whole_copy_damage_is_an_error_that_names_the_weights(run):
     (run / "provenance.json").write_text("{")
     record = RunRecord(run)
     assert record.settings == {"seed": 1}
-    assert "no checkpoint here has a whole copy" in record.damage()["provenance.json"]
+    assert "no checkpoint here has a whole copy" in record.damage["provenance.json"]
     with pytest.raises(ConfigurationError, match=r"--init_from \S+/checkpoint-2 with another"):
         record.starts  # noqa: B018 - reading it is what is tested
 
@@ -75,4 +75,4 @@ def test_a_new_directory_has_no_record(tmp_path):
     record = RunRecord(tmp_path)
     assert not record.exists
     assert not is_run(tmp_path)
-    assert (record.run_id, record.starts, record.damage()) == (None, [], {})
+    assert (record.run_id, record.starts, record.damage) == (None, [], {})
