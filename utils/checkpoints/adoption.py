@@ -25,11 +25,10 @@ from utils.checkpoints.files import (
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.support.files import paths_inside
+from utils.support.journal_file import FILE_NAME as JOURNAL
 
 logger = logging.getLogger(__name__)
 
-
-JOURNAL = "metrics.jsonl"
 FLAG = "--resume_from_checkpoint"
 
 

@@ -19,13 +19,9 @@ STOP = "STOP"
 LAUNCHER = "STOKER_LAUNCHER"  # the process id of slurm/launch_node.sh's launcher
 # Programs and modules in the command lines of launchers other than launch_node.sh.
 _LAUNCHERS = (
-    *("accelerate", "torchrun", "accelerate.commands.launch", "torch.distributed.run"),
-    *(
-        "accelerate.commands.accelerate_cli",
-        "torch.distributed.launch",
-        "deepspeed.launcher.launch",
-    ),
-)
+    "accelerate", "accelerate.commands.accelerate_cli", "accelerate.commands.launch",
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch",
+)  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # The launcher gets the same signal and writes its file within this time.
 FILE_WITHIN_S = 3.0
