@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,6 +46,21 @@ _KINDS = {
         r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate|eval_(.*_)?(loss|perplexity|accuracy)"
     ),
     "any": re.compile(".*"),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or type(value) is int  # bool is a subclass of int
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "text": lambda value: isinstance(value, str) and value.isprintable(),
+    "step": lambda value: type(value) is int and 0 <= value <= LARGEST_STEP,
+    "time": lambda value: _is_number(value) and 0 <= value <= LATEST,
+    "rows": lambda value: isinstance(value, list) and all(type(row) is dict for row in value),
+    "measure": _is_number,
+    "figure": _is_number,
+    "any": lambda _: True,
 }
 
 
@@ -156,20 +171,12 @@ def _checked(key: str, value: Any) -> Any:
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
-    number = type(value) is float or type(value) is int  # bool is a subclass of int
-    if kind == "measure" and number:
-        return value if -LARGEST_MEASURE < value < LARGEST_MEASURE else None
-    if kind in ("figure", "any") and number:
-        return math.copysign(math.inf, value) if abs(value) > LARGEST_FIGURE else value
-    fits = (
-        kind == "any"
-        or (kind == "text" and isinstance(value, str) and value.isprintable())
-        or (kind == "step" and type(value) is int and 0 <= value <= LARGEST_STEP)
-        or (kind == "time" and number and 0 <= value <= LATEST)
-        or (kind == "rows" and isinstance(value, list) and all(type(row) is dict for row in value))
-    )
-    if not fits:
+    if not _FITS[kind](value):
         raise ValueError(key)
+    if kind == "measure" and not -LARGEST_MEASURE < value < LARGEST_MEASURE:
+        return None
+    if kind in ("figure", "any") and _is_number(value) and abs(value) > LARGEST_FIGURE:
+        return math.copysign(math.inf, value)
     return value
 
 
