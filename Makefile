@@ -1,3 +1,4 @@
+# make help       this list
 # make install    the locked packages into .venv (torch for CUDA where a GPU is to be used)
 # make demo       from a fresh clone to a pretrained and a fine-tuned model (CPU, no network after the installation)
 # make test       lint, types, shell and every test; installs what it needs
@@ -9,7 +10,7 @@
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
 # make bench-gpu  the same on one GPU, into benchmarks/results/gpu/; begin it again as often as needed
 # make soak       an hour of runs on a real Slurm, something killed every minute, into benchmarks/results/exactness/soak.json
-# make lint       ruff, mypy, shellcheck, hadolint
+# make lint       ruff, mypy, shellcheck, hadolint, spelling
 # make site       README.md and docs/ as a site in site/; refuses broken links and anchors
 # make interruptions  every interruption of a job on a real Slurm (part of test-exhaustive), into benchmarks/results/interruptions.json
 # make figures    write the figures in README.md and docs/ anew from benchmarks/results/
@@ -18,6 +19,7 @@
 # make lock       write requirements.lock and requirements-test.lock anew from pyproject.toml
 # make lock-docs  write requirements-docs.lock anew, from the version of the site's generator below
 
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +27,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive interruptions soak lint lock lock-docs site
+.PHONY: help install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive interruptions soak lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +37,9 @@ $(VENV)/.runtime: requirements.lock
 $(VENV)/.test: requirements-test.lock $(VENV)/.runtime
 	$(BIN)/pip install --quiet --requirement requirements-test.lock
 	touch $@
+
+help:
+	@sed -n 's/^# \(make \)/\1/p' Makefile
 
 install: $(VENV)/.runtime
 	@echo 'Installed. Next: source $(BIN)/activate; check: python -m utils.doctor'
@@ -74,6 +79,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	git ls-files '*.sh' .ci/run | xargs $(BIN)/shellcheck
+	git ls-files | xargs $(BIN)/codespell
 	$(BIN)/hadolint Dockerfile
 
 $(DOCS)/.docs: requirements-docs.lock

@@ -307,3 +307,24 @@ def test_the_apptainer_definition_installs_what_the_dockerfile_does():
     ]
     assert len(found[0]) == 4
     assert found[0] == found[1]
+
+
+def test_a_commit_is_checked_by_the_commands_of_make_lint():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    tools = set(re.findall(r"\$\(BIN\)/(\w+)", lint)) - {"hadolint"}
+    assert {Path(hook["entry"].split()[0]).name for hook in hooks} == tools
+
+
+def test_make_help_lists_every_command_for_people():
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
+    described = set(re.findall(r"^# make ([\w-]+)", makefile, re.MULTILINE))
+    assert set(commands) - described == {"test-rest"}  # a part of `make test`
+
+
+def test_the_hosted_workflow_runs_what_continuous_integration_runs():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = workflow["jobs"]["test"]["steps"]
+    assert steps[-1]["run"] == "bash .ci/run"
+    assert workflow["permissions"] == {"contents": "read"}

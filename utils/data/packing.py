@@ -121,7 +121,7 @@ def plan_packing(
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return first[0], first[0] + 1, ... (counts[0] of them), first[1], ...: ragged aranges."""
+    """Return first[0], first[0] + 1, ... (counts[0] of them), first[1], ...: ragged ranges."""
     before = counts.cumsum() - counts
     return np.arange(int(counts.sum())) + (first - before).repeat(counts)
 
