@@ -1,4 +1,4 @@
-"""The proofs behind docs/exactness.md: sampled in `make test`, whole with `--exhaustive`."""
+"""Fixtures of the proofs behind docs/exactness.md. `--exhaustive` runs every case."""
 
 import datetime
 import json
@@ -27,15 +27,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "exactness"
 
 @pytest.fixture(scope="session")
 def exhaustive(request: pytest.FixtureRequest) -> bool:
-    """Whether to go through every case; otherwise a sample of them."""
+    """Return whether to run every case instead of a sample."""
     return request.config.getoption("--exhaustive")
 
 
 @pytest.fixture(scope="module")
 def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """Return the figures of a proof by its name, a dict for the tests to fill.
+    """Return a dict of figures by the name of a proof, for the tests to fill.
 
-    They are printed after the module, and after an exhaustive run written to
+    They are printed after the module. An exhaustive run writes them to
     benchmarks/results/exactness/NAME.json, which the documents quote.
     """
     found: dict[str, dict[str, Any]] = {}

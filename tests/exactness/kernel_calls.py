@@ -1,9 +1,9 @@
-"""Starts in forked children, their calls of the kernel recorded, and one of them killed or failed.
+"""Records the system calls of starts in forked children, and kills a start or fails a call.
 
-strace stops a process at the entry of its n-th call of a kind and kills it there, or lets the call
-fail. A recording says which calls change something below a directory. Only the main thread is
-looked at, which killed_child.py lets do all of the writing (test_kill_points.py proves that), or
-with -f every thread: strace counts the calls of each by itself.
+strace stops a process at its n-th call of a kind and kills it there, or makes the call fail. A
+recording lists the calls that change something below a directory. By default strace only follows
+the main thread, which does all of the writing (killed_child.py arranges that, test_kill_points.py
+proves it). With -f it follows every thread and counts the calls of each separately.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from launching import CPU_ENVIRONMENT, free_port, launch_options, quiet_environm
 
 START_LIMIT_S = 120
 
-# All calls that change files, or bring them to stable storage.
+# All calls that change files or flush them to storage.
 CALLS = (
     "write,writev,pwrite64,pwritev,pwritev2,fsync,fdatasync,sync,syncfs,sync_file_range,msync,"
     "rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat,open,openat,creat,link,linkat,"
@@ -36,13 +36,13 @@ CALLS = (
     "fchmodat,utimensat,setxattr,fsetxattr"
 )
 RECORDING = ("-e", f"trace={CALLS}")
-# What differs from start to start in the names of files that are there for a moment.
+# The parts of temporary files' names that differ from start to start.
 _CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)")
 KILL = "KILL"
-PID = "{pid}"  # in strace's flags: of the process that it is going to trace
+PID = "{pid}"  # in strace's flags: the id of the traced process
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
-# Starting a process, multiprocessing asks for the exit codes of all others: where two threads ask
-# for one at a time the second finds nothing, and makes it 255.
+# When multiprocessing starts a process, it asks for the exit codes of all others. If two threads
+# ask at the same time, the second gets nothing and reports 255.
 _ONE_READER = threading.Lock()
 
 
@@ -50,8 +50,9 @@ _ONE_READER = threading.Lock()
 class Call:
     """A call that changes something below a directory.
 
-    `file` is relative to it; `occurrence` counts its thread's calls of this name there, `number`
-    all of them, for files whose names are random. `aside`: made by another than the first thread.
+    `file` is relative to the directory. `occurrence` counts its thread's calls of this name on that
+    file. For files with random names `number` counts its thread's calls of this name on any file.
+    `aside`: the call is from another thread than the first.
     """
 
     name: str
@@ -65,9 +66,9 @@ class Call:
         return f"{self.name} {self.file or '.'} #{self.occurrence}{aside}"
 
     def injecting(self, directory: Path, what: str) -> list[str]:
-        """The flags by which strace does `what`, KILL or an error, where it enters this call."""
+        """Return strace's flags that KILL the process, or raise an error, at this call."""
         what = "signal=KILL" if what == KILL else f"error={what}"
-        random = "tmp*" in self.file  # nobody knows the name of its file beforehand
+        random = "tmp*" in self.file  # the file's name is not known in advance
         when = self.number if random else self.occurrence
         # A draft is named after its process.
         file = directory / self.file.replace("*", f"{socket.gethostname()}.{PID}")
@@ -87,18 +88,18 @@ class Ending:
 
 
 class Starts:
-    """Starts programs of killed_child.py; what they print goes to `scratch` for a moment."""
+    """Starts programs of killed_child.py; their output goes to files in `scratch`."""
 
     def __init__(self, scratch: Path):
         self.scratch = scratch
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["killed_child"])
         self.count = 0
-        # The server does not get its parent's sys.path before it imports (Python 3.11).
+        # In Python 3.11 the server imports before it receives its parent's sys.path.
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, FOLDERS))
 
     def run(self, program: str, argv: Sequence[str], **options: Any) -> Ending:
-        """Run a program to its end; `strace` among the options are flags to trace it with."""
+        """Run a program to its end; the option `strace` are flags to trace it with."""
         with self.running(program, argv, **options) as child:
             pass
         return child.ending
@@ -107,7 +108,7 @@ class Starts:
     def running(
         self, program: str, argv: Sequence[str], strace: Sequence[str] | None = None, **options: Any
     ) -> Iterator["Child"]:
-        """Run a program until the block ends and the program too."""
+        """Run a program in a with block, and wait for the program at its end."""
         self.count += 1
         child = Child(
             self.context, self.scratch / f"{program}-{self.count}", program, argv, options
@@ -122,10 +123,10 @@ class Starts:
         self, argv: Sequence[str], strace: Mapping[int, Sequence[str]] | None = None,
         config: str = "multi_gpu", **options: Any,
     ) -> Iterator[list["Child"]]:  # fmt: skip
-        """Run `stoker` in two ranks until the block ends and both; `strace` is by rank.
+        """Run `stoker` in two ranks in a with block, and wait for both; `strace` has flags by rank.
 
-        `config` is of accelerate_configs. A rank whose peer is gone ends by itself: nobody kills it
-        here.
+        `config` is a name in accelerate_configs. If one rank dies, the other must end without being
+        killed.
         """
         port = free_port()
         arguments = launch_options(config, 2, port)
@@ -151,7 +152,7 @@ class Child:
         with _ONE_READER:
             self.process.start()
         theirs.close()
-        self.signal.recv()  # or calls would be counted that have nothing to do with the program
+        self.signal.recv()  # so that only calls of the program are counted
         self.ending = Ending(0, "", pid=self.pid)
 
     @property
@@ -167,7 +168,7 @@ class Child:
 
     @contextlib.contextmanager
     def traced(self, flags: Sequence[str] | None) -> Iterator[None]:
-        """Trace the main thread (with -f among the flags all) before it begins."""
+        """Trace the main thread, or all threads with -f, before the program begins."""
         written = ""
         if flags is None:
             yield
@@ -188,13 +189,13 @@ class Child:
 
 
 def changes_below(directory: Path, trace: str) -> list[Call]:
-    """The calls of a recording that changed something below a directory, in their order."""
+    """Return the calls of a recording that changed something below a directory, in order."""
     counts: Counter[tuple[str, ...]] = Counter()
     made, found = entered(trace), []
     for event in made:
         at = event.thread, event.name
         file = _file(event.arguments, directory)
-        # Every call counts, as it does for strace; those that change nothing are left out.
+        # Count every call, as strace does, but leave out calls that change nothing.
         counts.update([at] if file is None else [at, (*at, file)])
         if file is not None and _changes(event.name, event.arguments):
             aside = event.thread != made[0].thread
@@ -203,9 +204,9 @@ def changes_below(directory: Path, trace: str) -> list[Call]:
 
 
 def hit(call: Call, directory: Path, ending: Ending) -> bool:
-    """Whether this very call is the last one of a killed start, or among those that failed.
+    """Return whether this call is the last one of a killed start, or one of the failed calls.
 
-    strace counts by thread: where one is made to fail, another's of the same number fails, too.
+    strace counts calls per thread, so the call with the same number fails in every thread.
     """
     made = entered(ending.trace)
     struck = made[-1:]
@@ -227,14 +228,14 @@ def _changes(name: str, arguments: str) -> bool:
 
 
 def _file(arguments: str, directory: Path) -> str | None:
-    """The file below a directory that a call is about, as -P sees it: by descriptor or by name."""
+    """Return the file below a directory that a call names, or has open, as -P sees it."""
     found = re.search(re.escape(str(directory)) + r"(?:/([^\">]*))?[\">]", arguments)
     return _CHANGING.sub("*", found[1] or "") if found else None
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call of a thread (empty in a recording of one), with the lines where it began and ended."""
+    """A call with its thread (empty in a recording of one thread) and its first and last line."""
 
     thread: str
     name: str
@@ -244,7 +245,7 @@ class Event:
 
 
 def entered(trace: str) -> list[Event]:
-    """All calls of a recording, in the order of their beginnings, with all that strace says."""
+    """Return all calls of a recording in the order of their beginnings, with strace's output."""
     found: list[Event] = []
     unfinished: dict[str, int] = {}
     for number, line in enumerate(trace.splitlines()):
@@ -264,7 +265,7 @@ def entered(trace: str) -> list[Event]:
 
 
 def events(trace: str) -> list[Event]:
-    """The calls of a recording of all threads that ended and succeeded, by their ends."""
+    """Return the successful calls of a recording of all threads, in the order of their ends."""
     made = [
         event
         for event in entered(trace)

@@ -1,4 +1,4 @@
-"""The starts that are killed, what must be left of them, and what a next start makes of it."""
+"""Starts to be killed, and checks of what they leave behind and of the next start."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from utils.checkpoints.discovery import LEAST_KEPT, checkpoint_problems, numbere
 from utils.checkpoints.files import list_files
 
 STEPS, SAVE_STEPS, KEPT = 6, 2, 2
-# Of a checkpoint: they hold times, random names and the path of the run.
+# Files of a checkpoint that contain times, random names or the path of the run.
 INEXACT = {
     *("trainer_state.json", "manifest.json", ".metadata", "training_args.bin"),
     *("config.yaml", "provenance.json"),
@@ -27,10 +27,11 @@ FAILED = "the next start failed:"
 
 @dataclass
 class Scene:
-    """A start to be disturbed: from `prepared` (None: from nothing) to the end of `whole`.
+    """A start to be disturbed, which begins in `prepared` and ends as `whole`.
 
-    `argv` makes the command line of a run directory. `first_only`: only the calls before the first
-    checkpoint is begun. Of two ranks one is disturbed. `threads`: the calls of all threads count.
+    `prepared` None means an empty directory. `argv` makes the command line for a run directory.
+    `first_only`: only use calls before the first checkpoint. With two ranks one of them is
+    disturbed. `threads`: use the calls of all threads.
     """
 
     starts: Starts
@@ -40,8 +41,8 @@ class Scene:
     whole: Path
     options: dict[str, Any] = field(default_factory=dict)
     first_only: bool = False
-    rank: int | None = None  # of two, the one that is disturbed; None: there is one
-    config: str = "multi_gpu"  # of ranks
+    rank: int | None = None  # the disturbed one of two ranks; None: there is only one rank
+    config: str = "multi_gpu"  # accelerate config of two ranks
     steps: int = STEPS
     kept: int = KEPT
     makes_room: bool = False
@@ -49,7 +50,7 @@ class Scene:
     recorded: dict[str, int] = field(default_factory=dict)  # the calls' numbers
 
     def fresh(self, directory: Path) -> Path:
-        """The run directory as the start finds it."""
+        """Make a run directory as the start finds it."""
         shutil.rmtree(directory, ignore_errors=True)
         if self.prepared is not None:
             shutil.copytree(self.prepared, directory)
@@ -69,7 +70,7 @@ class Scene:
         return disturbed
 
     def record(self, directory: Path) -> list[Call]:
-        """All calls of the undisturbed start that change something in the run directory."""
+        """Return all calls of the undisturbed start that change the run directory."""
         ending = self.start(self.fresh(directory), RECORDING)
         assert ending.exit_code == 0, ending.output
         calls = changes_below(directory, ending.trace)
@@ -82,17 +83,17 @@ class Scene:
         return calls
 
     def disturbed_at(self, call: Call, directory: Path, what: str) -> Ending:
-        """KILL the start where it enters a call, or let that fail; its directory is as it left it.
+        """KILL the start at a call, or make the call fail, and keep its directory.
 
-        One whose file has no name beforehand is counted among all of its kind, and a start may
-        open a file more or less before it.
+        A call on a file with a random name is found by counting all calls of its kind. A start may
+        open one file more or less before it, so several numbers are tried.
         """
         aim = call
         for _ in range(ATTEMPTS):
             ending = self.start(self.fresh(directory), aim.injecting(directory, what))
             if hit(call, directory, ending):
                 return ending
-            # How far what came before it was from where it was recorded.
+            # By how many calls this start differed from the recording before the call.
             shifts = [
                 one.number - self.recorded[str(one)]
                 for one in changes_below(directory, ending.trace)
@@ -102,7 +103,7 @@ class Scene:
         raise AssertionError(f"{call} was missed: {ending}")
 
     def started_again(self, directory: Path, saved: Sequence[int] = ()) -> list[str]:
-        """Start the same command again, which resumes from the last of `saved`; what was wrong."""
+        """Start the same command again; return faults. It must resume from the last of `saved`."""
         again = self.start(directory)
         if again.exit_code != 0:
             return [f"{FAILED} {again.exit_code} {again.output[-3000:]}"]
@@ -112,7 +113,7 @@ class Scene:
         return found
 
     def differences(self, directory: Path) -> list[str]:
-        """In which files the end of a run differs from the undisturbed one's."""
+        """Return the files in which the end of a run differs from that of the undisturbed run."""
         last = f"checkpoint-{self.steps}"
         files = exact_files(directory / last) | exact_files(self.whole / last)
         names = [*(f"{last}/{name}" for name in sorted(files)), "final/model.safetensors"]
@@ -122,9 +123,9 @@ class Scene:
         return found
 
     def losses_of_checkpoints(self, directory: Path, ended: bool = False) -> list[str]:
-        """Which committed checkpoints are gone, or not as they were, but by rotation.
+        """Return the committed checkpoints that are missing or changed, except by rotation.
 
-        With `ended` the start ran to its end: what begins has all that a whole run leaves.
+        With `ended` the start ran to its end and must have left everything that a whole run leaves.
         """
         before = committed(self.prepared) if self.prepared else []
         left = committed(directory)
@@ -144,10 +145,10 @@ class Scene:
 def lawful_states(
     before: Iterable[int], saves: Iterable[int], kept: int, makes_room: bool
 ) -> list[list[int]]:
-    """Which committed checkpoints may be there at any moment, each a list of steps.
+    """Return the sets of committed checkpoints that may exist at some moment, as lists of steps.
 
-    Every save adds one, and after it the oldest goes where there are more than `kept`; where there
-    is no room for it that one goes before, but two stay.
+    Every save adds one. After it the oldest is deleted if there are more than `kept`. If the save
+    has no room, the oldest is deleted before it, but two always stay.
     """
     states = [list(before)]
 
@@ -164,7 +165,7 @@ def lawful_states(
 
 
 def exact_files(checkpoint: Path) -> set[str]:
-    """The files of a checkpoint that each run of the same settings writes alike, bit for bit."""
+    """Return the files of a checkpoint that are bit-equal in all runs with the same settings."""
     return {name for name in list_files(checkpoint) if Path(name).name not in INEXACT}
 
 
@@ -173,7 +174,7 @@ def digest(path: Path) -> str | None:
 
 
 def committed(directory: Path) -> list[int]:
-    """The steps whose checkpoints are committed and whole, by reading all of them."""
+    """Return the steps of the committed checkpoints that are intact, after reading all of them."""
     try:
         provenance = json.loads((directory / "provenance.json").read_text())
     except FileNotFoundError:
@@ -186,7 +187,7 @@ def committed(directory: Path) -> list[int]:
 
 
 def sample(calls: list[Call], count: int) -> list[Call]:
-    """Calls spread over all of them, the first and the last among them; one is from the middle."""
+    """Return `count` calls spread over the list with both ends; a single one is the middle."""
     if count == 1:
         return [calls[len(calls) // 2]]
     if len(calls) <= count:

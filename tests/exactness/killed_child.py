@@ -1,7 +1,7 @@
-"""One start of a script in a process of a fork server, which has imported everything already.
+"""One start of a script in a process from a fork server that has already imported everything.
 
-What a test needs to count calls of the kernel exactly is changed here: files are hashed in
-the main thread, and the lock's heartbeat is slow. It changes no content of any file.
+To make system calls countable, files are hashed in the main thread and the lock's heartbeat is
+slow. This changes no content of any file.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from utils.checkpoints import staging
 from utils.launch.script import run_script
 from utils.support import run_lock
 
-HOST_WATCH_S = 3.0  # thirty beats, for a heartbeat may wait for a core
+HOST_WATCH_S = 3.0  # thirty heartbeats, because one may wait for a core
 
 torch.set_num_threads(1)
 # Once, for all children.
@@ -41,7 +41,7 @@ for name in PRELOADED:
 
 
 class InOneThread(concurrent.futures.Executor):
-    """Does the work where it is submitted."""
+    """An executor that runs its work in the submitting thread."""
 
     def __init__(self, *_args):
         pass
@@ -56,9 +56,9 @@ class InOneThread(concurrent.futures.Executor):
 
 
 def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
-    """Wait for `go`, then run a program to its end and leave with its exit code.
+    """Wait for `go`, then run a program to its end and exit with its exit code.
 
-    `step_delay_s` among the options makes its steps long, `die_at` kills it when a step begins.
+    The option `step_delay_s` makes its steps long, `die_at` kills it at the beginning of a step.
     """
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
@@ -75,7 +75,7 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
         code = PROGRAMS[program](argv, options)
     except BaseException:
         traceback.print_exc()
-    # As the interpreter ends; a child of multiprocessing leaves this out.
+    # The interpreter's own ending, which a multiprocessing child would skip.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
@@ -94,11 +94,10 @@ def disturb_steps(options: dict) -> None:
 
 
 def stoker(argv: list[str], options: dict) -> int:
-    """pretrain.py.
+    """Run pretrain.py.
 
-    `staged_within`: what is written in the background is staged in the run directory's folder of
-    that name, always the same. `quota_bytes` is all that fits into the run directory. `host` is the
-    name of the machine that it takes itself to be on.
+    `staged_within`: background saves are staged in this folder of the run directory. `quota_bytes`
+    is the capacity of the run directory. `host` is a pretended name of the machine.
     """
     run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 3600.0, 0.3, 0.02
     if "host" in options:
@@ -116,7 +115,7 @@ def stoker(argv: list[str], options: dict) -> int:
 
 
 def pretend_host(name: str) -> None:
-    """Be on another machine, as far as locks can tell, with a heartbeat that others see."""
+    """Pretend to be on another machine with a visible heartbeat, as far as locks can tell."""
     os.environ["SLURMD_NODENAME"] = name
     own, readlink = Path("/proc/self/ns/pid"), Path.readlink
     Path.readlink = lambda path: Path(f"pid:[{name}]") if path == own else readlink(path)
@@ -124,15 +123,15 @@ def pretend_host(name: str) -> None:
 
 
 def name_probes_alike() -> None:
-    """Give files that are there for a moment one name in every start.
+    """Give temporary files the same names in every start.
 
-    Two starts at once would take each other's for their own.
+    Two starts at the same time would confuse their files.
     """
     utils.runs.preflight.secrets = types.SimpleNamespace(token_hex=lambda _: "same")
 
 
 def stage_within(memory: Path) -> None:
-    """Stage checkpoints here, under one name."""
+    """Stage background checkpoints in this folder under a fixed name."""
 
     def make_directory(prefix: str, dir: Path) -> str:
         directory = Path(dir) / f"{staging.PREFIX}here"
@@ -144,7 +143,7 @@ def stage_within(memory: Path) -> None:
 
 
 def stock(argv: list[str], options: dict) -> int:
-    """Plain Trainer, as its documentation has it: resume from get_last_checkpoint, save the end.
+    """Run plain Trainer as documented: resume from get_last_checkpoint, save the final model.
 
     ARGV are the workspace and the run directory.
     """

@@ -1,12 +1,12 @@
-"""Starts of runs, one after the other, by every rank of a launch in one process group.
+"""Runs several starts, one after the other, in the ranks of a single launch.
 
     rank_driver.py PLAN.json
 
-All starts share one process, which saves the seconds that a start takes; each has Accelerator,
-model, optimizer and loaders of its own. PLAN has `workspace` and `starts`. A start has `run`, `cut`
-(null, or [WHOLE, STEP]: the run to cut and where) and either `case` and `changes` (settings) or the
-settings of plain Trainer, see stock_trainer.py. RUN.json gets its outcome, RUN.R.json the names of
-the rows of each (step, micro-batch) that rank R trained on, taken where the model gets them.
+Sharing the processes saves the seconds of a launch. Each start has its own Accelerator, model,
+optimizer and loaders. PLAN has `workspace` and `starts`. A start has `run`, `cut` (null, or [WHOLE,
+STEP]: the run to cut and the step) and either `case` and `changes` (settings) or the settings of
+plain Trainer, see stock_trainer.py. Its outcome is written to RUN.json. RUN.R.json gets the rows of
+each (step, micro-batch) that rank R trained on, recorded at the model's inputs.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from transformers import Trainer
 def drive(
     starts: Sequence[dict[str, Any]], strategy: str, ranks: int, workspace: Path, root: Path
 ) -> str:
-    """Do these starts in one launch of so many ranks (single: here); what the ranks printed."""
+    """Run these starts in one launch (`single`: in this process); return the ranks' output."""
     if strategy == "single":
         for start in starts:
             do(start, workspace)
@@ -48,14 +48,14 @@ def drive(
 
 
 def found(start: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
-    """The outcome of a start that was done, or the rows that a rank trained on."""
+    """Return the outcome of a finished start, or the rows that a rank trained on."""
     run = Path(start["run"])
     name = f"{run.name}.json" if rank is None else f"{run.name}.{rank}.json"
     return json.loads(run.with_name(name).read_text())
 
 
 def do(item: dict[str, Any], workspace: Path) -> None:
-    """Do one start to its end, as this rank."""
+    """Run one start to its end in this rank."""
     rank, run = int(os.environ.get("RANK", "0")), Path(item["run"])
     if item["cut"] and "case" in item and rank == 0:
         whole, step = item["cut"]
@@ -76,7 +76,7 @@ def do(item: dict[str, Any], workspace: Path) -> None:
         run.with_name(f"{run.name}.json").write_text(json.dumps(ended))
         if item.get("remove"):
             shutil.rmtree(run)
-    # The next run gets an Accelerator of its own.
+    # The next run gets a new Accelerator.
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -85,7 +85,7 @@ def do(item: dict[str, Any], workspace: Path) -> None:
 def recorded(judge_early: bool) -> Iterator[dict[int, list[list[str]]]]:
     """Record the rows of each step; with `judge_early` only the first two steps can be the best.
 
-    Losses fall: else the last step would be.
+    Otherwise the last step would always be the best, because losses fall.
     """
     train, judge = Trainer.training_step, Trainer._determine_best_metric
     seen: dict[int, list[list[str]]] = defaultdict(list)
@@ -114,7 +114,7 @@ def wait() -> None:
 
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
-    # A run that ends leaves the group to the next one.
+    # The process group stays for the next run.
     PartialState.destroy_process_group = lambda *_args, **_kwargs: None
     for item in plan["starts"]:
         do(item, Path(plan["workspace"]))
@@ -122,7 +122,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # As utils/launch/script.py leaves: a library's thread aborts a rank now and then as it ends.
+    # Exit as utils/launch/script.py does: a library's thread sometimes aborts a rank at its end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Runs cut at every step: what is run, how a run is cut, and what of two runs is compared."""
+"""Runs that are cut at every step: their settings, the cut, and the comparison of two runs."""
 
 import hashlib
 import itertools
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 STEPS = 8
-# The ranks of each way to share the work, and the accelerate config that asks for it.
+# Strategy -> number of ranks and accelerate config.
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "zero2": 2}
 CONFIGS = {"single": "multi_gpu", "ddp": "multi_gpu"} | {
     name: name for name in ("fsdp2", "zero1", "zero2", "zero3")
@@ -29,14 +29,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 4),
     "workers": (0, 2),
 }
-# What a training or evaluation log must agree in; the other figures are times and memory.
+# The fields of a log that must agree; the others are times and memory.
 COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
 EVALUATED = (*(f"eval_heldout_{n}" for n in ("loss", "perplexity", "accuracy", "tokens")), "epoch")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: a strategy and one of each of CHOICES."""
+    """One configuration: a strategy and an option from each of CHOICES."""
 
     strategy: str
     kind: str
@@ -53,7 +53,7 @@ class Case:
         return "pretrain" if self.kind == "pretrain" else "sft_train"
 
     def argv(self, workspace: Path, output_dir: Path, **changes: object) -> list[str]:
-        """The command line of the run; nothing in it depends on where the run is cut."""
+        """Return the command line of the run, which does not depend on the cut."""
         dropout = f"dropout_{self.dropout}"
         micro_batch_size = 2
         settings: dict[str, object] = {
@@ -64,7 +64,7 @@ class Case:
             "global_batch_size": micro_batch_size * self.accumulation * RANKS.get(self.strategy, 2),
             "dataloader_num_workers": self.workers,
             "lr_scheduler_type": "cosine",
-            "weight_decay": 0.1,  # which parts the parameters into groups
+            "weight_decay": 0.1,  # splits the parameters into groups
             "save_steps": 1,
             "save_total_limit": STEPS,
             "eval_strategy": "steps",
@@ -92,7 +92,7 @@ class Case:
 
 @pytest.fixture(scope="session")
 def models(workspace: Path, base_model: Path) -> Path:
-    """The workspace, now with the models of the cases, with and without dropout."""
+    """Add the models of the cases to the workspace, with and without dropout."""
     for dropout in CHOICES["dropout"]:
         directory = workspace / f"dropout_{dropout}"
         shutil.copytree(base_model, directory)
@@ -102,14 +102,14 @@ def models(workspace: Path, base_model: Path) -> Path:
 
 
 def every_case(strategy: str) -> list[Case]:
-    """All 24 cases of a strategy."""
+    """Return all 24 cases of a strategy."""
     return [Case(strategy, *chosen) for chosen in itertools.product(*CHOICES.values())]
 
 
 def cut(whole: Path, step: int, run: Path) -> None:
-    """Make a run directory of what was safe when `whole` was killed right after this step's save.
+    """Make a run directory as if `whole` had been killed right after this step's save.
 
-    The journal is all of it: a run is killed after steps that no checkpoint has.
+    The journal is complete, as if later steps without a checkpoint had been logged.
     """
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
@@ -117,12 +117,12 @@ def cut(whole: Path, step: int, run: Path) -> None:
         shutil.copy(whole / name, run / name)
     for saved in range(1, step + 1):
         name = f"checkpoint-{saved}"
-        # Files of a checkpoint are written once, so links do for copies.
+        # Checkpoints are never changed, so links can replace copies.
         shutil.copytree(whole / name, run / name, copy_function=os.link)
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What of a finished run must not depend on where it was cut; JSON."""
+    """Return, as JSON, the results of a finished run that must not depend on the cut."""
     from utils.callbacks.journal import read_journal
 
     last = run / f"checkpoint-{STEPS}"
@@ -143,9 +143,9 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
-    """A digest of the values in every file of a checkpoint that holds tensors.
+    """Return a digest of the values of every file with tensors in a checkpoint.
 
-    Of values, not of bytes: what was loaded pickles differently from what was made.
+    It hashes values and not bytes, because loaded values are pickled differently.
     """
     found = {}
     for path in sorted(checkpoint.rglob("*")):
@@ -160,14 +160,14 @@ def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
 
 
 def sharded(directory: Path) -> dict[str, Any]:
-    """What a directory of torch.distributed.checkpoint holds, whole."""
+    """Load a directory of torch.distributed.checkpoint, with all tensors whole."""
     with tempfile.NamedTemporaryFile() as whole:
         dcp_to_torch_save(directory, whole.name)
         return torch.load(whole.name, weights_only=False)
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of nested values, tensors by their type, shape and bytes."""
+    """Return the SHA-256 of nested values; tensors count by type, shape and bytes."""
     whole = hashlib.sha256()
     for part in _parts(value):
         whole.update(part)
@@ -198,7 +198,7 @@ def _parts(value: Any) -> Iterable[bytes]:
 def largest_differences(
     pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]], metrics: Sequence[str]
 ) -> dict[str, float]:
-    """The largest |difference| of training figures from whole outcomes, by resumed ones' steps."""
+    """Return the largest |difference| between resumed and whole runs over the resumed steps."""
     largest = dict.fromkeys(metrics, 0.0)
     for whole, resumed in pairs:
         assert resumed["train"]

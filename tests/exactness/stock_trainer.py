@@ -1,4 +1,4 @@
-"""Plain transformers.Trainer, cut and resumed by its own means: the baseline of our figures."""
+"""Plain transformers.Trainer with its own resume, as the baseline of our figures."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ LENGTH = int(str(tiny.RUN["sequence_length"]))
 
 
 def rows(workspace: Path) -> datasets.Dataset:
-    """The workspace's documents, one after the other, in rows of the runs' sequence length."""
+    """Return the workspace's documents, concatenated and cut to the runs' sequence length."""
     documents = datasets.load_from_disk(str(workspace / "documents"))["input_ids"]
     tokens = [token for document in documents for token in document]
     whole = [tokens[at : at + LENGTH] for at in range(0, len(tokens) - LENGTH + 1, LENGTH)]
@@ -24,7 +24,7 @@ def rows(workspace: Path) -> datasets.Dataset:
 
 
 def masked_rows(workspace: Path) -> datasets.Dataset:
-    """The workspace's chats, one a row, padded; what is not trained on is masked in the labels."""
+    """Return the workspace's chats, one per row, padded, with labels for loss tokens only."""
     chats = datasets.load_from_disk(str(workspace / "chats"))
 
     def pad(chat: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -43,9 +43,9 @@ def masked_rows(workspace: Path) -> datasets.Dataset:
 def make_trainer(
     workspace: Path, directory: Path, kind: str = "pretrain", dropout: float = 0.0, **settings: Any
 ) -> Trainer:
-    """A trainer of the workspace's model that logs, and saves, at every step.
+    """Return a trainer of the workspace's model that logs and saves at every step.
 
-    `kind` is one of resumed_runs.CHOICES: whole rows, masked rows, or these with LoRA.
+    `kind` is one of resumed_runs.CHOICES: whole rows, masked rows, or masked rows with LoRA.
     """
     torch.manual_seed(42)
     config = AutoConfig.from_pretrained(workspace / f"dropout_{dropout}")
@@ -68,10 +68,10 @@ def make_trainer(
 
 
 def start(workspace: Path, run: str, cut: tuple[str, int] | None, **settings: Any) -> dict:
-    """Train to the end, from nothing or from the checkpoint of `cut`, a run and its step.
+    """Train to the end, from the beginning or from the checkpoint of `cut`, a run and its step.
 
-    Returns METRICS of each step ("train") and the digests of the last checkpoint's tensors
-    ("checkpoint"), the latter on the first rank alone.
+    Return METRICS of each step ("train") and, on the first rank only, the digests of the last
+    checkpoint's tensors ("checkpoint").
     """
     trainer = make_trainer(workspace, Path(run), **settings)
     checkpoint = str(Path(cut[0]) / f"checkpoint-{cut[1]}") if cut else None

@@ -1,4 +1,4 @@
-"""Proof 3: whatever happens to a file of a checkpoint is found, and nothing of it is loaded."""
+"""Proof 3: any damage to a file of a checkpoint is found, and nothing of it is loaded."""
 
 import shutil
 import warnings
@@ -33,7 +33,7 @@ def rewritten(change: Callable[[bytes], bytes]) -> Damage:
 
 
 def flipped_bit(share: float) -> Damage:
-    """One bit, `share` of the way through the file."""
+    """Flip one bit at the position `share` (0 to 1) of the file."""
 
     def flip(content: bytes) -> bytes:
         place = min(int(len(content) * share), len(content) - 1)
@@ -43,7 +43,7 @@ def flipped_bit(share: float) -> Damage:
 
 
 def zeroed_block(content: bytes) -> bytes:
-    """The last 64 bytes: what a lost page looks like."""
+    """Zero the last 64 bytes, as if a page was lost."""
     zeros = bytes(min(64, len(content)))
     if content.endswith(zeros):
         zeros = b"\xff" * len(zeros)
@@ -51,14 +51,14 @@ def zeroed_block(content: bytes) -> bytes:
 
 
 def linked(path: Path) -> None:
-    """A link to the same contents, which may change under it."""
+    """Replace the file by a link to the same contents elsewhere."""
     elsewhere = path.parents[2] / "elsewhere"
     shutil.move(path, elsewhere)
     path.symlink_to(elsewhere)
 
 
 def of_another_step(path: Path) -> None:
-    """The file of that name from the checkpoint before."""
+    """Replace the file by the same file of the previous checkpoint."""
     whole = next(parent for parent in path.parents if parent.name.startswith("checkpoint-"))
     other = next(
         folder for folder in sorted(whole.parent.glob("checkpoint-*")) if folder.name != whole.name
@@ -70,7 +70,7 @@ def of_another_step(path: Path) -> None:
 
 
 def swapped(path: Path) -> None:
-    """Contents exchanged with another file of the same checkpoint, sizes and all."""
+    """Exchange the file with another file of the same checkpoint."""
     content = path.read_bytes()
     other = next(
         candidate
@@ -98,10 +98,10 @@ DAMAGES: dict[str, Damage] = {
 
 
 def cases(checkpoint: Path) -> Iterator[tuple[str, str]]:
-    """Yield (file, damage) for each file of a checkpoint and all that changes it.
+    """Yield (file, damage) for each file of a checkpoint and each damage that changes it.
 
-    A file that is the same at every step is not changed by taking it from another one, and an
-    empty one has no bit to lose.
+    A file that is equal at every step is not changed by taking another step's, and an empty file
+    has no bit to flip.
     """
     for path in sorted(checkpoint.rglob("*")):
         if not path.is_file():
@@ -126,7 +126,7 @@ def _differs_from_other_steps(path: Path) -> bool:
 
 @pytest.fixture(params=[KINDS[0], *(pytest.param(kind, marks=EXHAUSTIVE) for kind in KINDS[1:])])
 def trained(request, pretraining, fine_tuning, tmp_path) -> Path:
-    """A run with two checkpoints, of each kind of layout."""
+    """Make a run with two checkpoints in each layout."""
     kind, run = request.param, tmp_path / "trained"
     if kind == "one rank":
         pretrain.main(pretraining(run, **SAVES))
@@ -155,7 +155,7 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
         DAMAGES[kind](copy / "checkpoint-4" / name)
         caplog.clear()
         taken = resume_point(copy, run_id)
-        # Without its manifest it is no checkpoint; all else is damage, and named.
+        # Without its manifest it is not a checkpoint. Every other damage must be named.
         aside = "incomplete" if (name, kind) == (MANIFEST, "deleted") else "damaged"
         said = f"set aside as {aside}.checkpoint-4" in caplog.text and (
             aside == "incomplete" or Path(name).name in caplog.text
@@ -172,7 +172,7 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
 
 @pytest.mark.parametrize("kinds", [["deleted"], pytest.param(list(DAMAGES), marks=EXHAUSTIVE)])
 def test_plain_trainer_takes_the_highest_number_as_it_is(kinds, models, tmp_path, figures):
-    """What the same damages do to transformers' Trainer, resumed with its own search."""
+    """Count what the same damages do to transformers' Trainer with its own resume."""
     whole = tmp_path / "whole"
     stock_trainer.make_trainer(models, whole, max_steps=4).train()
     ends = Counter({"resumed silently": 0, "next start failed": 0})
@@ -188,7 +188,7 @@ def test_plain_trainer_takes_the_highest_number_as_it_is(kinds, models, tmp_path
             try:
                 trainer.train(resume_from_checkpoint=True)
                 ends["resumed silently"] += 1
-            except Exception:  # which one is its own affair: the user sees a traceback
+            except Exception:  # any exception counts: the user sees a traceback
                 ends["next start failed"] += 1
             shutil.rmtree(run.parent)
     figures("damage")["plain Trainer"] = {"damages": ends.total(), "found": 0, **ends}

@@ -1,7 +1,7 @@
-"""With deterministic kernels a resumed run is the uninterrupted one, on whatever trains here.
+"""With deterministic kernels a resumed run equals the uninterrupted one, on a GPU if there is one.
 
-On a CPU all kernels in use are deterministic anyway: there the setting has to be harmless. On a GPU
-these are the proofs of docs/exactness.md for one, eager and compiled.
+On a CPU all kernels in use are deterministic anyway, so the setting must change nothing. On a GPU
+these tests are the proofs of docs/exactness.md, eager and compiled.
 """
 
 import shutil
@@ -35,7 +35,7 @@ DROPOUT = 0.0 if ON_GPU else 0.1
     ],
 )
 def test_resumed_equals_uninterrupted_under_full_determinism(kind, compiled, models, tmp_path):
-    """In processes of their own: cuBLAS reads what makes it deterministic when it is loaded."""
+    """Use new processes, because cuBLAS reads its setting for determinism when it is loaded."""
     case = Case("single", kind, DROPOUT, 1, 0)
     changes = {"full_determinism": True, "compile": compiled, "bf16": ON_GPU}
 

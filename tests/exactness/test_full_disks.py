@@ -1,7 +1,7 @@
-"""A run on file systems of many sizes: it ends well, or with 74 and every checkpoint whole.
+"""A run on disks of many sizes ends well, or with exit code 74 and every checkpoint intact.
 
-With more room the same command resumes to the uninterrupted run's end, bit for bit. One that was
-killed inside a save resumes on the same disk, wherever the undisturbed run had room.
+With more room the same command resumes to the uninterrupted run's end, bit for bit. A run that was
+killed inside a save resumes on every disk that was large enough for the undisturbed run.
 """
 
 import functools
@@ -24,26 +24,26 @@ from utils.config.errors import ExitCode
 pytestmark = pytest.mark.slow
 
 PLENTY_KIB, PLENTY_FILES = 65_536, 10_000
-AT_ONCE = 3  # checkpoints, with a limit of 2 as with one of 3
+AT_ONCE = 3  # checkpoints that exist at the same time, with a limit of 2 or 3
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The run on a disk with room for all, and what it takes there."""
+    """The run on a large disk, and the space that it uses there."""
 
     scene: Callable[..., Scene]
     checkpoint_kib: float
-    others_kib: float  # journal, provenance and the like
+    others_kib: float  # size of journal, provenance and the like
 
     def size_kib(self, checkpoints: float) -> int:
-        """The size of a disk with room for so many checkpoints and all else."""
+        """Return the size of a disk for this number of checkpoints and all other files."""
         reserve = RESERVE_BYTES / 1024
         return max(16, int(checkpoints * self.checkpoint_kib + self.others_kib + reserve))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(pretraining, tmp_path_factory) -> Undisturbed:
-    """Six steps with a checkpoint after each, of which a limit of 2 keeps two."""
+    """Run six steps with a checkpoint after each and a limit of 2."""
     place = tmp_path_factory.mktemp("full_disks")
     size = {"hidden_size": 64, "intermediate_size": 256}
     model = tiny.make_model_config(place / "model.json", **size)
@@ -62,12 +62,12 @@ def undisturbed(pretraining, tmp_path_factory) -> Undisturbed:
     one, final, both = (
         taken_bytes(path) / 1024 for path in (checkpoints[0], whole / "final", whole)
     )
-    # The finished model comes when what a save needs is free again.
+    # The finished model is written when the room for a save is free again.
     return Undisturbed(scene, one, both - final - len(checkpoints) * one)
 
 
 def harmed(run: Path, ending: Ending) -> list[str]:
-    """What a start must not leave behind, whatever its disk: fewer than two, or parts."""
+    """Return faults in what a start left: fewer than two checkpoints, or incomplete ones."""
     whole = committed(run)
     named = [step for step, path in numbered_checkpoints(run) if (path / MANIFEST).exists()]
     saved = sum(" committed (" in line for line in ending.output.splitlines())
@@ -82,7 +82,7 @@ def harmed(run: Path, ending: Ending) -> list[str]:
 
 
 def tried(scene: Scene, disk) -> tuple[str, list[str]]:
-    """Start on a disk, and again when it is larger; how the first one ended, and what was wrong."""
+    """Start on a disk, then again on a larger one; return the first ending and all faults."""
     run = disk.path / "run"
     ending = scene.start(run)
     wrong = harmed(run, ending)
@@ -94,7 +94,7 @@ def tried(scene: Scene, disk) -> tuple[str, list[str]]:
     return end, wrong + scene.started_again(run, before)
 
 
-# Settings, and room for how many checkpoints: a few, and many with `--exhaustive`.
+# Settings, and disk sizes in checkpoints: a few, and many with `--exhaustive`.
 KINDS = {
     "limit of 2": ({"keep": 2}, [2.9, 3.1], np.linspace(-0.7, 4.5, 30)),
     "limit of 3": ({"keep": 3}, [3.1], np.linspace(-0.7, 4.5, 12)),
@@ -133,12 +133,12 @@ def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exha
     kind = "no limit" if keep == "null" else "limit of 2"
     assert_harmless(figures, f"few inodes, {kind}", ends, wrong)
     if exhaustive:
-        assert set(ends) == {"ended well", "ended with 74"}  # nobody forecasts files
+        assert set(ends) == {"ended well", "ended with 74"}  # the number of inodes is not predicted
 
 
 @pytest.mark.parametrize("keep", [2, 3])
 def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbed, disks, figures):
-    """Half a checkpoint is free: with a limit of 3 the oldest one goes, with 2 none may."""
+    """With room for half a checkpoint, a limit of 3 allows a deletion and a limit of 2 none."""
     scene = undisturbed.scene(keep=keep)
     disk = disks(PLENTY_KIB, PLENTY_FILES)
     run = disk.path / "run"
@@ -156,7 +156,7 @@ def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbe
     assert end == ("ended well" if keep == 3 else "refused with 74")
 
 
-# The first checkpoint, one that is written beside two, and their deletions.
+# Kill in the first save, in a save beside two checkpoints, and in their deletions.
 KILLS = [
     Call("fsync", "checkpoint-1/model.safetensors", 1, 0),
     Call("mkdir", "checkpoint-3", 1, 0),

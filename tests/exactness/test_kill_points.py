@@ -1,9 +1,9 @@
-"""A start killed at any call that changes its run directory, or whose storage refuses that call.
+"""Kills a start at each call that changes its run directory, or makes the storage refuse that call.
 
-Every such call of these starts is gone through: one that begins a run, one that resumes, saves,
-rotates and exports, one that first puts away what others left, one that writes in the background,
-and those of two ranks. The next start needs nobody and ends as the undisturbed one; no committed
-checkpoint is lost but those that rotation deletes.
+The starts are: one that begins a run; one that resumes, saves, rotates and exports; one that first
+sets aside what killed starts left; one that saves in the background; and starts of two ranks. The
+next start must need no human and end like the undisturbed one. No committed checkpoint may be lost,
+except those that rotation deletes.
 """
 
 import collections
@@ -26,7 +26,7 @@ from utils.config.errors import ExitCode
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive
 
-# Points of a scene in `make test`.
+# The number of calls of a scene that `make test` tries.
 SAMPLED = {"resuming": 6, "beginning": 3, "recovering": 3, "background": 3}
 SAMPLED_REFUSALS = {"resuming": 4, "beginning": 2, "recovering": 2, "background": 2}
 LAST = f"checkpoint-{STEPS}"
@@ -56,7 +56,7 @@ def command(pretraining) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def resuming(starts, command, slots) -> Scene:
-    """Checkpoints of steps 2 and 4, killed in step 6; the start saves that, rotates, exports."""
+    """Prepare checkpoints of steps 2 and 4, killed in step 6; the start saves, rotates, exports."""
     whole, prepared = slots / "whole", slots / "prepared"
     ending = starts.run("stoker", command(whole))
     assert ending.exit_code == ExitCode.DONE, ending.output
@@ -72,7 +72,7 @@ def beginning(resuming) -> Scene:
 
 @pytest.fixture(scope="module")
 def longer(starts, command, slots) -> Path:
-    """An undisturbed run of 8 steps."""
+    """Run 8 undisturbed steps."""
     whole = slots / "whole_longer"
     assert starts.run("stoker", command(whole, max_steps=LONGER)).exit_code == ExitCode.DONE
     return whole
@@ -80,9 +80,9 @@ def longer(starts, command, slots) -> Path:
 
 @pytest.fixture(scope="module")
 def recovering(starts, command, longer, slots) -> Scene:
-    """Checkpoints of steps 2, 4 and 6, and all that kills leave behind; step 8 not committed.
+    """Prepare checkpoints of steps 2, 4 and 6, an uncommitted step 8, and leftovers of kills.
 
-    The start has to set step 8 aside, and to delete that and step 2 before it has room to save.
+    The start must set step 8 aside, and delete it and step 2 to have room for a save.
     """
     prepared = slots / "prepared_to_recover"
     argv = functools.partial(command, max_steps=LONGER, save_total_limit=3)
@@ -105,7 +105,7 @@ def recovering(starts, command, longer, slots) -> Scene:
 
 @pytest.fixture(scope="module")
 def background(starts, command, longer, slots) -> Scene:
-    """Checkpoints of steps 6 and 8, each staged in memory and written while training continues."""
+    """Prepare a start whose checkpoints of steps 6 and 8 are staged in memory and written later."""
     prepared = slots / "prepared_aside"
     argv = functools.partial(command, max_steps=LONGER, async_save="true")
     before = command(prepared, max_steps=LONGER)
@@ -120,7 +120,7 @@ def background(starts, command, longer, slots) -> Scene:
 
 @pytest.fixture(scope="module")
 def of_two(starts, command, slots) -> Callable[[str], list[Scene]]:
-    """As `resuming` with two ranks under an accelerate config, by the rank that is disturbed."""
+    """Prepare `resuming` for two ranks under an accelerate config; return scenes by rank."""
 
     @functools.cache
     def scenes(config: str) -> list[Scene]:
@@ -141,7 +141,7 @@ def of_two(starts, command, slots) -> Callable[[str], list[Scene]]:
 
 @pytest.fixture(scope="module")
 def stock(starts, models, slots) -> Scene:
-    """Plain Trainer in the place of `resuming`."""
+    """Prepare `resuming` for plain Trainer."""
     whole, prepared = slots / "stock_whole", slots / "stock_prepared"
     options = {"max_steps": STEPS, "save_steps": SAVE_STEPS}
 
@@ -155,7 +155,7 @@ def stock(starts, models, slots) -> Scene:
 
 
 def in_slots(slots: Path, work: Callable, items: list) -> list:
-    """Do the work for each item in a directory of its own, some at once; all results."""
+    """Do the work for each item in a separate directory, some in parallel; return all results."""
     free = [slots / f"slot-{number}" for number in range(AT_ONCE)]
 
     def do(item):
@@ -170,7 +170,7 @@ def in_slots(slots: Path, work: Callable, items: list) -> list:
 
 
 def swept(scene: Scene, most: int, exhaustive: bool, slots: Path) -> tuple[list[Call], dict, list]:
-    """Kill a scene at its calls, or a sample; the calls, the figures, and what was wrong after."""
+    """Kill a scene at its calls, or at a sample; return the calls, the figures and the faults."""
     calls = scene.record(slots / "slot-0")
     chosen = calls if exhaustive else sample(calls, most)
 
@@ -222,9 +222,9 @@ def errors_of(call: Call) -> list[str]:
 
 @pytest.mark.parametrize("name", list(SAMPLED_REFUSALS))
 def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhaustive, figures):
-    """A full or failing disk: exit code 74, or training continues without what it can do without.
+    """On a full or failing disk a start ends with 74, or continues without an unnecessary file.
 
-    The next start ends as the undisturbed one; only rotation deletes a committed checkpoint.
+    The next start ends like the undisturbed one; only rotation deletes a committed checkpoint.
     """
     scene = request.getfixturevalue(name)
     calls = scene.record(slots / "slot-0")
@@ -253,7 +253,7 @@ def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhau
 
 
 def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures):
-    """Killed at the same calls, and refused by the same storage."""
+    """Kill plain Trainer at the same calls, and make its storage refuse them."""
     calls = stock.record(slots / "slot-0")
     points = {
         "kill_points": [(call, KILL) for call in calls],
@@ -281,7 +281,7 @@ def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures)
 
 @pytest.mark.parametrize("config", [None, pytest.param("fsdp2", marks=EXHAUSTIVE)])
 def test_no_thread_but_the_main_one_changes_the_run_directory(config, resuming, of_two, slots):
-    """Or a sweep over the main thread's calls would be none over all."""
+    """Otherwise trying all calls of the main thread would not try all calls."""
     for scene in of_two(config) if config else [resuming]:
         directory = scene.fresh(slots / "slot-0")
         ending = scene.start(directory, ["-f", *RECORDING])
@@ -292,17 +292,17 @@ def test_no_thread_but_the_main_one_changes_the_run_directory(config, resuming, 
 
 
 def test_all_is_on_stable_storage_before_the_manifest_is(resuming, slots):
-    """What SIGKILL cannot show: a power loss finds what was brought to storage, in that order.
+    """Check the order of writes, which matters after a power loss but not after SIGKILL.
 
-    In a save with all its threads: each file is flushed after its last change, the folders after
-    the last entry, all of it before the manifest's name appears, that before anything is deleted.
+    In a save with all its threads each file is flushed after its last change, and each folder after
+    its last entry, before the manifest's name appears. Only then is anything deleted.
     """
     directory = resuming.fresh(slots / "slot-0")
     argv = resuming.argv(directory)
     ending = resuming.starts.run("stoker", argv, strace=["-f", *RECORDING], one_thread=False)
     assert ending.exit_code == ExitCode.DONE, ending.output
     assert not unordered(directory, ending.trace)
-    # The check itself can fail: without any one fsync it does.
+    # Check the check: it fails without any single fsync.
     lines = ending.trace.splitlines()
     flushes = [
         place
@@ -316,7 +316,7 @@ def test_all_is_on_stable_storage_before_the_manifest_is(resuming, slots):
 
 
 def unordered(run: Path, trace: str) -> list[str]:
-    """What of the last checkpoint was not on stable storage when it had to be."""
+    """Return the files of the last checkpoint that were not flushed in time."""
     checkpoint = run / LAST
     files = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]["files"]
     made = [event for event in events(trace) if str(run) in event.arguments]
@@ -334,7 +334,7 @@ def unordered(run: Path, trace: str) -> list[str]:
         )
 
     wrong = []
-    draft = Path(named.arguments.split('"')[1]).name  # the manifest before it has its name
+    draft = Path(named.arguments.split('"')[1]).name  # the manifest before its rename
     for name in [*files, draft]:
         path = checkpoint / name
         if not flushed(path, last_change(path, before), named.began):
@@ -364,7 +364,7 @@ def first(made: list[Event], name: str, about: str) -> Event:
 
 
 def last_change(path: Path, made: list[Event], names: tuple[str, ...] = WRITING) -> int:
-    """Where the last call ended that wrote to a file or gave it its name; it must have one."""
+    """Return where the last call ended that wrote or renamed a file; there must be one."""
     return max(
         event.ended
         for event in made

@@ -1,7 +1,7 @@
-"""The hang watch in a run of two ranks that does everything: it ends none that moves.
+"""The hang watch raises no false alarm in a run of two ranks that uses many features.
 
-An hour, or as long as STOKER_WATCH_MINUTES says: evaluations of two splits, samples, saves in the
-background, and a stop and a resume every minute, with a timeout of a few seconds.
+The run takes an hour, or STOKER_WATCH_MINUTES. It evaluates two splits, generates samples, saves in
+the background, and stops and resumes every minute, with a hang timeout of a few seconds.
 """
 
 import os

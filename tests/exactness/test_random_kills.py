@@ -1,7 +1,7 @@
-"""A run of two ranks, killed at random times again and again: each start resumes, none needs help.
+"""A run of two ranks, killed at random times again and again: each start resumes without help.
 
-Most lives are forked from a process that has imported everything, so that kills land in the run
-and not in the imports; some are started by accelerate's launcher, which is killed with its ranks.
+Most starts are forked from a process that has imported everything, so that kills hit the run and
+not the imports. Some are started by accelerate's launcher, which is killed with its ranks.
 """
 
 import collections
@@ -32,10 +32,10 @@ from launching import (
 pytestmark = pytest.mark.slow
 
 STEPS = 36
-ALMOST_DONE = 18  # or a life could end before it is killed
+ALMOST_DONE = 18  # no kills after this step, because the run could end first
 MOST_STEPS = 8  # of a life
 START_UP_S = 2.0
-# A save at each step: many kills fall into one.
+# Save at each step, so that many kills hit a save.
 SETTINGS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2}
 STEP_DELAY_S = 0.1
 EXACT = [
@@ -43,12 +43,12 @@ EXACT = [
     *(f"checkpoint-{STEPS}/{name}" for name in ("model.safetensors", "optimizer.pt")),
     *(f"checkpoint-{STEPS}/rng_state_{rank}.pth" for rank in range(2)),
 ]
-# kills of one rank or both, and how many of them under a launcher that dies too
+# Number of kills of one rank or both; number of them under a launcher that is killed too.
 SAMPLED, EXHAUSTIVE = (3, 1), (50, 10)
 
 
 def wait_for_steps(log: Path, steps: int, ended: Callable[[], bool]) -> None:
-    """Wait until a run has logged that many more steps, or ended."""
+    """Wait until a run has logged this many more steps, or has ended."""
 
     def logged() -> int:
         return log.read_bytes().count(b'"train"') if log.exists() else 0
@@ -60,7 +60,7 @@ def wait_for_steps(log: Path, steps: int, ended: Callable[[], bool]) -> None:
 def kill_ranks(
     starts: Starts, argv: list[str], run: Path, chance: random.Random, victims: list[int]
 ) -> str:
-    """Start two ranks, kill these at a random time, in their start-up too; the log of the life."""
+    """Start two ranks and kill `ranks` at a random time, also during start-up; return the log."""
     steps = chance.randrange(-2, MOST_STEPS)
     with starts.ranks(argv, step_delay_s=STEP_DELAY_S) as ranks:
         if steps > 0:
@@ -75,7 +75,7 @@ def kill_ranks(
 
 
 def kill_launcher(argv: list[str], run: Path, steps: int) -> str:
-    """Let accelerate launch the run; kill everything when some steps are done."""
+    """Let accelerate launch the run; kill all its processes after some steps."""
     command = [
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
         *launch_options("multi_gpu", 2, free_port()), "pretrain.py", *argv,
@@ -86,7 +86,7 @@ def kill_launcher(argv: list[str], run: Path, steps: int) -> str:
     with log.open("w") as file:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
         wait_for_steps(run / "metrics.jsonl", steps, lambda: launcher.poll() is not None)
-        for process in processes_of(run):  # its ranks have sessions of their own
+        for process in processes_of(run):  # ranks are in other sessions than the launcher
             os.kill(int(process.name), signal.SIGKILL)
         launcher.wait()
     return log.read_text()
@@ -116,7 +116,7 @@ def test_the_end_is_the_same_after_random_kills(pretraining, models, tmp_path, e
         if re.search("(configuration|storage|cluster) error|no progress", said):
             failures.append(said)
         found = re.search(r"resuming from \S+/checkpoint-(\d+)", said)
-        if found:  # the life came so far that it looked for one
+        if found:  # this start got as far as the search for a checkpoint
             assert [int(found[1])] == before[-1:], said
             counts["resumed"] += 1
         left = committed(run)
@@ -131,7 +131,7 @@ def test_the_end_is_the_same_after_random_kills(pretraining, models, tmp_path, e
 
 
 def ends_as(starts: Starts, argv: list[str], run: Path, whole: Path) -> bool:
-    """Let a run end; whether it is the undisturbed one, bit for bit."""
+    """Let a run end; return whether it equals the undisturbed one, bit for bit."""
     with starts.ranks(argv) as ranks:
         pass
     assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output

@@ -1,8 +1,8 @@
-"""A run cut at any step and resumed is the uninterrupted run, bit for bit, in every configuration.
+"""A run that is cut at any step and resumed equals the uninterrupted run, bit for bit.
 
-What is compared, of every step: loss, gradient norm, learning rate, tokens seen, epoch; every
-evaluation; the best metric and checkpoint; at the end every weight, all of the optimizer's state,
-the scheduler's and the random states. Nothing is compared with a tolerance.
+The tests compare loss, gradient norm, learning rate, tokens seen and epoch of every step; every
+evaluation; the best metric and checkpoint; and at the end all weights, optimizer and scheduler
+states and random states. No comparison has a tolerance.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_resumed_equals_uninterrupted(strategy, models, tmp_path, exhaustive, fi
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=EXHAUSTIVE)])
 def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, figures):
-    """What the same cuts do to transformers' Trainer with its own loader and its own resume."""
+    """Measure the same cuts with transformers' Trainer, its own loader and its own resume."""
     cases = every_case("ddp") if exhaustive else [Case("ddp", "lora", 0.1, 4, 0)]
     cuts = EVERY_CUT if exhaustive else (3, 6)
     items = []
@@ -96,15 +96,15 @@ def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, fig
     }
 
 
-# Real processes, killed and stopped, take a minute each.
+# Each case kills and stops real processes, which takes a minute.
 @pytest.mark.parametrize(
     "killed", ["single", *(pytest.param(n, marks=EXHAUSTIVE) for n in RANKS if n != "single")]
 )
 def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, figures):
-    """SIGKILL to one rank between two checkpoints, then STOP in the next life of the run.
+    """Send SIGKILL to one rank between two checkpoints, then STOP in the next start.
 
-    What a launcher did with one rank is what `python pretrain.py` does: the undisturbed starts of
-    one rank are made here, without a launcher.
+    A launcher with one rank does the same as `python pretrain.py`, so undisturbed starts of one
+    rank run in this process without a launcher.
     """
     case, ranks = Case(killed, "pretrain", 0.1, 1, 0), RANKS[killed]
     whole, run = tmp_path / "whole", tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Two jobs on one run directory: the second is refused by name, and neither harms the run."""
+"""Two jobs on one run directory: the second is refused, and neither harms the run."""
 
 import contextlib
 import os
@@ -29,14 +29,14 @@ def starts(tmp_path):
     ("row", "first", "second"),
     [
         pytest.param("stoker", ("n8", "n8"), ("n8", "n8"), marks=pytest.mark.exhaustive),
-        # No host can look at the other's processes, only the heartbeat tells.
+        # A host cannot see the other's processes, only its heartbeat.
         ("stoker on two hosts", ("n8", "n9"), ("n6", "n7")),
     ],
 )
 def test_of_two_starts_at_once_one_trains(
     row, first, second, starts, pretraining, tmp_path, figures
 ):
-    """Into a directory that is not there yet, and again where both find a killed run."""
+    """Both start in a directory that does not exist yet, and again with a killed run in it."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     counts = figures(FIGURES).setdefault(row, {})
     with two_at_once(starts, pretraining(run), counts, *first) as trains:
@@ -57,7 +57,7 @@ def test_of_two_starts_at_once_one_trains(
 def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
     end, starts, pretraining, tmp_path, figures
 ):
-    """Its process was killed; or suspended for so long that another job has ended the run."""
+    """The process was killed, or suspended for so long that another job finished the run."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     argv = pretraining(run)
     with starts.running("stoker", argv, step_delay_s=0.7, host="n8") as owner:
@@ -90,13 +90,13 @@ def is_the_whole_run(run: Path, whole: Path, starts: Starts, pretraining) -> Non
 
 
 def contents(run: Path) -> set[tuple[str, int]]:
-    """Each file with the time of its last change."""
+    """Return each file with its modification time."""
     files = (path for path in run.rglob("*") if path.is_file())
     return {(str(path.relative_to(run)), path.stat().st_mtime_ns) for path in files}
 
 
 def test_plain_trainer_lets_both_train(starts, models, tmp_path, figures):
-    """Two jobs of plain Trainer into one directory, neither of which hears of the other."""
+    """With plain Trainer neither of two jobs in one directory notices the other."""
     both = 0
     for pair in range(2):
         argv = [str(models), str(tmp_path / f"run-{pair}")]
@@ -111,7 +111,7 @@ def test_plain_trainer_lets_both_train(starts, models, tmp_path, figures):
 
 @contextlib.contextmanager
 def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: str):
-    """The start that trains, once the other one was refused because of it; counted in `row`."""
+    """Start two jobs; return the one that trains after the other was refused; count in `row`."""
     run = argv[argv.index("--output_dir") + 1]
     with contextlib.ExitStack() as stack:
         both = [
@@ -136,7 +136,7 @@ def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: st
 
 
 def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path):
-    """In a process that continues, a notebook for one, as in one that ends."""
+    """Also in a process that continues, such as a notebook."""
     import pretrain
 
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Proof 6: what the digests of a checkpoint of 1 GB cost, in saves of a run and at its start."""
+"""Proof 6: the cost of a 1 GB checkpoint's digests, in the saves of a run and at its start."""
 
 import itertools
 import json
@@ -22,21 +22,21 @@ pytestmark = pytest.mark.slow
 
 # 82 million parameters, 12 bytes each: float32 weights and the two states of AdamW.
 MODEL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
-ROUNDS, WARM_UP = 24, 1  # a single round is off by a tenth either way
+ROUNDS, WARM_UP = 24, 1  # a single round varies by 10 %
 REPEATS = 9
-# Ours; as torch makes it, with a CRC-32 of each tensor; and without any checksum.
+# Kinds of saves: ours; torch's, with a CRC-32 per tensor; and without any checksum.
 KINDS = ("digests", "crc32", "no checksums")
 ORDERS = list(itertools.permutations(KINDS))
 
 
 def kind_of(step: int) -> str:
-    """How a step is saved: each round has every kind, in turn in each order."""
+    """Return the kind of save for a step: each round has every kind, in varying order."""
     number, place = divmod(step - 1, len(KINDS))
     return ORDERS[number % len(ORDERS)][place]
 
 
 def let_saves_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let saves differ in what they compute; each begins when the one before is on the disk."""
+    """Make each save use its kind; a save begins when the previous one is on the disk."""
     real, begin = files.file_digests, Checkpoints.begin
     saving = 0
 
@@ -56,7 +56,7 @@ def let_saves_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.exhaustive
 def test_what_digests_add_to_a_save(pretraining, tmp_path, monkeypatch, figures):
-    """Every kind of save in turn, in one run; then what reads the digests."""
+    """Time every kind of save in turn in one run; then time the verification."""
     model, run = tmp_path / "model.json", tmp_path / "run"
     tiny.make_model_config(model, **MODEL, num_key_value_heads=4)
     steps = len(KINDS) * (WARM_UP + ROUNDS) + 1
@@ -71,7 +71,7 @@ def test_what_digests_add_to_a_save(pretraining, tmp_path, monkeypatch, figures)
     for line in lines[len(KINDS) * WARM_UP : -1]:
         took[kind_of(line["step"])].append(line["stall_s"])
     median_s = {kind: statistics.median(seconds) for kind, seconds in took.items()}
-    # What each save with digests takes more than the other of its round.
+    # The extra time of the save with digests, relative to the others of its round.
     added = {
         kind: statistics.median(a / b - 1 for a, b in zip(took["digests"], took[kind], strict=True))
         for kind in KINDS[1:]
@@ -95,7 +95,7 @@ def test_what_digests_add_to_a_save(pretraining, tmp_path, monkeypatch, figures)
 
 
 def verifications(run: Path, step: int) -> tuple[float, float]:
-    """Seconds, and CPU seconds, that a start takes to verify a checkpoint in the page cache."""
+    """Time the verification of a checkpoint in the page cache: seconds and CPU seconds."""
     run_id = json.loads((run / "provenance.json").read_text())["run_id"]
     checkpoint = run / f"checkpoint-{step}"
     cpu_begun = time.process_time()

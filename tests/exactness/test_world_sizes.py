@@ -1,7 +1,7 @@
 """One run on 1, 2 and 4 ranks in any order: the same samples in the same global batches.
 
-Which rows each rank trains on is written down where the model gets them, in the ranks of real
-launches. Losses agree to rounding: sums over ranks are added up in another order.
+The rows of each rank are recorded at the model's inputs, in the ranks of real launches. Losses
+agree to rounding, because sums over ranks are added in another order.
 """
 
 import itertools
@@ -20,14 +20,14 @@ GLOBAL_BATCH_SIZE = 8
 SETTINGS = {
     "global_batch_size": GLOBAL_BATCH_SIZE,
     "per_device_train_batch_size": 1,
-    # Both cuts are between two logs: the next start logs a mean with losses of other ranks in it.
+    # Both cuts are between two logs, so the next log averages losses from both numbers of ranks.
     "logging_steps": 2,
-    # At the end the last number of ranks loads what the first one saved, see the driver.
+    # The last number of ranks also loads the checkpoint of the first, see the driver.
     "eval_steps": 1,
     "load_best_model_at_end": "true",
 }
-CUTS = (3, 5)  # where the first and the second number of ranks end
-# Losses of about 4 in float32: a few units in the last place.
+CUTS = (3, 5)  # the steps at which the number of ranks changes
+# A few units in the last place of losses of about 4 in float32.
 ROUNDING = 1e-5
 SAMPLE = {"zero3": [(2, 1)], "ddp": [(1, 2)]}
 EVERY_ORDER = list(itertools.permutations((1, 2, 4)))
@@ -36,7 +36,7 @@ FIGURES = "world_sizes"
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run by the numbers of ranks that it has had, the last one now."""
+    """A start, named by the numbers of ranks of the run so far; the last is its own."""
 
     ranks: tuple[int, ...]
     directory: Path
@@ -59,12 +59,12 @@ class Start:
         return found({"run": self.run})
 
     def micro_batches(self) -> dict[int, list[list[list[str]]]]:
-        """Names of rows by step, rank and micro-batch."""
+        """Return the rows by step, rank and micro-batch."""
         by_rank = [found({"run": self.run}, rank) for rank in range(self.ranks[-1])]
         return {int(step): [own[step] for own in by_rank] for step in by_rank[0]}
 
     def global_batches(self) -> dict[int, list[str]]:
-        """Names of rows by step, in the order of samples: by micro-batch, then by rank."""
+        """Return the rows by step in the order of samples: by micro-batch, then by rank."""
         return {
             step: [
                 row
@@ -77,14 +77,14 @@ class Start:
 
 
 def every_start(orders: list[tuple[int, ...]], directory: Path) -> list[Start]:
-    """All beginnings of these orders, the shorter ones first."""
+    """Return all prefixes of these orders, the shorter ones first."""
     lengths = range(1, len(orders[0]) + 1)
     begun = dict.fromkeys(order[:length] for length in lengths for order in orders)
     return [Start(ranks, directory) for ranks in begun]
 
 
 def launches(starts: list[Start]) -> list[list[Start]]:
-    """All starts in order, those together that one launch can do."""
+    """Group all starts, in order, by the launch that can run them."""
 
     def launch(start: Start) -> tuple[int, int]:
         return len(start.ranks), start.ranks[-1]
@@ -111,7 +111,7 @@ def test_any_order_of_world_sizes_is_one_run(
 ):
     orders = orders if exhaustive else SAMPLE[strategy]
     starts = every_start(orders, tmp_path)
-    # Twice from one checkpoint, with random numbers that a rank of the start before never drew.
+    # Resume twice from one checkpoint; new ranks have random states that no earlier rank had.
     first, second = orders[0][:2]
     with_dropout = exhaustive or strategy == "ddp"
     repeated_from = [Start((first,), tmp_path, 0.1)] if with_dropout else []
@@ -150,7 +150,7 @@ def test_any_order_of_world_sizes_is_one_run(
 @EXHAUSTIVE
 @pytest.mark.parametrize("accumulation", ["as it was", "set manually"])
 def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path, figures):
-    """The same command on other ranks, and one whose accumulation a person has worked out anew."""
+    """Run plain Trainer with unchanged accumulation, and with accumulation corrected by hand."""
     starts = every_start(EVERY_ORDER, tmp_path)
     for now in launches(starts):
         ranks = now[0].ranks[-1]
@@ -170,7 +170,7 @@ def test_plain_trainer_on_other_numbers_of_ranks(accumulation, models, tmp_path,
         drive(items, "ddp", ranks, models, tmp_path)
     others, pairs = 0, []
     for start in starts:
-        # The same first number of ranks: another one is another global batch from the start.
+        # Compare runs with the same first number of ranks, which decides Trainer's global batch.
         reference = next(one for one in starts if one.ranks == start.ranks[:1])
         whole = reference.global_batches()
         others += sum(rows != whole[step] for step, rows in start.global_batches().items())
@@ -201,7 +201,7 @@ def assert_the_same_samples(starts: list[Start]) -> None:
 
 
 def compare(starts: list[Start], reference: dict) -> dict[str, float]:
-    """The largest differences of any start from the first one; those of exact figures are none."""
+    """Return the largest differences of any start from the first; exact figures must be equal."""
     pairs = [(reference, start.outcome()) for start in starts[1:]]
     exact = largest_differences(pairs, ("learning_rate", "tokens_seen", "epoch"))
     assert not any(exact.values()), exact

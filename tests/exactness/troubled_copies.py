@@ -1,8 +1,8 @@
-"""`pretrain.py` with trouble in the background: STOKER_TEST_COPY=KIND:RANK:STEP.
+"""`pretrain.py` with trouble in a background copy: STOKER_TEST_COPY=KIND:RANK:STEP.
 
-When that rank has copied a part of the checkpoint of that step, it is killed (kill), or the storage
-is full (full); none: nothing happens. STOKER_TEST_MEMORY is the directory in which is staged: any
-other run that starts on this host would remove what a killed one left in the usual place.
+When that rank has copied a part of that step's checkpoint, it is killed (kill) or its disk is full
+(full); with `none` nothing happens. STOKER_TEST_MEMORY is the staging directory. In the usual place
+any other run on this host would remove what a killed run left.
 """
 
 import errno
