@@ -1,4 +1,4 @@
-"""The fixtures of whole runs, see run_fixtures.py and provoked_runs.py."""
+"""Fixtures of whole runs, from run_fixtures.py and provoked_runs.py."""
 
 from provoked_runs import kept, start, uninterrupted  # noqa: F401 - as below
 from run_fixtures import (  # noqa: F401 - pytest finds fixtures by their names here

@@ -1,4 +1,4 @@
-"""Folders of models and tokenizers with one fault each, as downloads and edits leave them."""
+"""Faults in folders of models and tokenizers, as downloads and edits leave them."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 DEEP = 100_000
-# What a value may become by mistake or by malice.
+# Replacements for a value, by mistake or by malice.
 ODD: dict[str, Any] = {
     "null": None, "text": "64", "minus": -1, "zero": 0, "huge": 10**9, "fraction": 0.5,
     "list": [], "object": {}, "class": "os.system", "path": "../../etc/passwd", "true": True,
 }  # fmt: skip
-# What a whole file may become.
+# Replacements for a whole file.
 CONTENTS: dict[str, bytes] = {
     "list": b"[]", "null": b"null", "string": b'""', "object": b"{}", "number": b"7",
     "empty": b"", "binary": bytes(range(256)), "latin": b'{"name": "caf\xe9"}',
@@ -26,7 +26,7 @@ CONTENTS: dict[str, bytes] = {
 
 @dataclass(frozen=True)
 class Damage:
-    """One fault: `apply` brings it into a folder."""
+    """One fault, which `apply` makes in a folder."""
 
     name: str
     apply: Callable[[Path], None]
@@ -79,7 +79,7 @@ def set_key(name: str, keys: tuple[str, ...], value: Any, folder: Path) -> None:
 
 
 def damaged_files(name: str) -> Iterator[Damage]:
-    """Yield what may become of a whole file."""
+    """Yield the faults of a whole file."""
     for kind, content in CONTENTS.items():
         yield Damage(f"{name} {kind}", partial(write, name, content))
     yield Damage(f"{name} cut", partial(cut_short, name))
@@ -93,7 +93,7 @@ def damaged_files(name: str) -> Iterator[Damage]:
 
 
 def damaged_values(folder: Path, name: str, *inside: str) -> Iterator[Damage]:
-    """Yield what may become of each value of a JSON file, or of an object in it."""
+    """Yield the faults of each value of a JSON file, or of an object in it."""
     content = json.loads((folder / name).read_text())
     for key in inside:
         content = content[key]

@@ -1,4 +1,4 @@
-"""Small configurations of many architectures: published types of layers, hardly any weights."""
+"""Small configurations of many architectures, with the published types of layers."""
 
 import itertools
 from typing import Any
@@ -29,7 +29,7 @@ WITH_IMAGES = {"vision_config": {
     "image_size": 28, "patch_size": 14,
 }}  # fmt: skip
 
-# What differs from SIZES. A text_config inside gets SIZES too.
+# Differences from SIZES. A nested text_config gets SIZES too.
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {}, "ministral": {}, "qwen2": {}, "qwen3": {}, "gemma": {},
     "gemma2": {},
@@ -106,5 +106,5 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def names(*groups: dict[str, Any]) -> list[str]:
-    """Return the types of some groups."""
+    """Return the model types of some groups."""
     return list(itertools.chain.from_iterable(groups))

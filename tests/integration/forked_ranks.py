@@ -1,7 +1,7 @@
-"""The ranks of a launch as forks of a process that has imported everything: no imports, no agent.
+"""Ranks of a launch as forks of a process that has imported everything, without torchrun's agent.
 
-accelerate's own launcher makes their environment; only torchrun, which would start new processes
-with it, is replaced. As torchrun does, the first rank that fails ends the others.
+accelerate's own launcher makes their environment. Only torchrun, which would start new processes,
+is replaced. As with torchrun, the first rank that fails ends the others.
 """
 
 import importlib
@@ -24,8 +24,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 STRATEGIES = Path(__file__).parent / "cpu_strategies"
 FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
-_ENVIRONMENT = threading.Lock()  # that of this process is changed for a moment
-# Seconds that the other ranks have to end by themselves when one has failed.
+_ENVIRONMENT = threading.Lock()  # held while this process's environment is changed
+# After one rank failed, the seconds that the others have to end by themselves.
 GRACE_S = 5
 PRELOADED = (
     "accelerate", "datasets", "deepspeed", "dotenv.main", "peft", "transformers.trainer", "trl",
@@ -37,7 +37,7 @@ PRELOADED = (
 def rank_environment(
     options: Sequence[str], environment: Mapping[str, str], rank: int, ranks: int, port: int
 ) -> dict[str, str]:
-    """Return what a rank finds in its environment when `accelerate launch OPTIONS` starts it."""
+    """Return the environment of a rank that `accelerate launch OPTIONS` starts."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     found: dict[str, str] = {}
@@ -55,7 +55,7 @@ def rank_environment(
 
 @dataclass(frozen=True)
 class Launched:
-    """How a launch ended: the exit codes of its ranks, as far as they are known; its output."""
+    """The end of a launch: the exit codes of its ranks, as far as known, and its output."""
 
     returncode: int
     stdout: str
@@ -63,7 +63,7 @@ class Launched:
 
 
 class Ranks:
-    """Ranks of one launch, from the start until `wait`; each has an environment of its own."""
+    """The ranks of one launch, from the start until `wait`; each has its own environment."""
 
     def __init__(
         self, script: Path, args: Sequence[str], environments: Sequence[Mapping[str, str]]
@@ -81,7 +81,7 @@ class Ranks:
             self.processes.append(process)
 
     def output(self) -> str:
-        """Return what all ranks printed so far."""
+        """Return the output of all ranks so far."""
         return Path(self._output.name).read_text(errors="replace")
 
     def wait(self, timeout_s: float, grace_s: float = GRACE_S) -> Launched:
@@ -107,7 +107,7 @@ class Ranks:
 
 
 def run_rank(script: str, args: list[str], environment: dict[str, str], output: str) -> None:
-    """Run a script as its own main module, in a fork; leaves with its exit code."""
+    """Run a script as main module in a fork; exit with its exit code."""
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -116,7 +116,7 @@ def run_rank(script: str, args: list[str], environment: dict[str, str], output: 
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    # Their loader workers start as those of other runs do, not by this process's forkserver.
+    # Loader workers of the rank must not use this process's fork server.
     multiprocessing.set_start_method("fork", force=True)
     apply_changes()
     sys.argv = [script, *args]
@@ -135,7 +135,7 @@ def run_rank(script: str, args: list[str], environment: dict[str, str], output: 
 
 
 def apply_changes() -> None:
-    """Do to imported modules what cpu_strategies/sitecustomize.py does to new ones."""
+    """Apply the changes of cpu_strategies/sitecustomize.py to imported modules."""
     import sitecustomize
 
     for name, change in sitecustomize.wanted_changes().items():

@@ -14,7 +14,7 @@ from forked_ranks import ROOT, STRATEGIES, Launched, Ranks, rank_environment
 
 CONFIGS = ROOT / "accelerate_configs"
 
-# What puts each config's strategy on two CPU processes, see cpu_strategies/sitecustomize.py.
+# Environment for each config's strategy on CPUs, see cpu_strategies/sitecustomize.py.
 CPU_ENVIRONMENT = {
     "multi_gpu": {"ACCELERATE_USE_CPU": "true"},
     "cpu": {"ACCELERATE_USE_CPU": "true"},
@@ -26,7 +26,7 @@ CPU_ENVIRONMENT = {
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -38,7 +38,7 @@ def wait_until(
     details: Callable[[], str] = str,
     timeout_s: float = 300,
 ) -> None:
-    """Wait until `condition()` holds; raises TimeoutError with what did not happen, and details."""
+    """Wait until `condition()` holds; raises TimeoutError with a description and details."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > give_up_at:
@@ -47,17 +47,17 @@ def wait_until(
 
 
 def processes_of(run: Path) -> list[Path]:
-    """Launchers and ranks of a run, in /proc: its directory is in their command lines."""
+    """Return the launchers and ranks of a run, found in /proc by their command lines."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended
             if str(run).encode() in (process / "cmdline").read_bytes().split(b"\0"):
                 found.append(process)
     return found
 
 
 def quiet_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment for a child: offline, one thread, no launcher variables of an outer run."""
+    """Return the environment of a child: offline, one thread, no variables of an outer launcher."""
     launcher = ("ACCELERATE_", "FSDP_", "SLURM_")
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     inherited = {
@@ -86,9 +86,9 @@ def run_processes(
 ) -> Launched:
     """Run `script` under `accelerate launch` with accelerate_configs/<config>.yaml on CPUs.
 
-    Output of all processes comes together in stdout. The ranks are forked, see forked_ranks.py;
-    with `torchrun` they are new processes, as a user's. `cpu_environment=False` leaves out what
-    makes the strategy possible on CPUs, to see it refused. Raises TimeoutError.
+    Stdout has the output of all processes. The ranks are forked, see forked_ranks.py; with
+    `torchrun` they are new processes, as for a user. `cpu_environment=False` leaves out the changes
+    that make the strategy possible on CPUs, to see it refused. Raises TimeoutError.
     """
     extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
     if not torchrun:
@@ -104,7 +104,7 @@ def run_processes(
         timeout=timeout_s,
         check=False,
     )
-    # torchrun repeats the last words of each rank that failed.
+    # torchrun repeats the last lines of each rank that failed.
     shown, _, report = done.stdout.partition("torch.distributed.elastic.multiprocessing.errors.")
     codes = map(int, re.findall(r"exitcode  : (-?\d+)", report))
     return Launched(done.returncode, shown, tuple(codes))
@@ -113,7 +113,7 @@ def run_processes(
 def start_processes(
     config: str, script: Path | str, args: Sequence[str], *, env: Mapping[str, str], processes=2
 ) -> Ranks:
-    """Start forked ranks, see `run_processes`; `env` is all that is added to the environment."""
+    """Start forked ranks as in `run_processes`; `env` is added to the environment."""
     port = free_port()
     options = launch_options(config, processes, port)
     environments = [
@@ -124,7 +124,7 @@ def start_processes(
 
 
 def launch_options(config: str, processes: int, port: int) -> list[str]:
-    """The options of `accelerate launch` for a config and so many processes."""
+    """Return the options of `accelerate launch` for a config and a number of processes."""
     return [
         "--config_file", str(CONFIGS / f"{config}.yaml"),
         "--num_processes", str(processes),
@@ -132,4 +132,4 @@ def launch_options(config: str, processes: int, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-run_two_processes = run_processes  # two is what it takes by default
+run_two_processes = run_processes  # the default is two

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that run code when they are unpickled: each would touch a file."""
+"""Malicious checkpoint files: unpickling them would run code that touches a file."""
 
 import io
 import os
@@ -23,7 +23,7 @@ class Touch:
 
 
 class _Nested:
-    """A second archive, which torch's own function unpickles without a guard."""
+    """A nested archive, which torch's own function would unpickle without a guard."""
 
     def __init__(self, content: bytes):
         self.content = content
@@ -33,7 +33,7 @@ class _Nested:
 
 
 def archived(value: Any) -> bytes:
-    """What torch.save writes."""
+    """Return the bytes that torch.save writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -54,7 +54,7 @@ def _saved(path: Path, touch: Touch) -> None:
     torch.save({"state": {0: touch}}, path)
 
 
-# file -> what writes it: those that the trainers, accelerate and DeepSpeed load on a resume.
+# File -> function that writes it; trainers, accelerate and DeepSpeed load these on a resume.
 PAYLOADS: dict[str, Callable[[Path, Touch], Any]] = {
     "rng_state_1.pth": _saved,
     "optimizer.pt": _saved,
@@ -71,7 +71,7 @@ PAYLOADS: dict[str, Callable[[Path, Touch], Any]] = {
 
 
 def write(directory: Path, name: str, touch: Touch) -> Path:
-    """Write a payload where the checkpoint has such a file; return its path."""
+    """Write a payload into a file of the checkpoint; return its path."""
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     PAYLOADS[name](path, touch)

@@ -1,7 +1,7 @@
-"""`pretrain.py` on data of which one document spoils the loss or gradient of its micro-batch.
+"""`pretrain.py` on data with one document that spoils the loss or gradient of its micro-batch.
 
-STOKER_TEST_POISON says how: nan; inf_loss (the gradient stays finite); inf_gradient (the loss
-does). The document is the one with token 0, which no other has.
+STOKER_TEST_POISON is nan, inf_loss (the gradient stays finite) or inf_gradient (the loss stays
+finite). Only that document has token 0.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Runs in this process with something that happens at a chosen event, and what they left."""
+"""Runs in this process with a provocation at a chosen event, and checks of their results."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import pretrain
 from utils.config.errors import ExitCode
 from utils.training.callbacks import Callbacks
 
-# Logs, evaluations and saves that do not fall together; two micro-batches a step; dropout, so that
-# random numbers count.
+# Logs, evaluations and saves at different steps; two micro-batches per step; dropout, so that
+# random numbers matter.
 STEPS = 8
 RUN = {
     "max_steps": STEPS, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
@@ -29,7 +29,7 @@ class Provoke(TrainerCallback):
 
     def __init__(self, event: str, step: int, action: Callable[["Provoke"], None], nth: int = 1):
         self.step, self.action, self.nth = step, action, nth
-        self.callbacks: Callbacks | None = None  # of the run, once it has them
+        self.callbacks: Callbacks | None = None  # set when the run has made its callbacks
         setattr(self, event, self._count)
 
     def _count(self, args, state, _control, **_kwargs):
@@ -89,7 +89,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def uninterrupted(kept, start):
-    """The directory of the uninterrupted run with these settings, made once."""
+    """Return the directory of the uninterrupted run with these settings; run it once."""
 
     def made(**changes: object) -> Path:
         run = kept / ("-".join(f"{name}={value}" for name, value in changes.items()) or "plain")
@@ -112,7 +112,7 @@ def assert_the_same(
 
 
 def assert_the_same_end(run: Path, whole: Path) -> None:
-    """What the last checkpoint knows of the whole run, too."""
+    """Compare two runs, including the history in their last checkpoints."""
     assert_the_same(run, whole)
     ends = [trainer_state(folder, STEPS) for folder in (run, whole)]
     assert ends[0]["best_metric"] == ends[1]["best_metric"]
@@ -126,7 +126,7 @@ def assert_the_same_end(run: Path, whole: Path) -> None:
         for end in ends
     ]
     assert figures[0] == figures[1]
-    # Of all steps, as the last line of a finished run says.
+    # The mean over all steps, from the last line of a finished run.
     totals = [tiny.figures(each, "train_loss", "total_flos")[-2:].tolist() for each in (run, whole)]
     assert totals[0] == totals[1] != []
 

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tokenizer/, documents/, heldout/, chats/, chats_heldout/ and model.json."""
+    """Make tokenizer/, documents/, heldout/, chats/, chats_heldout/ and model.json."""
     root = tmp_path_factory.mktemp("workspace")
     tiny.make_tokenizer(root / "tokenizer")
     tiny.make_model_config(root / "model.json")
@@ -47,7 +47,7 @@ def pretraining(workspace: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def base_model(workspace: Path) -> Path:
-    """A model directory with random weights, to fine-tune."""
+    """Make a model directory with random weights for fine-tuning."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

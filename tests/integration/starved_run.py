@@ -1,7 +1,7 @@
-"""`pretrain.py` whose host has no memory left at a moment: a real limit, a real failed allocation.
+"""`pretrain.py` that runs out of host memory: a real limit and a real failed allocation.
 
-STOKER_TEST_STARVE says when and on which rank, as in train:0:3 (while the third step computes),
-eval:1:0 or save:0:3 (after as many steps).
+STOKER_TEST_STARVE is PHASE:RANK:STEP: train:0:3 (while the third step computes), eval:1:0 or
+save:0:3 (after this many steps).
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 import pretrain
 from utils.launch.script import run_script
 
-ROOM = 256 << 20  # bytes left for the page and what it predicts
+ROOM = 256 << 20  # bytes left for the out-of-memory page and its predictions
 LARGE = 4 << 30
 
 

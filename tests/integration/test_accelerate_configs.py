@@ -1,4 +1,4 @@
-"""The accelerate configs hold only what accelerate reads, and say when to use them."""
+"""The accelerate configs contain only keys that accelerate reads, and say when to use them."""
 
 import pytest
 import yaml
@@ -24,10 +24,10 @@ def test_a_config_has_only_keys_that_accelerate_reads(name):
     assert content["mixed_precision"] == "no", "precision is left to the recipe"
     # Unknown keys at the top are refused by accelerate itself ...
     assert ClusterConfig.from_yaml_file(CONFIGS / f"{name}.yaml").num_machines == 1
-    # ... those of a nested block become attributes of the launcher's arguments, silently.
+    # ... unknown keys of a nested block silently become attributes of the launcher's arguments.
     arguments = {action.dest for action in launch_command_parser()._actions}
     for block in ("fsdp_config", "deepspeed_config"):
         prefix = "fsdp_" if block == "fsdp_config" else ""
         assert all({key, prefix + key} & arguments for key in content.get(block, {}))
-    # These two count on the command line only, so here they would be settings that do nothing.
+    # These two only work on the command line; in a file they would do nothing.
     assert not {"rdzv_backend", "same_network"} & set(content)

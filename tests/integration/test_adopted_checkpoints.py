@@ -1,4 +1,4 @@
-"""A checkpoint that was copied elsewhere resumes in a new directory, as if it had never moved."""
+"""A checkpoint that was copied to another place resumes in a new directory, bit for bit."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def copied(checkpoint, target):
-    """As rsync to another cluster leaves it: another owner's mode and times, a cache beside."""
+    """Copy a checkpoint like rsync to another cluster: other modes and times, and a cache file."""
     shutil.copytree(checkpoint, target)
     for path in target.rglob("*"):
         if path.is_file():
@@ -40,7 +40,7 @@ def test_a_copied_checkpoint_resumes_bit_for_bit(pretraining, workspace, tmp_pat
     assert pretrain.main([*argv, "--dry_run", "true"]) == 0
     assert f"a start would resume from {moved}" in capsys.readouterr().out
     assert not new.exists()
-    # What makes it another run is refused, before and in the start, and can be accepted no less.
+    # Changes that make it another run are refused in dry run and start, and can be accepted.
     for extra in (["--dry_run", "true"], []):
         with pytest.raises(ConfigurationError, match="its seed is 42, now it is 7"):
             pretrain.main([*argv, "--seed", "7", *extra])
@@ -56,7 +56,7 @@ def test_a_copied_checkpoint_resumes_bit_for_bit(pretraining, workspace, tmp_pat
     assert (second["resumed_from"], second["changed"]["resume_from_checkpoint"]) == (
         f"{new}/checkpoint-3", str(moved),
     )  # fmt: skip
-    # The same command again finds the finished run; a checkpoint is there once, whatever its name.
+    # The same command again finds the finished run, with only one copy of each checkpoint.
     assert pretrain.main(argv) == 0
     assert "nothing is left to do" in capsys.readouterr().out
     assert sorted(path.name for path in new.glob("*checkpoint*")) == [
@@ -69,7 +69,7 @@ def test_a_run_is_named_and_its_best_checkpoint_and_its_journal_come_along(
     fine_tuning, tmp_path, capsys
 ):
     whole, old = tmp_path / "whole", tmp_path / "old"
-    # Of noise nothing can be learned: the more is learned of the chats, the worse it gets.
+    # The held-out split is noise, so its loss grows while the model learns the chats.
     noise = np.random.default_rng(0).integers(2, tiny.VOCABULARY, (40, 20)).tolist()
     noise = tiny.save(tmp_path / "noise", tiny.masked(noise))
     settings = {
@@ -114,7 +114,7 @@ def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, tmp_pat
     refused(changed, r"not as it was committed \(model.safetensors has other contents\)")
     weights.unlink()
     refused(changed, r"not as it was committed \(.*No such file")
-    # An older version's, with its record beside and without.
+    # A checkpoint of an older version, with and without the run's record beside it.
     before = shutil.copytree(checkpoint, tmp_path / "older" / "checkpoint-3")
     shutil.rmtree(before / "run")
     refused(before, "copy config.yaml and provenance.json from there to")
@@ -122,5 +122,5 @@ def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, tmp_pat
     pretrain.main(pretraining(other, max_steps=1))
     tiny.cut(other, step=0)
     refused(checkpoint, "holds another run, which has no checkpoint yet", output_dir=other)
-    # None was left by the refusals, and true means what every start does.
+    # Refusals leave nothing behind, and `true` is what every start does.
     assert pretrain.main(pretraining(new, max_steps=1, resume_from_checkpoint="true")) == 0

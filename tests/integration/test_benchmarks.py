@@ -1,4 +1,4 @@
-"""A comparison in real processes, and the cells for a GPU as toys in this process."""
+"""One comparison in real processes, and the GPU cells at toy sizes in this process."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 ORIGINAL_STEP, ORIGINAL_STEP_END = Trainer.training_step, CallbackHandler.on_step_end
 TOYS = {cell.name: toy(cell) for cell in GPU_CELLS}
 LACKS = r"is not installed|no module named|needs? a GPU|needs a process|on a CPU"
-# Without compilation --compile trains as without it, which one cell of each kind shows.
+# One cell of each kind is enough, because --compile is replaced by nothing here.
 REPEATED = ("qwen3_600m_pretrain", "llama_8b_lora")
 TRAINED = {name: cell for name, cell in TOYS.items() if isinstance(cell, TrainingCell)}
 del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]  # but for shape and precision as others
@@ -34,9 +34,9 @@ del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]  # but for shape and p
 
 @pytest.fixture(autouse=True)
 def a_process_of_its_own():
-    """What a baseline changes in its process is as before for the next one."""
+    """Undo a baseline's changes to its process before the next one."""
     variables = {STARTED_AT: "0", "HF_HUB_OFFLINE": "1"}
-    # Compiling takes longer than all else here; other runs do it.
+    # Other tests compile; here it would take longer than everything else.
     with torch._dynamo.config.patch(disable=True), mock.patch.dict(os.environ, variables):
         yield
     put_back()
@@ -48,7 +48,7 @@ def put_back():
 
 
 def train(cell, baseline, workload, scratch):
-    """Train as the baseline's own process would."""
+    """Train like the baseline's own process."""
     put_back()
     module = importlib.import_module(f"benchmarks.baselines.{baseline.module}")
     scratch.mkdir()
@@ -89,7 +89,7 @@ def test_everybody_trains_the_same_model(name, tmp_path):
     found = parity(cell, outcomes, expected)
     assert max(found["differences"].values()) <= found["limit"], found
     assert found["compared_steps"] == (3 if cell.workload.kind == "pretrain" else 1)
-    # Toys see few documents, whose prompts are rounded to whole tokens.
+    # Toys have few documents, and their prompts are rounded to whole tokens.
     assert max(found["loss_share_differences"].values()) < 0.08, found
 
 

@@ -28,7 +28,7 @@ def make_models(base_model, root):
     model = AutoModelForCausalLM.from_pretrained(base_model)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     model.resize_token_embeddings(len(tokenizer))
-    for parameter in model.parameters():  # no two tokens are almost as likely
+    for parameter in model.parameters():  # so that no two tokens are almost equally likely
         parameter.data.mul_(8)
     model.name_or_path = str(root / "base")
     for name in ("text", "base", "adapter", "merged"):
@@ -41,7 +41,7 @@ def make_models(base_model, root):
 
 
 def let_it_end_texts(directory):
-    """Let a tokenizer put EOS behind every text, as those with add_eos_token do."""
+    """Make a tokenizer add EOS after every text, like those with add_eos_token."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     end = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -70,7 +70,7 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
         return capsys.readouterr()
 
     base, run, asked = models / "base", tmp_path / "run", ("--prompt", "t5")
-    for step, source in ((3, "merged"), (6, "base")):  # 6 is being written
+    for step, source in ((3, "merged"), (6, "base")):  # checkpoint 6 is still being written
         shutil.copytree(models / source, run / f"checkpoint-{step}")
     files = flush_and_record(run / "checkpoint-3", list_files(run / "checkpoint-3"))
     write_manifest(run / "checkpoint-3", Manifest("mine", 1, "single", 1, step=3, files=files))
@@ -98,7 +98,7 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     for line in lines:
         assert line["messages"].pop()["content"] == plain(base, *line["messages"])
     assert lines[1] == {"messages": [T5, ANSWER, T78], "id": 7, "reference": "t1"}
-    put = TextStreamer.put  # with Ctrl-C after each token
+    put = TextStreamer.put  # replaced by one with Ctrl-C after each token
     monkeypatch.setattr(TextStreamer, "put", lambda *each: put(*each) or signal.raise_signal(2))
     assert ask(base, typed="t5\n/reset\nt5").out.split() == first.split()[:1] * 2
     command = [sys.executable, "chat.py", tmp_path / "none"]
@@ -107,7 +107,7 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
 
 
 def test_an_empty_answer_is_said(base_model, tmp_path, monkeypatch, capsys):
-    """A model that ends at once would print an empty line alone."""
+    """A model that ends at once would print only an empty line."""
     make_models(base_model, tmp_path)
     end = AutoTokenizer.from_pretrained(tmp_path / "text").eos_token_id
 

@@ -1,4 +1,4 @@
-"""Every count and rate of a run's journal, compared with what the test itself counts."""
+"""Every count and rate in a run's journal agrees with counts of the test itself."""
 
 import math
 import shutil
@@ -21,12 +21,14 @@ from utils.training.trainer import PackedTrainer
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH, MOST = 6, 8, 7
-LAYERS, WIDTH, INNER, KEYS = 2, 32, 64, 16  # of tiny's model
+LAYERS, WIDTH, INNER, KEYS = 2, 32, 64, 16  # sizes of the model in tiny.py
 
 
 @pytest.fixture
 def settings(workspace) -> dict[str, object]:
-    """Two splits: one is longer than its evaluations, of the other the last batch is padded."""
+    """Return settings with two splits: one longer than its evaluations, one with a padded last
+    batch.
+    """
     splits = [f"long={workspace / 'documents'}", f"short={workspace / 'short'}"]
     if not (workspace / "short").exists():
         tiny.save(workspace / "short", {"input_ids": tiny.documents(5, seed=4, longest=20)})
@@ -39,7 +41,7 @@ def settings(workspace) -> dict[str, object]:
 
 @pytest.fixture
 def counted(monkeypatch) -> dict[str, Counter[str]]:
-    """Count what passes through the model, by "train" or the prefix of a split."""
+    """Count the model's inputs, by "train" or the prefix of a split."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
 
     def count(name: str, batch: dict[str, torch.Tensor]) -> None:
@@ -72,7 +74,7 @@ def counted(monkeypatch) -> dict[str, Counter[str]]:
 
 
 def assert_rate(line: dict, prefix: str, samples: int, steps: int) -> None:
-    """A rate times the time is the count, as far as both are rounded."""
+    """Check that rate times time is the count, up to rounding."""
     runtime = line[f"{prefix}_runtime"]
     for name, count in (("samples", samples), ("steps", steps)):
         rate = line[f"{prefix}_{name}_per_second"]
@@ -89,7 +91,7 @@ def effective_length(directory: Path, sequence_length: int = 64) -> float:
 
 
 def flops_per_token(seen: float, frozen_share: int = 6) -> float:
-    """Of tiny's model by hand: its layers' products, the head (trained or not) and attention."""
+    """Count the model's FLOPs by hand: products of layers, head (trained or frozen), attention."""
     layer = 2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER
     products = LAYERS * layer + WIDTH * tiny.VOCABULARY
     return frozen_share * products + 12 * LAYERS * WIDTH * seen
@@ -161,7 +163,7 @@ def test_two_ranks_count_as_one(pretraining, workspace, settings, tmp_path, coun
 
 
 def test_lora_counts_what_it_multiplies(fine_tuning, workspace, tmp_path, counted):
-    """Frozen weights 4 times a token, the adapters 6."""
+    """A frozen weight counts 4 per token, an adapter's weight 6."""
     run = tmp_path / "run"
     argv = fine_tuning(
         run, use_peft=True, lora_r=4, lora_target_modules="q_proj", max_steps=2, logging_steps=1

@@ -1,4 +1,4 @@
-"""Somebody else's folders, damaged: each trains as if it were sound, or is refused by its name."""
+"""Damaged folders of others: each trains as if intact, or is refused by its name."""
 
 import functools
 import itertools
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.slow
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 CHATS = "{% for m in messages %}{{ m.role }} : {{ m.content }} {{ eos_token }}\n{% endfor %}"
-SAMPLED = 12  # faults of a group; all of them with --exhaustive
+SAMPLED = 12  # faults tried of a group; --exhaustive tries all
 
 
 @pytest.fixture(scope="module")
 def sound(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base/ with every file that may be damaged, sharded/, adapter/ and chats.jsonl."""
+    """Make intact folders: base/ with all kinds of files, sharded/, adapter/; and chats.jsonl."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def sound(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def groups(root: Path) -> dict[str, tuple[str, str, Iterator[Damage]]]:
-    """Return the damages of each group: who reads the folder, which folder, and the faults."""
+    """Return groups of faults: the reader, the folder, and the faults."""
     base, index = root / "base", damaged.damaged_indexes(root / "sharded")
     values = functools.partial(damaged.damaged_values, base)
     files = itertools.chain.from_iterable
@@ -87,7 +87,7 @@ GROUPS = [
 
 @pytest.fixture
 def readers(sound: Path, fine_tuning: Callable[..., list[str]]) -> dict[str, Callable[..., object]]:
-    """What reads a folder, and returns what a damaged one must come to if it is not refused."""
+    """Return functions that read a folder; their result must equal that of the intact folder."""
 
     def prepare(folder: Path, out: Path) -> None:
         prepare_data.main(command(sound, folder, out))
@@ -108,7 +108,7 @@ def readers(sound: Path, fine_tuning: Callable[..., list[str]]) -> dict[str, Cal
 
 
 def command(sound: Path, folder: Path, out: Path) -> list[str]:
-    """The command line of a preparation with the tokenizer in a folder."""
+    """Return the command line of a preparation with the tokenizer in a folder."""
     sources = sound / "chats.jsonl"
     return tiny.flags(tokenizer_name_or_path=folder, sources=sources, output_dir=out, num_proc=1)
 
@@ -180,7 +180,7 @@ def test_a_token_of_an_impossible_id_is_refused(sound, readers, tmp_path, number
 def test_sizes_that_no_memory_holds_are_refused_before_it_is_taken(
     sound, fine_tuning, pretraining, tmp_path, name, size
 ):
-    """Not by a full disk, nor where memory runs out: a smaller size is what helps."""
+    """The error says that sizes are too large, and is not about a full disk or memory."""
     damage = Damage("size", functools.partial(damaged.set_key, "config.json", (name,), size))
     folder = copied(sound, "base", damage, tmp_path)
     for more in ([], ["--dry_run"]):
@@ -235,7 +235,7 @@ def test_a_chat_spends_the_limit_of_its_template_once(sound, readers, tmp_path, 
 
 @pytest.mark.parametrize("number", ["7", None, 7.5, [7], True])
 def test_an_id_in_vocab_json_is_a_number(tmp_path, number):
-    """Transformers would leave the token out, and cut its text otherwise."""
+    """Otherwise transformers would drop the token and tokenize its text differently."""
     letters = [*"abcdefgh", "<eos>"]
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "unk_token": "<eos>"}
@@ -264,7 +264,7 @@ def test_the_limit_holds_in_a_worker_process():
     assert found == "a template takes more than 0.2 s of CPU time."
 
 
-# Script, folder, file, and what the file becomes.
+# Script, folder, file, and the file's replacement.
 AS_SCRIPTS = [
     ("sft_train.py", "base", "config.json", "deep"),
     ("prepare_data.py", "base", "tokenizer_config.json", "null"),

@@ -1,4 +1,4 @@
-"""A run whose own files are damaged resumes to the bit, or says what to type; that works."""
+"""A run with damaged records resumes bit for bit, or prints a command that works."""
 
 import json
 import re
@@ -31,7 +31,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def whole(pretraining, tmp_path_factory) -> Path:
-    """An uninterrupted run of six steps with checkpoints at the third and the last."""
+    """Run six uninterrupted steps with checkpoints at the third and the last."""
     run = tmp_path_factory.mktemp("whole") / "run"
     pretrain.main(pretraining(run))
     return run
@@ -39,7 +39,7 @@ def whole(pretraining, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def killed(whole, tmp_path, monkeypatch) -> Path:
-    """The same run, killed after its third step."""
+    """Make the same run, killed after its third step."""
     monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
     return tiny.cut(shutil.copytree(whole, tmp_path / "run"), 3)
 
@@ -49,7 +49,7 @@ def changed(name: str, change: Callable[[bytes], bytes]) -> Damage:
 
 
 def entry(**fields: object) -> Damage:
-    """Other fields in the first start of provenance.json."""
+    """Change fields in the first start of provenance.json."""
 
     def change(content: bytes) -> bytes:
         record = json.loads(content)
@@ -70,7 +70,7 @@ def gone(name: str) -> Damage:
     return lambda run: (run / name).unlink()
 
 
-# Damages of one start, and what its log says of each.
+# Damages, and the message about each in the log.
 DAMAGES: dict[str, tuple[list[Damage], list[str]]] = {
     "cut off": (
         [changed(name, lambda content: content[:-9]) for name in (PROVENANCE, "metrics.jsonl")],
@@ -135,7 +135,7 @@ def test_a_run_with_damaged_files_resumes_to_the_bit(name, whole, killed, pretra
 
 
 def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, monkeypatch, caplog):
-    """Else a file that is damaged while the run trains would replace its last whole copy."""
+    """Otherwise a file that is damaged during training would replace its last intact copy."""
     run, commit = tmp_path / "run", Checkpoints.commit
 
     def commit_and_damage(checkpoints: Checkpoints, step: int, *, tokens: int) -> None:
@@ -154,7 +154,7 @@ def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, m
 
 
 def without_copies(checkpoint: Path) -> None:
-    """Make a checkpoint one of a version of Stoker that kept no copies in it."""
+    """Make a checkpoint look like one of an older version, without copies of the records."""
     manifest = read_manifest(checkpoint)
     shutil.rmtree(checkpoint / "run")
     kept: dict[str, FileRecord] = {

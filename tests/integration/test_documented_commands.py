@@ -1,4 +1,4 @@
-"""Every recipe, and the training commands of the guide, passes a dry run."""
+"""Every recipe, and each training command of docs/running.md, passes a dry run."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def stand_ins(script: str, recipe: dict, workspace: Path, model: Path) -> list[str]:
-    """Tiny data and models in place of those the recipe names; all else stays as it is."""
+    """Return flags that replace a recipe's data and models by tiny ones."""
     documents = "documents" if script == "pretrain.py" else "chats"
     settings: dict[str, object] = {
         "train_data": workspace / documents,
@@ -44,7 +44,7 @@ def stand_ins(script: str, recipe: dict, workspace: Path, model: Path) -> list[s
 
 @pytest.fixture(scope="module")
 def long_model(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory whose positions are enough for any recipe."""
+    """Make a model directory with enough positions for any recipe."""
     directory = tmp_path_factory.mktemp("long")
     tiny.make_model_config(directory / "config.json", max_position_embeddings=1 << 20)
     config = AutoConfig.from_pretrained(directory)

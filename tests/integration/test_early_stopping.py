@@ -1,4 +1,4 @@
-"""Early stopping: the run ends at the same step however it was interrupted, and is finished."""
+"""Early stopping: an interrupted run ends at the same step, and is finished."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
-# The first split is worse after step 2: of the evaluations at 2, 4, 6 the third ends the run.
+# The first split gets worse after step 2, so its third evaluation (2, 4, 6) ends the run.
 SETTINGS = {"learning_rate": 0.3, "warmup_steps": 6, "early_stopping_patience": 2}
 LAST, FOLDERS = 6, ("final", "checkpoint-4", "checkpoint-6")
 
@@ -38,14 +38,14 @@ def test_a_run_whose_metric_gets_no_better_ends_there_however_it_got_there(
     )
     assert trainer_state(whole, LAST)["stateful_callbacks"]["stoker"]["unimproved_evaluations"] == 2
     assert_ended(whole, whole)
-    # Starting it again is no resume, unless it is to be more patient.
+    # Starting it again does nothing, unless the patience is larger.
     assert start(whole, **SETTINGS) == ExitCode.DONE
     assert len(tiny.losses(whole)) == 2
     shown = capsys.readouterr().out
     assert "is finished: nothing is left to do" in shown
     for name, event, step, nth in (
-        ("in an evaluation", "on_prediction_step", 4, 2),  # of the judged split, once counted
-        ("before an evaluation", "on_step_begin", 5, 1),  # the last one
+        ("in an evaluation", "on_prediction_step", 4, 2),  # after the judged split was counted
+        ("before an evaluation", "on_step_begin", 5, 1),  # before the last one
         ("died before final", None, 0, 0),
         ("died before the last evaluation", None, 0, 0),
     ):

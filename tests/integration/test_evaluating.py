@@ -1,6 +1,6 @@
-"""lm_eval on a finished model: what it is asked, its results, and that it harms no run.
+"""lm_eval on a finished model: its arguments, its results, and failures that harm no run.
 
-A stand-in has the arguments of lm_eval 0.4.13, of which a table says how each takes its values.
+A stand-in has the arguments of lm_eval 0.4.13; a table lists how each takes its values.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A run in two processes whose second one hangs, fails, dies or is slow: it says which, and why."""
+"""A run of two ranks names the rank that hangs, fails, dies or is slow, and the reason."""
 
 import json
 import time
@@ -20,7 +20,7 @@ TIMEOUT_S = 4
 
 @dataclass
 class Ended:
-    """How a troubled run ended, and how long after the trouble; codes by rank if it is known."""
+    """The end of a troubled run: time since the trouble, and exit codes by rank if known."""
 
     output: str
     seconds: float
@@ -32,7 +32,7 @@ class Ended:
 
 @pytest.fixture
 def run(pretraining, tmp_path) -> Callable[..., Ended]:
-    """Run two ranks of which nothing but the run's own watch ends one; or under `torchrun`."""
+    """Run two ranks without an agent that ends them, or under `torchrun`."""
     notes = tmp_path / "notes"
     notes.mkdir()
 
@@ -126,7 +126,7 @@ def test_a_slow_rank_is_named_with_what_it_costs(pretraining, tmp_path):
     late, slow, equal = train_lines(tmp_path / "run")
     for line in (late, slow):
         assert (line["slowest_rank"], line["slowest_host"]) == (1, "n7")
-        # 0.2 s of 0.4 s and what a tiny step takes.
+        # The delay is 0.2 s of about 0.4 s plus a tiny step.
         assert line["slowest_cost"] == pytest.approx(0.2 / line["step_time_s"], abs=0.08), line
         assert f"the others wait {line['slowest_cost']:.0%} of a step for it" in done.stdout
     assert late["data_wait_s"] > 0.19 > 0.05 > slow["data_wait_s"]

@@ -1,4 +1,4 @@
-"""Whole fine-tuning runs in this process, full and LoRA: only the completions are trained on."""
+"""Whole fine-tuning runs, full and LoRA: only the completions are trained on."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ LORA = {
 def test_a_run_learns_the_completions(
     adapters, fine_tuning, base_model, workspace, tmp_path, capfd
 ):
-    """A cut one as exactly as a whole one; adapters are merged into the finished model."""
+    """A resumed run gives the same bits; adapters are merged into the finished model."""
     run, cut, steps = tmp_path / "run", tmp_path / "cut", 6 if adapters else 20
     torch._dynamo.reset()
     settings = adapters | {
@@ -77,7 +77,7 @@ def test_long_documents_are_dropped_or_truncated_and_counted(fine_tuning, tmp_pa
 def test_users_own_datasets_train_as_they_are(
     pretraining, fine_tuning, workspace, tmp_path, capsys
 ):
-    """int64 ids by plain `datasets` code, with labels or without, also as a DatasetDict."""
+    """Data are int64 ids from plain `datasets` code, with or without labels, or a DatasetDict."""
     rows = tiny.documents(60, seed=5)
     mine, extra, mask = tmp_path / "mine", tmp_path / "extra", [[1] * len(row) for row in rows]
     labels = [[-100, *row[1:]] for row in rows]

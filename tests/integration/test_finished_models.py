@@ -1,4 +1,4 @@
-"""What `final/` holds after whole runs: weights, generation settings, tokenizer."""
+"""The contents of `final/` after whole runs: weights, generation settings, tokenizer."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A base in bfloat16, with generation settings that transformers will not save as they are."""
+    """Make a bfloat16 base with generation settings that transformers would refuse to save."""
     directory = tmp_path_factory.mktemp("published")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -69,10 +69,10 @@ def test_a_published_model_comes_back_as_it_was_published(
     assert json.loads((final / "config.json").read_text())["dtype"] == "bfloat16"
     modes = {file.stat().st_mode & 0o777 for file in final.iterdir()}
     assert modes == {0o640}
-    if not adapted:  # checkpoints are exact
+    if not adapted:  # only full checkpoints contain the exact weights
         assert set(_types(run / "checkpoint-2").values()) == {"F32"}
     assert AutoModelForCausalLM.from_pretrained(final).dtype == torch.bfloat16
-    # A second start of a finished run that lost its final/ makes the same one.
+    # If final/ is lost, another start of the finished run writes the same one again.
     before = _contents(final)
     shutil.rmtree(final)
     sft_train.main(fine_tuning(run, **settings))
@@ -85,7 +85,7 @@ def test_a_model_from_scratch_generates_with_a_cache(pretraining, tmp_path):
     final = tmp_path / "run" / "final"
     saved = json.loads((final / "generation_config.json").read_text())
     assert saved["use_cache"]
-    # As transformers itself writes it for this architecture.
+    # Compare with transformers' own file for this architecture.
     AutoModelForCausalLM.from_pretrained(final).config.save_pretrained(tmp_path / "config")
     config = AutoConfig.from_pretrained(tmp_path / "config")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
@@ -94,7 +94,7 @@ def test_a_model_from_scratch_generates_with_a_cache(pretraining, tmp_path):
 
 
 def test_the_next_stage_keeps_the_type_of_the_first_base(published, fine_tuning, tmp_path):
-    """Its own checkpoints are in float32, which later starts of it read."""
+    """Later starts read the run's own checkpoints, which are in float32."""
     run = tmp_path / "run"
     settings = {"init_from": published, "max_steps": 2, "save_steps": 1}
     argv = fine_tuning(run, **settings, model_name_or_path=None)

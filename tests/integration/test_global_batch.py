@@ -1,7 +1,7 @@
-"""One global batch is one loss, however it is cut into micro-batches and ranks.
+"""A global batch has the same loss in any division into micro-batches and ranks.
 
-Dense models and experts with their load-balancing loss, pretraining, fine-tuning and LoRA; also
-where a rank has no token that is trained on.
+The tests cover dense models and experts with their load-balancing loss, pretraining, fine-tuning
+and LoRA, and ranks without a loss token.
 """
 
 import json
@@ -32,7 +32,8 @@ RUN = {
     "global_batch_size": 8,
     "max_steps": 4,
     "save_steps": 4,
-    # Adam divides by the gradient's size: where that is rounding, so is the sign of the step.
+    # Adam divides by the gradient's size, so a gradient of rounding errors gives a step of any
+    # sign.
     "adam_epsilon": 1e-4,
 }
 
@@ -44,13 +45,13 @@ def figures(run: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory, workspace) -> Path:
-    """A model directory of experts; its config.json asks for the term in pretraining."""
+    """Make a model directory with experts; its config.json enables the term in pretraining."""
     directory = tmp_path_factory.mktemp("experts")
     values = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
     tiny_model(tiny_config("qwen3_moe", **values)).save_pretrained(directory)
     tiny.make_tokenizer(directory)
     made = SIZES | EXPERTS["qwen3_moe"] | values | {"model_type": "qwen3_moe"}
-    made.pop("head_dim")  # as derived
+    made.pop("head_dim")  # the model derives it
     (directory / "recipe.json").write_text(json.dumps(made))
     return directory
 
@@ -74,7 +75,7 @@ def kept(tmp_path_factory) -> Path:
 
 
 def expected_run(kind: str, model: str, kept: Path, command) -> Path:
-    """Make the run in one micro-batch a step, once."""
+    """Run once with one micro-batch per step."""
     run = kept / f"{kind}_{model}"
     if not run.exists():
         assert MAINS[kind](command(kind, model, run, per_device_train_batch_size=8)) == 0
@@ -114,7 +115,7 @@ def test_two_ranks_of_experts(kind, config, rows, command, kept, tmp_path, capsy
 
 
 def test_the_loss_is_that_of_tokens_plus_the_term(command, kept, tmp_path, capsys):
-    """And the exported configuration is as it was, though TRL turns the term on there."""
+    """The exported configuration is unchanged, although TRL enables the term in it."""
     expected = expected_run("sft", "experts", kept, command)
     run = tmp_path / "run"
     argv = command("sft", "experts", run, max_steps=1, router_aux_loss_coef=0)
@@ -142,7 +143,7 @@ def test_the_term_of_steps_not_logged_yet_outlives_a_stop(command, tmp_path, cap
 
 
 def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, tmp_path, capsys):
-    """Gemma 3 4B and larger: DDP would wait for gradients of the vision tower."""
+    """As in Gemma 3 4B, DDP would wait for gradients of the vision tower."""
     base, alone, run = tmp_path / "base", tmp_path / "alone", tmp_path / "run"
     tiny_model(tiny_config("gemma3")).save_pretrained(base)
     tiny.make_tokenizer(base)
@@ -173,9 +174,9 @@ GAPS = RUN | {
     ["fsdp2", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("multi_gpu", "zero2"))],
 )
 def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tmp_path):
-    """Documents of 60 tokens trained on at their beginning and at their end, in turns.
+    """Documents of 60 tokens alternate between loss at their beginning and at their end.
 
-    End to end, 114 tokens in a row are not trained on: more than a sequence of 64.
+    So 114 consecutive tokens have no loss, more than a sequence of 64.
     """
     rows = [(tiny.documents(40, seed=seed, longest=61)[0] * 60)[:60] for seed in range(60)]
     masks = [[0] + [1] * 3 + [0] * 56, [0] * 57 + [1] * 3] * 30
@@ -184,7 +185,7 @@ def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tm
     packed = PackedDataset([tokens], [plan_packing(tokens.lengths, 64, "concat")])
     order = SampleOrder([len(packed)], seed=42).sequences(np.arange(STEPS * 4))
     loss_mask = np.asarray(packed.__getitems__(order.tolist())["loss_mask"])
-    counts = loss_mask.sum(axis=1).reshape(STEPS, 2, 2)  # micro-batches, ranks
+    counts = loss_mask.sum(axis=1).reshape(STEPS, 2, 2)  # (steps, micro-batches, ranks)
     assert (counts == 0).any()
     assert (counts.sum(axis=1) == 0).any(), "a rank without any of a whole step"
     assert (counts.sum(axis=(1, 2)) > 0).all(), "that is the next test"
@@ -198,7 +199,7 @@ def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tm
 
 
 def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_path):
-    """Fine-tuning refuses documents without a target; pretraining on masked data meets them."""
+    """Pretraining on masked data can have such batches; fine-tuning refuses such documents."""
     columns = tiny.masked(tiny.documents(40, seed=4))
     for document in SampleOrder([40], seed=42).sequences(np.arange(4, 8)).tolist():
         columns["completion_mask"][document] = [0] * len(columns["input_ids"][document])

@@ -1,6 +1,6 @@
-"""The hooks of transformers and TRL that we override: their signatures, and that they are called.
+"""Methods of transformers and TRL that we override: their signatures, and that they are called.
 
-When one fails after an update of a library, look at what moved before changing the test.
+When a test fails after an update, look at the library's change before you change the test.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import pretrain
 import sft_train
 from utils.training.trainer import PackedTrainer
 
-# Parameters after self.
+# Expected parameters, without self.
 SIGNATURES = {
     "get_train_dataloader": "",
     "get_eval_dataloader": "eval_dataset",
@@ -87,12 +87,12 @@ def test_a_run_goes_through_every_hook(
     resumed = {"_load_rng_state", "_load_from_checkpoint"}
     assert called == set(SIGNATURES) - resumed, "they are for a resumed run"
     (line,) = tiny.train_lines(tmp_path / "run")
-    # SFTTrainer would log the tokens of one rank as all, and write a model card at every save.
+    # SFTTrainer would log one rank's tokens as the total, and write a model card at every save.
     assert not line.keys() & {"num_tokens", "entropy", "mean_token_accuracy"}
     assert not list((tmp_path / "run").glob("checkpoint-*/README.md"))
 
 
-# What PackedTrainer reads and writes of Trainer's, in the order it relies on.
+# Attributes of Trainer that PackedTrainer reads and writes, in the order that it relies on.
 ORDER = {
     "_inner_training_loop": [
         "self._tr_loss = torch.tensor(0.0", "self._total_loss_scalar = 0.0",

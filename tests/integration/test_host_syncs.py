@@ -1,9 +1,9 @@
-"""No step between two log lines reads a value from the device: a GPU would be waited for.
+"""No step between two log lines reads a value from the device, which would wait for a GPU.
 
-On a CPU nothing waits, but the same operations read: `_local_scalar_dense`, which is what
-`.item()`, `bool(tensor)` and `float(tensor)` come down to, those whose result has a length that
-depends on values, and copies to the host. Trainer itself reads nothing there with our settings;
-with its own it would the filter of NaN losses, and the loss tokens of each step.
+On a CPU nothing waits, but the same operations read values: `_local_scalar_dense` (the operation
+behind `.item()`, `bool(tensor)` and `float(tensor)`), operations with a result whose length depends
+on values, and copies to the host. With our settings Trainer reads nothing; with its own it would
+read each loss, to filter NaN, and each step's loss tokens.
 """
 
 import ast
@@ -26,23 +26,23 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
 COPYING = {"tolist", "numpy", "cpu"}
-# What is on the host already: a loader's batch, figures that an event says have arrived; and the
-# attention of CPUs alone.
+# Allowed reads: values already on the host (a loader's batch, figures that have arrived), and the
+# attention that only CPUs use.
 ON_THE_HOST = {
     ("loader.py", "model_inputs"), ("nonfinite.py", "_read"),
     ("per_document.py", "per_document_sdpa"),
 }  # fmt: skip
-# Where the device is waited for: before evaluations and saves, around a profile, at a log line.
+# Functions that may wait for the device: before evaluations and saves, around a profile, in logs.
 WAITING = {
     "utils/callbacks/metrics.py: on_step_end", "utils/callbacks/nonfinite.py: _read",
     "utils/callbacks/profiler.py: _wait", "utils/callbacks/stragglers.py: _product_s",
 }  # fmt: skip
-# Four micro-batches a step, one log at the end.
+# Four micro-batches per step, and one log at the end.
 SETTINGS = {"global_batch_size": 8, "logging_steps": 100, "save_steps": 100, "max_grad_norm": 1.0}
 
 
 class Readings(TorchDispatchMode):
-    """Where values are read from the end of the first step to that of the last but one."""
+    """Records where values are read between the end of the first and of the last step but one."""
 
     def __init__(self, steps: int):
         super().__init__()
@@ -65,13 +65,13 @@ class Readings(TorchDispatchMode):
 
 
 def _has_mask(args) -> bool:
-    """Whether a tensor is indexed by a boolean one: its length depends on values."""
+    """Return whether a boolean tensor is the index; the result's length then depends on values."""
     indices = args[1] if isinstance(args[1], (list, tuple)) else []
     return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
 
 
 class Copies(TorchFunctionMode):
-    """Tells `readings` of copies to the host, which no operation shows on a CPU."""
+    """Reports copies to the host to `readings`; on a CPU no operation shows them."""
 
     def __init__(self, readings: Readings):
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_step_reads_nothing(case, pretraining, fine_tuning, workspace, tmp_pat
 
 
 def test_the_device_is_waited_for_at_known_places_alone():
-    """On a CPU no test comes by them."""
+    """Compare the functions that wait with a list, because no CPU test runs them."""
     found = set()
     for path in sorted((ROOT / "utils").rglob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
@@ -133,7 +133,7 @@ def test_the_device_is_waited_for_at_known_places_alone():
 @pytest.mark.parametrize("script", ["pretraining", "fine_tuning"])
 @pytest.mark.parametrize("asked", [{}, {"compile": False}], ids=["compiled by default", "eager"])
 def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
-    """The driver's own word: what would wait raises, from the end of step 1 to that of step 5."""
+    """Let the driver raise at any wait from the end of step 1 to the end of step 5."""
     on_step_end = CallbackHandler.on_step_end
 
     def watched(handler, args, state, control):
@@ -154,10 +154,10 @@ def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
 
 
 def test_what_reads_is_found(pretraining, tmp_path, readings, monkeypatch):
-    """Trainer's filter of NaN losses reads two values of each micro-batch's; and a callback's."""
+    """Find the two reads per micro-batch of Trainer's NaN filter, and the reads of a callback."""
 
     def reads(self, *_, **__):
-        """Of the steps 2 to 5, once each."""
+        """Read a value once in each of the steps 2 to 5."""
         value = torch.ones(2)
         value[0].item(), value.tolist(), value.cpu(), value.to("cpu"), value.nonzero()
         assert value[value > 2].numel() == 0

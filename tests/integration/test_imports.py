@@ -1,4 +1,4 @@
-"""A command imports what it needs: seconds of every start."""
+"""A command imports only what it needs, which saves seconds at every start."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ FORBIDDEN = {
     "dry run": NEVER | FINE_TUNING_ALONE | (TRAINING_ALONE - REHEARSAL) | {"utils.runs.finish"},
     "start": NEVER | FINE_TUNING_ALONE,
 }
-# One process for all: each command imports what the one before did, and more.
+# One process runs all commands in turn, because each imports more than the one before.
 COMMANDS = """
 import contextlib, json, sys
 import pretrain
@@ -47,5 +47,5 @@ def test_a_command_imports_what_it_needs(pretraining, tmp_path):
     imported = json.loads(done.stdout)
     found = {name: sorted(FORBIDDEN[name].intersection(imported[name])) for name in FORBIDDEN}
     assert found == {name: [] for name in FORBIDDEN}
-    assert "torch" in imported["help"]  # the test does look
+    assert "torch" in imported["help"]  # the test can see imports
     assert {"transformers.trainer", "utils.runs.finish"} <= set(imported["start"])

@@ -1,4 +1,4 @@
-"""torchrun and `accelerate launch` end with a traceback of their own: a refusal stands below it."""
+"""A refusal is printed below the traceback with which torchrun and `accelerate launch` end."""
 
 import subprocess
 import sys

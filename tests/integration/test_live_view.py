@@ -1,4 +1,4 @@
-"""On a terminal a view is drawn below the log; its lines, and what a pipe gets, stay the same."""
+"""A terminal shows a live view below the log; log lines, and a pipe's output, do not change."""
 
 import os
 import pty
@@ -16,25 +16,25 @@ from launching import ROOT, quiet_environment
 from utils.callbacks import live
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# A checkpoint's size changes with the digits of the times in its files.
+# A checkpoint's size varies with the digits of the times in its files.
 TIMES = re.compile(
     r"\d\d:\d\d:\d\d|[\d,.]+ tokens/s.*| after \w+|[\d.]+ GiB free|[\d.]+ s\b|[\d.]+ KiB\b"
 )
 
 
 def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> tuple[int, str]:
-    """Run pretrain.py on a terminal of its own; return its exit code and all that was written."""
+    """Run pretrain.py on a new terminal; return its exit code and its output."""
     child, terminal = pty.fork()
     if not child:
-        # Tests that a script runs in the background ignore it, and so would their children.
+        # In the background the signal is ignored, also by children.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         variables = quiet_environment({"TERM": "xterm", "COLUMNS": "120", **environment})
         os.execve(sys.executable, [sys.executable, str(ROOT / "pretrain.py"), *argv], variables)
-    written, give_up_at = b"", time.monotonic() + 300  # with the start of a busy machine
+    written, give_up_at = b"", time.monotonic() + 300  # enough for a busy machine
     while time.monotonic() < give_up_at:
         try:
             written += os.read(terminal, 65536)
-        except OSError:  # it ended
+        except OSError:  # the process ended
             break
         if interrupt_at and interrupt_at in written.decode(errors="replace"):
             os.write(terminal, b"\x03")
@@ -45,16 +45,16 @@ def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> 
 
 
 def log_lines(shown: str) -> list[str]:
-    """The log's lines of a run, without what differs from run to run."""
+    """Return the log lines of a run, without parts that differ from run to run."""
     text = CONTROL.sub("\n", shown).replace("\r", "\n")
     lines = [line for line in text.split("\n") if re.match(r"\d\d:\d\d:\d\d  ", line)]
     lines = [re.sub(r"\s+", " ", TIMES.sub("", line)) for line in lines]
-    return [line for line in lines if "measuring its" not in line]  # once a workspace
+    return [line for line in lines if "measuring its" not in line]  # only once per workspace
 
 
 @pytest.fixture(scope="module")
 def command(pretraining, workspace, tmp_path_factory):
-    """The command line of a run, the same directory's name each time."""
+    """Return the command line of a run, always with the same directory name."""
 
     def argv(name, **changes):
         directory = tmp_path_factory.mktemp(name) / "run"

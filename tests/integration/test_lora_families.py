@@ -1,4 +1,4 @@
-"""LoRA with its defaults, start to finish: trained, resumed, merged, loaded, in unlike families."""
+"""LoRA with default settings is trained, resumed, merged and loaded, in different families."""
 
 from pathlib import Path
 

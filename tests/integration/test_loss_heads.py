@@ -1,4 +1,4 @@
-"""The fused loss head trains as the one that makes all logits does, to rounding."""
+"""Training with the fused loss head equals training with all logits, up to rounding."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from utils.kernels.linear_cross_entropy import SIZES
 pytestmark = pytest.mark.slow
 
 SOFTCAPS = {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}
-# The script, what differs in the model, settings, and the tolerance.
+# Script, changes of the model, settings, tolerance.
 CASES = {
     "tied": (pretrain, {"tie_word_embeddings": True}, {}, 3e-5),
     "softcaps": (pretrain, SOFTCAPS, {}, 3e-5),
@@ -28,7 +28,7 @@ CASES = {
 def test_both_heads_train_alike(
     name, pretraining, fine_tuning, workspace, tmp_path, monkeypatch, capsys
 ):
-    """Over several chunks of tokens."""
+    """The heads agree over several chunks of tokens."""
     sizes = replace(SIZES["cpu"], rows=37, tile=1, block=9 * tiny.VOCABULARY)
     monkeypatch.setitem(SIZES, "cpu", sizes)
     script, model, changes, tolerance = CASES[name]
@@ -38,7 +38,8 @@ def test_both_heads_train_alike(
     else:
         argv, held = fine_tuning, "chats_heldout"
     changes |= {"eval_data": f"held={workspace / held}", "eval_strategy": "steps", "eval_steps": 3}
-    # Adam divides by the gradient's size: where that is rounding, so is the sign of the step.
+    # Adam divides by the gradient's size, so a gradient of rounding errors gives a step of any
+    # sign.
     changes |= {"adam_epsilon": 1e-4}
     figures, weights = [], []
     for head in ("fused", "logits"):

@@ -1,4 +1,4 @@
-"""A run takes the memory that was predicted; recomputation changes none of its losses."""
+"""A run takes the predicted memory, and recomputation changes none of its losses."""
 
 import pytest
 import tiny
@@ -28,7 +28,7 @@ def test_a_cpu_takes_what_was_predicted(name, choice):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(
     ("name", "choice"),
-    # What compiled layers compute again is counted as others do, which is more: not compared.
+    # Not compared with recomputation: there the prediction for compiled layers is too high.
     [(name, choice) for name in SHAPES for choice in CHOICES if (name, choice) not in OVERCOUNTED],
 )
 def test_a_gpu_takes_what_was_predicted(name, choice):

@@ -1,4 +1,4 @@
-"""Several weighted datasets: as exact on resume as one, and their shares are those of the run."""
+"""Weighted datasets: a resume is as exact as with one, and shares count over the whole run."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ import pretrain
 
 pytestmark = pytest.mark.slow
 
-# Logs and saves that do not fall together; the third source runs out within the first steps.
+# Logs and saves are at different steps; the third source runs out within the first steps.
 RUN = {
     "packing": "none", "max_steps": 12, "save_steps": 6, "logging_steps": 4,
     "per_device_train_batch_size": 1,
@@ -24,7 +24,7 @@ LONGEST_AND_WEIGHT = {"web": (60, 3), "code": (20, 2), "rare": (30, 1)}
 
 
 def mixture(run: Path) -> dict[int, dict[str, float]]:
-    """The figures of the sources by step."""
+    """Return the figures of the sources by step."""
     return {
         line["step"]: {key: line[key] for key in line if key.startswith(MIXTURE)}
         for line in tiny.train_lines(run)
@@ -58,7 +58,7 @@ def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(pretraining, tmp_path
     assert seen == tiny.train_lines(whole)[-1]["tokens_seen"]
     assert last["tokens_share/web"] == last["tokens_seen/web"] / seen
 
-    # Begun by two ranks, resumed on one.
+    # A run of two ranks resumes on one.
     argv = pretraining(of_two, **settings)
     done = run_two_processes("multi_gpu", "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""Models for images learn from text alone, with transformers' own loss, and are saved whole."""
+"""Models for images train on text with transformers' own loss, and are saved whole."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ from utils.model.architecture import causal_lm_class, outside_text
 from utils.model.probe import build_probe_model, probe_config
 from utils.model.weights import runnable
 
-# Three rows of positions; layers for images inside the text model; attention that looks ahead
-# unless a mask is given; experts; recurrent layers; token types of images; and an ordinary one.
+# Models with three rows of positions; layers for images inside the text model; attention that looks
+# ahead without a mask; experts; recurrent layers; token types of images; an ordinary one.
 MODELS = ["qwen3_vl", "mllama", "paligemma", "kimi_k25", "qwen3_5", "gemma3", "mistral3"]
 PROCESSOR = {
     "preprocessor_config.json": '{"image_mean": [0.5]}', "processor_config.json": '{"a": 1}',
@@ -46,7 +46,7 @@ def make_base(name: str, directory: Path) -> Path:
 
 
 def plain_loss(directory: Path) -> float:
-    """The mean loss of the held-out answers, one document at a time, as transformers has it."""
+    """Return transformers' mean loss of the held-out answers, one document at a time."""
     model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
     total, count = 0.0, 0
     for ids, mask in zip(*tiny.masked(rows()).values(), strict=True):
@@ -171,7 +171,7 @@ def test_towers_of_a_probe_take_no_memory():
 
 
 def test_a_model_with_two_texts_is_refused_at_the_start(pretraining, tmp_path):
-    """Musicgen has an encoder and a decoder for text, so that neither is its text part."""
+    """Musicgen has an encoder and a decoder for text, so neither counts as its text part."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MusicgenConfig().to_dict()))
     with pytest.raises(ConfigurationError, match="is an encoder with a decoder"):

@@ -1,11 +1,11 @@
-"""Test only: let FSDP2 and DeepSpeed run on CPU processes (gloo), which accelerate does not offer.
+"""Makes FSDP2 and DeepSpeed run on CPU processes (gloo), which accelerate does not offer.
 
-Python imports this file at start when its folder is on PYTHONPATH. STOKER_TEST_STEP_DELAY_S=0.5
-makes each training step last that much longer, so that a test can interrupt a run of small steps;
-STOKER_TEST_KILL_RANK_AT_STEP=1:3 kills rank 1 when three steps are done, in every life of the run;
-STOKER_TEST_HOLD=FOLDER holds the ranks after step 13 while FOLDER/13 exists.
-STOKER_TEST_CLOCK_OFF_S=100 sets the clock of the job's second node that much ahead.
-STOKER_TEST_CPU_STRATEGY says what to do:
+Only for tests. Python imports this file at start if its folder is on PYTHONPATH.
+STOKER_TEST_STEP_DELAY_S=0.5 makes each training step longer, so that a test can interrupt a run of
+small steps. STOKER_TEST_KILL_RANK_AT_STEP=1:3 kills rank 1 after three steps, in every start of the
+run. STOKER_TEST_HOLD=FOLDER holds the ranks after step 13 while FOLDER/13 exists.
+STOKER_TEST_CLOCK_OFF_S=100 sets the clock of the job's second node ahead. STOKER_TEST_CPU_STRATEGY
+is one of:
 
 fsdp2      accelerate takes the FSDP branch for accelerators only: give it a DistributedType in
            which one of those members is MULTI_CPU. Needs ACCELERATE_USE_CPU=true.
@@ -36,18 +36,18 @@ def allow_fsdp2(state):
 
 
 def allow_deepspeed(state):
-    """Answer gloo on the CPU whatever was asked."""
+    """Always choose gloo on the CPU."""
     backend = ("gloo", state.DistributedType.MULTI_CPU)
     state.PartialState._prepare_backend = lambda *_args, **_kwargs: backend
 
 
 def compile_nothing(communication):
-    """Answer that the shared-memory all-reduce is not there."""
+    """Report that the shared-memory all-reduce is missing."""
     communication.build_shm_op = lambda: None
 
 
 def disturb_steps(callbacks):
-    """Sleep, die or wait at the beginning of a training step; the numbers stay what they are."""
+    """Sleep, die or wait at the beginning of a training step, without changing a number."""
     on_step_begin = callbacks.CallbackHandler.on_step_begin
     delay_s = float(os.environ.get("STOKER_TEST_STEP_DELAY_S", "0"))
     victim = os.environ.get("STOKER_TEST_KILL_RANK_AT_STEP", "")
@@ -71,7 +71,7 @@ CHANGES = {
 
 
 class ChangeAfterImport(importlib.abc.MetaPathFinder):
-    """Applies each change right after its module is imported."""
+    """An import hook that applies each change right after its module is imported."""
 
     def __init__(self, changes):
         self.changes = dict(changes)
@@ -92,7 +92,7 @@ class ChangeAfterImport(importlib.abc.MetaPathFinder):
 
 
 def wanted_changes():
-    """Return what the environment asks for: functions by the module that they change."""
+    """Return the changes that the environment asks for, by the module that they change."""
     strategy = os.environ.get("STOKER_TEST_CPU_STRATEGY")
     wanted = dict(CHANGES[strategy]) if strategy else {}
     steps = {"STOKER_TEST_STEP_DELAY_S", "STOKER_TEST_KILL_RANK_AT_STEP", "STOKER_TEST_HOLD"}
@@ -102,7 +102,7 @@ def wanted_changes():
 
 
 def set_clock_ahead(seconds):
-    """Let this process read a clock that is so many seconds ahead."""
+    """Set this process's clock ahead by this many seconds."""
     true_time = time.time
     time.time = lambda: true_time() + seconds
 
