@@ -26,10 +26,11 @@ pytestmark = pytest.mark.slow
 ORIGINAL_STEP, ORIGINAL_STEP_END = Trainer.training_step, CallbackHandler.on_step_end
 TOYS = {cell.name: toy(cell) for cell in GPU_CELLS}
 LACKS = r"is not installed|no module named|needs? a GPU|needs a process|on a CPU"
-# One cell of each kind is enough, because --compile is replaced by nothing here.
+# Here --compile does nothing, so two cells, one of each kind, leave out the compiled Stoker.
 REPEATED = ("qwen3_600m_pretrain", "llama_8b_lora")
 TRAINED = {name: cell for name, cell in TOYS.items() if isinstance(cell, TrainingCell)}
-del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]  # but for shape and precision as others
+# These differ from the others only in shape and precision.
+del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,7 @@ LAYERS, WIDTH, INNER, KEYS = 2, 32, 64, 16  # sizes of the model in tiny.py
 
 @pytest.fixture
 def settings(workspace) -> dict[str, object]:
-    """Return settings with two splits: one longer than its evaluations, one with a padded last
-    batch.
-    """
+    """Return settings with two splits: one is evaluated in part, one has a padded last batch."""
     splits = [f"long={workspace / 'documents'}", f"short={workspace / 'short'}"]
     if not (workspace / "short").exists():
         tiny.save(workspace / "short", {"input_ids": tiny.documents(5, seed=4, longest=20)})

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: on whichever rank, it is found, named, and never kept."""
+"""A loss or gradient that is not finite is found on any rank, named, and never saved."""
 
 import json
 import math
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 POISONED_RUN = Path(__file__).with_name("poisoned_run.py")
 DOCUMENTS = 60
-STEP = 4  # of 6, saved after 2, 4 and 6: the spoilt step is one of those that are saved
-# One document a row, two micro-batches of two rows a step.
+STEP = 4  # the spoilt step of 6; it is one of the saved steps 2, 4 and 6
+# One document per row, two micro-batches of two rows per step.
 RUN = {"packing": "none", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "cosine"}
 
 
 ORDER = SampleOrder([DOCUMENTS], seed=42).sequences(np.arange(24)).reshape(6, 4)  # by step
 BATCH = ORDER[STEP - 1]
-SPOILT = int(BATCH[3])  # the last row of its step: micro-batch 2 of one rank, rank 1 of two
+SPOILT = int(BATCH[3])  # the step's last row: in micro-batch 2 of one rank, or on rank 1 of two
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def poisoned(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(pretraining, poisoned, monkeypatch):
-    """Start a run in this process whose spoilt document does what `kind` says."""
+    """Start a run in this process with a spoilt document of this kind."""
     real = Trainer.compute_loss
 
     def start(run: Path, kind: str | None, **changes: object) -> int:
@@ -75,7 +75,7 @@ def test_a_run_ends_before_anything_of_a_spoilt_step_is_kept(kind, start, tmp_pa
     assert kept(run) == ["checkpoint-2"]
     assert not (run / "final").exists()
     with pytest.raises(NotFiniteError, match=CAUSES[kind]):
-        start(run, kind)  # it resumes, and meets the batch again
+        start(run, kind)  # the run resumes and reaches the batch again
     expected = set(BATCH.tolist()) if kind == "inf_gradient" else set(BATCH[2:].tolist())
     assert documents(run) == expected
     named = ", ".join(f"{document} of {poisoned}" for document in sorted(expected))
@@ -91,7 +91,7 @@ def test_a_run_ends_before_anything_of_a_spoilt_step_is_kept(kind, start, tmp_pa
 def test_weights_that_an_update_spoils_are_not_saved_or_exported(
     step, start, tmp_path, monkeypatch
 ):
-    """At a step that is saved; and at the last one, which is exported, without a save."""
+    """Spoil weights at a saved step, and at the last step, which is exported without a save."""
     real = torch.optim.AdamW.step
 
     def overflow(self, closure=None):
@@ -112,7 +112,7 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
 
 
 def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys):
-    """Two ranks would learn of the spoilt step only a step later."""
+    """Otherwise two ranks would learn of the spoilt step one step later."""
     split = f"heldout={workspace / 'heldout'}"
     with pytest.raises(NotFiniteError):
         start(tmp_path / "run", "nan", eval_data=split, eval_strategy="steps", eval_steps=4)
@@ -129,7 +129,7 @@ def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys)
 def test_what_one_of_two_ranks_finds_ends_both(
     config, kind, cause, pretraining, poisoned, tmp_path
 ):
-    """Nothing is saved at the step and the next one: the ranks learn of it at begins of steps."""
+    """Nothing is saved at the step and the next one: ranks learn of it when a step begins."""
     run = tmp_path / "run"
     settings = {"train_data": poisoned, "per_device_train_batch_size": 1, "save_steps": 3}
     argv = pretraining(run, **RUN | settings)

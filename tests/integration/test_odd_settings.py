@@ -1,7 +1,7 @@
-"""Every setting with odd values: what a dry run accepts trains a step, the rest is refused.
+"""Every setting with odd values: it trains a step if the dry run accepts it, else it is refused.
 
-Each start is a forked process, so that none finds what an earlier one left behind. The sweep over
-all settings is exhaustive; a sample is not.
+Each start is a forked process, so that earlier ones cannot affect it. `make test` tries a sample of
+the settings, `--exhaustive` all.
 """
 
 import json
@@ -23,13 +23,13 @@ from utils.launch.script import _run
 pytestmark = pytest.mark.slow
 
 DECLARED = declared_settings((RunArguments, DataArguments, ModelArguments, FineTuneConfig))
-# Each takes part in all cases, or starts elsewhere than here.
+# Settings that all cases use, or that start something elsewhere.
 LEFT_OUT = {
     *("dry_run", "assume", "suggest", "output_dir", "train_data", "model_name_or_path"),
     *("model_config", "sequence_length", "push_to_hub", "lm_eval_tasks", "init_from"),
     *("resume_from_checkpoint", "tokenizer_name_or_path", "strategy", "hang_timeout_s"),
 }
-LENGTHS = {"max_steps", "num_train_epochs", "max_tokens"}  # what they accept trains for years
+LENGTHS = {"max_steps", "num_train_epochs", "max_tokens"}  # accepted values may train for years
 NUMBERS = "nan inf -inf -1 0 1 1e400 1e-400 0.5 1.5 2147483648 18446744073709551616 1e30 x"
 WORDS = {
     dict: ["{}", '{"x": 1}', "[]", "{", '{"use_reentrant": true}', '{"use_reentrant": "x"}'],
@@ -53,7 +53,7 @@ OPTIONS = [
 
 
 def odd_values(declaration: Declaration) -> list[object]:
-    """All choices of a setting, or what somebody may write for a value of its type."""
+    """Return all choices of a setting, or values that somebody may write for its type."""
     if declaration.choices is not None:
         return [*(str(each).lower() for each in declaration.choices), "x", "", "null"]
     if {int, float} & set(declaration.origins):
@@ -99,7 +99,7 @@ SAMPLE = {
 
 @pytest.fixture
 def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
-    """Return how a dry run and a start of one step end, and what the last of both printed."""
+    """Return how a dry run and a start of one step end, and the output of the later one."""
 
     def forked(main, argv: list[str]) -> int:
         process = os.fork()
@@ -142,7 +142,7 @@ def check(ending, cases: dict[str, list[dict[str, object]]], name: str) -> None:
     faults = []
     for changes in cases[name]:
         dry, start, log = ending(name, changes)
-        # A loss may become infinite, which no dry run can know.
+        # A loss may become infinite, which a dry run cannot know.
         sound = dry == ExitCode.REFUSED or (dry, start) in ((0, 0), (0, ExitCode.NOT_FINITE))
         if not (sound or (dry == 0 and name in LENGTHS)) or "Traceback" in log:
             faults.append(f"{changes}: dry run {dry}, start {start}: {log[-1500:]}")

@@ -1,4 +1,4 @@
-"""Runs whose weights and Adam's states are kept in fewer bits: as exact as any other run."""
+"""Runs with weights and Adam states in fewer bits resume as exactly as any other run."""
 
 import shutil
 
@@ -18,7 +18,7 @@ SMALLEST = {"dtype": "bfloat16", "stochastic_rounding": True, "optim_states": "i
 
 @pytest.fixture
 def wide(pretraining, tmp_path):
-    """The command line of a model whose matrices are wide enough for blocks of 8-bit states."""
+    """Return the command line for a model with matrices wide enough for 8-bit states."""
     config = tiny.make_model_config(tmp_path / "wide.json", hidden_size=64, intermediate_size=128)
     return lambda output_dir, **changes: pretraining(output_dir, model_config=config, **changes)
 
@@ -40,7 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd)
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
 def test_two_ranks_round_alike_and_resume_exactly(config, wide, tmp_path):
-    """Both resume with what rank 0 wrote, or with shards of codes and scales."""
+    """They resume from rank 0's file, or from shards of codes and scales."""
     whole, settings = tmp_path / "whole", {**SMALLEST, "per_device_train_batch_size": 1}
     done = run_two_processes(config, "pretrain.py", wide(whole, **settings))
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""Embeddings with more rows than there are tokens: from scratch, loaded, sharded and resumed."""
+"""Embeddings with more rows than tokens: from scratch, loaded, sharded and resumed."""
 
 import shutil
 
@@ -17,7 +17,7 @@ PADDED = {"pad_embeddings_to_multiple_of": 100}  # 128 words become 200 rows
 
 @pytest.mark.parametrize("source", ["scratch", "loaded"])
 def test_padding_trains_saves_and_resumes(source, pretraining, base_model, tmp_path, capsys):
-    """Added rows begin as the mean of a loaded model's, and learn to be no token."""
+    """Added rows begin as the mean of a loaded model's rows, and the model never predicts them."""
     weights = {"model_config": None, "model_name_or_path": base_model} if source == "loaded" else {}
     settings = PADDED | weights | {"max_steps": 20, "save_steps": 10}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -35,7 +35,7 @@ def test_padding_trains_saves_and_resumes(source, pretraining, base_model, tmp_p
     assert logits[..., 128:].mean() < logits[..., :128].mean(), "no token that was to be predicted"
     generated = model.generate(prompt, do_sample=True, max_new_tokens=60, eos_token_id=None)
     assert generated.max() < 128
-    # A next stage has the same rows, whatever is asked for; here once more of it.
+    # The next stage keeps these rows, also if it asks for the same multiple again.
     stage = {"model_config": None, "init_from": whole, "max_steps": 1}
     assert pretrain.main(pretraining(tmp_path / "next", **stage)) == 0
     assert AutoConfig.from_pretrained(tmp_path / "next" / "final").vocab_size == 200

@@ -1,4 +1,4 @@
-"""From documents to a fine-tuned model through the three scripts, small; and its secrets."""
+"""From documents to a fine-tuned model by the three scripts; secrets stay out of all files."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ CANARIES = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """text/ and chats/, prepared from JSONL with one trained tokenizer; chats without its pad."""
+    """Prepare text/ and chats/ from JSONL with a trained tokenizer; for chats without pad token."""
     root = tmp_path_factory.mktemp("prepared")
     names = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     texts = [{"text": f"{i}: " + " ".join(names[i % 8 :] + names[: i % 8]) * 3} for i in range(60)]
@@ -58,7 +58,7 @@ SMALL = {
 
 
 def model_config(path: Path) -> Path:
-    """A configuration whose vocabulary follows the tokenizer."""
+    """Write a configuration without a vocabulary size, which follows the tokenizer."""
     config = json.loads(tiny.make_model_config(path).read_text())
     del config["vocab_size"]
     path.write_text(json.dumps(config))
@@ -87,14 +87,14 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     )
     output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
-    # The finished model stops by itself, at the end of its turn.
+    # The finished model stops at the end of its turn.
     assert answer == "four<|im_end|>"
 
 
 def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
-    """Also with wandb, which goes offline by itself where there is no network.
+    """This includes wandb, which goes offline by itself without a network.
 
-    In a process of its own: wandb keeps the settings of the first run in a process.
+    The run needs its own process, because wandb keeps the settings of the first run.
     """
     env_file = tmp_path / ".env"
     env_file.write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
@@ -110,7 +110,7 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
         sample_prompts="two and",
         **SMALL,
     )
-    # Nothing listens there: what a node without internet sees.
+    # Nothing listens there, as on a node without internet.
     environment = quiet_environment({"WANDB_BASE_URL": "http://127.0.0.1:9"})
     for name in [name for name in environment if name.startswith("WANDB_") or name in CANARIES]:
         if name != "WANDB_BASE_URL":

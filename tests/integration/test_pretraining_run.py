@@ -1,4 +1,4 @@
-"""Whole pretraining runs in this process: what comes out, and what must not change the numbers."""
+"""Whole pretraining runs: their results, and settings that must not change the numbers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from utils.data.token_dataset import open_token_dataset
 
 pytestmark = pytest.mark.slow
 
-# Warm-up, a plateau and decay: as shares of the learning rate.
+# Warm-up, plateau and decay, as shares of the learning rate.
 SCHEDULE = {
     "lr_scheduler_type": "warmup_stable_decay",
     "lr_scheduler_kwargs": '{"num_decay_steps": 2, "decay_type": "linear"}',
@@ -31,7 +31,7 @@ RATES = [0.0, 0.5, 1.0, 1.0, 1.0, 0.5]
 
 @pytest.fixture(scope="module")
 def whole(pretraining, tmp_path_factory) -> Path:
-    """A run of six steps that nothing interrupted."""
+    """Run six uninterrupted steps."""
     run = tmp_path_factory.mktemp("shared") / "whole"
     assert pretrain.main(pretraining(run, **SCHEDULE)) == 0
     return run
@@ -39,12 +39,12 @@ def whole(pretraining, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(whole, tmp_path) -> Path:
-    """A copy of it, without the lock, which this process holds."""
+    """Copy the run, without the lock, which this process holds."""
     return shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
 
 
 def counted_calls(monkeypatch) -> list[str]:
-    """The calls from here on that tokenize, map or download."""
+    """Count calls that tokenize, map or download."""
     calls: list[str] = []
 
     def counted(name: str, real):
@@ -63,7 +63,7 @@ def counted_calls(monkeypatch) -> list[str]:
 def test_a_run_leaves_a_model_that_plain_transformers_loads(
     pretraining, workspace, tmp_path, monkeypatch
 ):
-    """The best one; and training tokenizes, maps and downloads nothing."""
+    """It is the best model; training tokenizes, maps and downloads nothing."""
     run, calls = tmp_path / "run", counted_calls(monkeypatch)
     settings = {
         "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 2,
@@ -82,7 +82,7 @@ def test_a_run_leaves_a_model_that_plain_transformers_loads(
     evaluated = tiny.evaluations(run, "heldout")
     assert sorted(evaluated) == list(range(0, 21, 2))
     assert evaluated[20] < evaluated[0] - 0.5
-    # An evaluation is the mean over the tokens of documents one by one.
+    # An evaluation equals the mean over tokens of documents evaluated one by one.
     expected = tiny.plain_loss(model, {"input_ids": tiny.documents(31, seed=1)})
     assert min(evaluated.values()) == pytest.approx(expected, abs=1e-5)
     assert not list(run.rglob("training_args.bin"))
@@ -91,7 +91,7 @@ def test_a_run_leaves_a_model_that_plain_transformers_loads(
 def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
     pretraining, workspace, tmp_path, capsys
 ):
-    """Trainer would cast them in place for the evaluation after the last step."""
+    """Trainer would cast the weights in place for the evaluation after the last step."""
     made = {}
     for full in (False, True):
         run = tmp_path / str(full)
@@ -107,7 +107,7 @@ def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
 
 
 def test_packing_does_not_change_the_loss_of_the_same_documents(pretraining, workspace, tmp_path):
-    """One step over all documents, packed or one per sequence, has one loss and one gradient."""
+    """A step over all documents has the same loss and gradient packed and one per sequence."""
     results = {}
     lengths = open_token_dataset(str(workspace / "documents")).lengths
     for name in ("best_fit", "none"):
@@ -134,7 +134,7 @@ def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, p
 
 
 def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretraining):
-    """Trainer alone would go on with those that the checkpoint was written with."""
+    """Trainer alone would keep the steps with which the checkpoint was written."""
     tiny.cut(copied, step=3)
     changes = {"logging_steps": 2, "save_steps": 1, "save_total_limit": 9}
     pretrain.main(pretraining(copied, **SCHEDULE, **changes))
@@ -143,7 +143,7 @@ def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretraining):
 
 
 def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
-    """In its checkpoints, its journal, and as a recipe of the same run."""
+    """Check the records in checkpoints and journal, and config.yaml as a recipe of the same run."""
     manifest, record = read_manifest(whole / "checkpoint-6"), tiny.starts(whole)[0]
     assert (manifest.step, manifest.samples, manifest.world_size) == (6, 24, 1)
     assert manifest.run_id == json.loads((whole / "provenance.json").read_text())["run_id"]
@@ -153,7 +153,7 @@ def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
     assert [line["learning_rate"] / 1e-2 for line in lines] == pytest.approx(RATES, abs=0.01)
     for line in lines:
         assert {"tokens_seen", "host_rss_gib", "host_peak_rss_gib", "memory_by_rank"} <= line.keys()
-    for line in lines[1:]:  # the first step is in no rate
+    for line in lines[1:]:  # no rate includes the first step
         assert line["tokens_per_s"] > 0
         assert line["step_time_s"] > line["data_wait_s"] >= 0
     seen = [line["tokens_seen"] for line in lines]
@@ -168,7 +168,7 @@ def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
     tiny.assert_same_run(again, whole)
     kept = sorted(path.name for path in again.glob("checkpoint-*"))
     assert kept == ["checkpoint-4", "checkpoint-6"]
-    # A finished run is left alone.
+    # Another start changes nothing in a finished run.
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("final/*")}
     pretrain.main(pretraining(copied, **SCHEDULE))
     assert "is finished: nothing is left to do" in capsys.readouterr().out

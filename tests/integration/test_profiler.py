@@ -1,4 +1,4 @@
-"""--profile_steps: a trace and a table of some steps, and no change of anything else."""
+"""--profile_steps writes a trace and a table of some steps, and changes nothing else."""
 
 import gzip
 import json
@@ -19,12 +19,12 @@ STEPS = {"max_steps": 6, "logging_steps": 1, "learning_rate": 1e-3, "global_batc
 
 
 def traced(path):
-    """The events of a Chrome trace."""
+    """Return the events of a Chrome trace."""
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
 def mark_of(path, name):
-    """When the only event of this name begins and ends, in us."""
+    """Return the beginning and the end, in us, of the only event of this name."""
     (mark,) = (event for event in traced(path) if event.get("name") == name)
     return mark["ts"], mark["ts"] + mark["dur"]
 
@@ -63,7 +63,7 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
     steps = [name for name in names if name.startswith("Optimizer.step#")]
     assert len(steps) == 2, "of the steps 3 and 4 alone"
 
-    # What is behind a start is left out: of the steps 3 to 5, then all of 2 and 3.
+    # Steps before the resumed step are left out: a part of 3 to 5, then all of 2 and 3.
     tiny.cut(run, step=4)
     for written, said in (
         ("3:6", "steps 5 to 5 of rank 0"), ("2:4", "profile: none, this start begins after step 4"),
@@ -88,7 +88,7 @@ def test_rank_0_alone_writes_and_shows_what_collectives_take(pretraining, tmp_pa
     assert abs(begin - mark_of(trace, "step 1")[1]) < 1000, "one begins where the other ends"
     waits = [each["ts"] for each in traced(trace) if "DataLoader" in each.get("name", "")]
     assert any(begin < wait < end for wait in waits), "its data is waited for in it"
-    # gloo ends its events in memory that the profiler frees when it stops: not before they ended.
+    # gloo ends its events in memory that the profiler frees, so the profiler must wait for them.
     collectives = [each for each in traced(trace) if each.get("name", "").startswith("gloo:")]
     last = max(collectives, key=lambda each: each["ts"])
     assert last["name"] == "gloo:barrier", "it waits for all others"
@@ -116,7 +116,7 @@ def test_a_window_that_cannot_be_is_refused(written, said, pretraining, tmp_path
 
 
 def event(name, start, end, kind=DeviceType.CUDA, annotation=False):
-    """A stand-in for one of the profiler's events, times in us."""
+    """Return a stand-in for a profiler event; times are in us."""
     span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
     return SimpleNamespace(
         name=name, time_range=span, device_type=kind, self_cpu_time_total=end - start,
@@ -125,11 +125,11 @@ def event(name, start, end, kind=DeviceType.CUDA, annotation=False):
 
 
 def test_the_time_of_a_gpu_is_shared_out():
-    """Two steps of 100 us, an evaluation between them; streams overlap, so do waits and kernels."""
+    """The times of overlapping streams, waits and kernels of two steps are added correctly."""
     host = DeviceType.CPU
     events = [
         event("step 1", 0, 100, host, True), event("step 2", 200, 300, host, True),
-        event("step 1", 5, 95, annotation=True),  # the same mark on the device
+        event("step 1", 5, 95, annotation=True),  # the same mark, on the device
         event("gemm", 0, 30), event("gemm", 30, 50), event("gemm", 210, 250),
         event("ncclDevKernel_AllReduce", 40, 60), event("nccl:all_reduce", 40, 60, annotation=True),
         event("evaluation", 110, 190), event("aten::mm", 0, 100, host),

@@ -1,4 +1,4 @@
-"""The real huggingface_hub against a stand-in Hub on this machine: what is uploaded, what not."""
+"""Uploads by the real huggingface_hub to a stand-in Hub on this machine."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ TOKEN = "hf_" + "w" * 30
 
 
 class Hub(ThreadingHTTPServer):
-    """Keeps models as {name: {file: content}}; `private` are those that were made so."""
+    """A Hub with models as {name: {file: content}}; `private` names the private ones."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -124,7 +124,7 @@ def hub() -> Iterator[Hub]:
 
 
 def run(hub: Hub | None, cwd: Path, *argv: str, token: str = TOKEN) -> tuple[int, str]:
-    """Run Python on these words; return the exit code and all that it wrote."""
+    """Run Python with these arguments; return its exit code and output."""
     environment = quiet_environment(
         {"HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0",
          "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "hf")}
@@ -186,7 +186,7 @@ def _publish_the_adapter(hub: Hub, tmp_path: Path) -> None:
     card = ModelCard(there["README.md"].decode())
     assert (card.data.base_model, card.data.base_model_relation) == ("Qwen/Qwen3-8B", "adapter")
     assert "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules mine=me/lora" in card.text
-    # Again: an old part of the weights would be loaded with the new ones; the rest stays.
+    # A second upload deletes old parts of the weights, which would be loaded too, and nothing else.
     there |= {"adapter_model-2.safetensors": b"", "LICENSE": b"mine"}
     code, shown = run(hub, tmp_path, *words[:-3], "--private", "--base_model", "Qwen/Qwen3-8B")
     assert code == 0, shown

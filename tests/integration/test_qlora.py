@@ -1,4 +1,4 @@
-"""QLoRA, start to finish: weights quantized when loaded, trained, resumed, merged, talked to."""
+"""QLoRA from start to finish: weights quantized on load, trained, resumed, merged, chatted with."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def argv(fine_tuning, workspace, tmp_path):
 
 @pytest.fixture
 def live(monkeypatch):
-    """The model as it was loaded, and what it says when it is trained."""
+    """Return the loaded model, and its outputs after training."""
     seen, load, export = {}, weights.load_model, finish.export_final
 
     def loaded(settings, config, *others):
@@ -64,7 +64,7 @@ def live(monkeypatch):
     def exported(trainer, dtype):
         assert {v.dtype for v in trainer.model.parameters() if v.requires_grad} == {torch.float32}
         export(trainer, dtype)
-        trainer.model.set_attn_implementation("sdpa")  # its own takes packed documents alone
+        trainer.model.set_attn_implementation("sdpa")  # packed_varlen needs packed documents
         seen["logits"] = trainer.model.eval()(input_ids=TOKENS, use_cache=False).logits
 
     monkeypatch.setattr(weights, "load_model", loaded)
@@ -76,7 +76,7 @@ def live(monkeypatch):
     ("name", "changes"),
     [
         ("llama", {"save_dtype": "float32", "lora_target_modules": ["q_proj", "down_proj"]}),
-        ("gemma3", {"save_dtype": "float32", "use_bnb_nested_quant": False}),  # has a tower beside
+        ("gemma3", {"save_dtype": "float32", "use_bnb_nested_quant": False}),  # with a tower
         pytest.param("gpt2", {"dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", {"use_dora": False}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3", {"use_dora": True, "bf16": True, "use_cpu": True, "dtype": "bfloat16",

@@ -1,6 +1,6 @@
-"""Each family of the recipes trains: the recipe itself, the published model cut small, three steps.
+"""Each model family of the recipes trains three steps with its recipe and a small model.
 
-Of a recipe stay the settings that decide what is trained and how; what makes it large is cut.
+A recipe keeps the settings that decide what is trained and how; sizes are cut.
 """
 
 import json
@@ -22,7 +22,7 @@ from utils.model.config import config_from_file
 pytestmark = pytest.mark.slow
 RECIPES = Path(__file__).parents[2] / "recipes"
 PUBLISHED = {model.name: model for model in MODELS}
-# How the names of a family's recipes begin, and a model of it.
+# Prefix of a family's recipe names -> a model of the family.
 FAMILIES = {
     "gemma3": "google/gemma-3-4b-it",
     "gpt_oss": "openai/gpt-oss-20b",
@@ -52,7 +52,7 @@ TRIED = [
 
 
 def family_of(recipe: str) -> str:
-    """The longest name that the recipe's begins with."""
+    """Return the longest family name that the recipe's name begins with."""
     return max((name for name in FAMILIES if recipe.startswith(name)), key=len)
 
 
@@ -69,7 +69,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def cut_model(name: str, directory: Path) -> Path:
-    """Save random weights of a published model's shape, its tokenizer beside them."""
+    """Save random weights of a small version of a published model, with its tokenizer."""
     model = PUBLISHED[name]
     trials._make_tokenizer(model, directory)
     path = directory / "config.json"

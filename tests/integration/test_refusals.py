@@ -1,4 +1,4 @@
-"""Bad input: one table of what a start refuses, and what its dry run refuses in the same words."""
+"""Bad input, in one table: a start and its dry run refuse it with the same message."""
 
 import json
 import re
@@ -23,13 +23,13 @@ SHORT = {"max_steps": 3}
 LORA = {"use_peft": "true", "lora_target_modules": ["q_proj", "v_proj"]}
 SECRET = "hf_" + "x" * 34
 MAMBA = "model_type: mamba\nhidden_size: 32\nnum_hidden_layers: 2\n"
-# Refused while weights load, after the directory was claimed.
+# These are refused while weights load, when the directory is already claimed.
 LOADING = {"no optimizer", "stage of other shapes", "missing tensor", "half a file"}
 
 
 @dataclass
 class Place:
-    """Where a case makes what is wrong: its own directory, and the session's data and models."""
+    """The place of a case: its own directory, and the session's data and models."""
 
     path: Path
     workspace: Path
@@ -43,11 +43,11 @@ class Place:
         return self.path / "run"
 
     def resumed(self, **changes: object) -> dict[str, object]:
-        """Settings of the pretraining that ended at step 3, in a copy of its directory."""
+        """Return settings that resume a copy of the pretraining that ended at step 3."""
         return {"output_dir": shutil.copytree(self.finished, self.run), **changes}
 
     def rewritten(self, files: str, change: Callable[[str], str]) -> dict[str, object]:
-        """The same with these files of the directory changed."""
+        """Do the same with some files of the directory changed."""
         changes = self.resumed()
         for path in self.run.glob(files):
             path.write_text(change(path.read_text()))
@@ -112,7 +112,7 @@ def half_a_file(place: Place) -> dict[str, object]:
     return {"model_name_or_path": model}
 
 
-# What is wrong, as a function of the place or as settings; and a part of what both have to say.
+# The fault, as a function of the place or as settings, and a part of the message.
 PRETRAINING = {
     "foreign directory": (foreign_directory, "holds no run of Stoker"),
     "finished, checkpoints gone": (finished_without_checkpoints, "finished run without checkpo"),
@@ -160,7 +160,7 @@ PRETRAINING = {
     "no tokenizer": ({"tokenizer_name_or_path": None}, "give --tokenizer_name_or_path"),
     "token as a flag": ({"hub_token": SECRET}, "HF_TOKEN"),
     "kernel": ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
-    # What a library finds wrong with the objects that settings name.
+    # Faults that libraries find in the objects that settings name.
     "schedule": (
         {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
         "learning_rate 1e-08 (--learning_rate): lr_end (1e-07) must be smaller than initial lr",
@@ -254,7 +254,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ended(pretraining, fine_tuning, tmp_path_factory):
-    """A pretraining and a LoRA fine-tuning of three steps."""
+    """Run a pretraining and a LoRA fine-tuning of three steps."""
     root = tmp_path_factory.mktemp("ended")
     pretrain.main(pretraining(root / "pretrained", **SHORT))
     sft_train.main(fine_tuning(root / "tuned", **SHORT, **LORA, lora_r=4))
@@ -263,7 +263,7 @@ def ended(pretraining, fine_tuning, tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path, workspace, base_model, ended, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # this machine is where it would train
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # so the run would train on this machine
     return Place(tmp_path, workspace, base_model, *ended, monkeypatch)
 
 
@@ -310,7 +310,7 @@ def test_what_starts_passes_the_dry_run_and_says_how_it_resumes(
 
 
 def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, capsys):
-    """The start asks the device itself; of a login node's dry run the refusal is the same."""
+    """The dry run on a login node gives the same refusal as a start, which asks the device."""
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
     argv = [*pretraining(place.run, activation_checkpointing="auto"), "--dry_run", "true"]
     place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "79")
@@ -322,9 +322,9 @@ def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, cap
 
 
 def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
-    """With torch as built for CUDA, which names a GPU where there is none unless it has to look.
+    """torch for CUDA claims a GPU even without one, as long as it need not use it.
 
-    Bloom adds its positions to the scores by itself: packed documents see each other.
+    Bloom adds positions to the scores by itself, so packed documents would see each other.
     """
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
     place.monkeypatch.setattr(
@@ -346,7 +346,7 @@ def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
 
 
 def test_a_dry_run_starts_no_processes_and_a_start_of_one_needs_no_backend(place, pretraining):
-    """What accelerate takes for a launch: the name of a backend, and variables of MPI."""
+    """accelerate assumes a launch if a backend is named or MPI's variables are set."""
     one_step = {**SHORT, "max_steps": 1, "ddp_backend": "gloo"}
     argv = pretraining(place.run, **one_step)
     assert pretrain.main(argv) == 0
@@ -362,7 +362,7 @@ def test_a_dry_run_starts_no_processes_and_a_start_of_one_needs_no_backend(place
 
 
 def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretraining):
-    """submit.sh, inside of an salloc: those tasks are not the job's."""
+    """submit.sh may run inside an salloc, whose tasks are not those of the job."""
     place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     argv = [*pretraining(place.run), "--dry_run", "true"]
     with pytest.raises(ConfigurationError, match="srun started 2 copies"):
@@ -382,7 +382,7 @@ def test_what_has_no_effect_is_logged(place, pretraining, capsys):
 
 
 def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining):
-    """Trainer gives Adafactor these two by itself, and many recipes say so."""
+    """Trainer always gives Adafactor these two, and many recipes set them."""
     options = "scale_parameter=False,relative_step=False"
     argv = pretraining(place.run, optim="adafactor", optim_args=options, dry_run="true")
     assert pretrain.main(argv) == 0

@@ -1,4 +1,4 @@
-"""The page of a real run, resumed after a kill, in a real browser from file://."""
+"""The report of a real run, resumed after a kill, in a real browser from file://."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ BROWSER = shutil.which("chromium")
 
 @pytest.fixture(scope="module")
 def run(pretraining, workspace, tmp_path_factory) -> Path:
-    """Six steps, then as if killed after the checkpoint of the third, then the rest again."""
+    """Run six steps, undo those after the checkpoint of the third, and run the rest again."""
     directory = tmp_path_factory.mktemp("runs") / "resumed"
     argv = pretraining(directory, eval_data=f"heldout={workspace / 'heldout'}", eval_steps=3)
     assert pretrain.main(argv) == 0
@@ -43,7 +43,7 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium):
-    """Return what opens a page; at the end, nothing but the file was asked for, nothing failed."""
+    """Return a function that opens a page; at the end check that only the file was requested."""
     asked, failed = [], []
 
     def open_page(path: Path, **options):
@@ -85,7 +85,7 @@ def test_the_command_needs_neither_torch_nor_transformers(run):
 
 
 def ticks(page) -> list[str]:
-    """What the horizontal axis of the first chart says."""
+    """Return the labels of the first chart's horizontal axis."""
     chart = page.locator("#charts figure").first
     return chart.locator("text[text-anchor=middle]").all_text_contents()
 
@@ -153,7 +153,7 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
 
 
 def test_runs_are_compared(opened, run, tmp_path):
-    # Without checkpoints: their copies of config.yaml would count.
+    # Without checkpoints, whose copies of config.yaml would count too.
     ignored = shutil.ignore_patterns("checkpoint-*")
     other = shutil.copytree(run, tmp_path / "other", ignore=ignored)
     settings = other / "config.yaml"
@@ -171,7 +171,7 @@ def test_runs_are_compared(opened, run, tmp_path):
 
 
 def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
-    """By its launcher, whatever ended it, or by itself where it was started without one."""
+    """The launcher writes it after any ending; without a launcher the run does."""
     run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
     command.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
     command.chmod(0o755)
@@ -192,7 +192,7 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
         assert words in page
         assert "The same command resumes it from checkpoint-" in page
         (run / "report.html").unlink()
-    env = quiet_environment(python | {"STOKER_TEST_TROUBLE": "raise:0:99"})  # past the end
+    env = quiet_environment(python | {"STOKER_TEST_TROUBLE": "raise:0:99"})  # after the last step
     for launcher in (["slurm/launch_node.sh"], [sys.executable]):
         subprocess.run([*launcher, *script], cwd=ROOT, env=env, check=True)
     killed, failed, *finished = told.read_text().splitlines()

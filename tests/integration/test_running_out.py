@@ -1,4 +1,4 @@
-"""Memory that really runs out, in training, an evaluation or a save: a page, exit 79, a verdict."""
+"""A run that is out of memory in any phase leaves a page, exit code 79 and a verdict."""
 
 import json
 import re
@@ -13,13 +13,13 @@ from utils.support.notes import read_notes
 pytestmark = pytest.mark.slow
 
 STARVED = "tests/integration/starved_run.py"
-SECRET = "LlamaForCausalLM"  # stands in for one: the page would name it
+SECRET = "LlamaForCausalLM"  # a word of the page, declared a secret
 SIZE = r" +[\d.]+ [KMG]iB  "
 
 
 @pytest.fixture
 def starved(pretraining, workspace, tmp_path):
-    """Run out of memory at a moment; returns the run, its output, notes and rank's page."""
+    """Run out of memory at a given moment; return the run, its output, notes and rank's page."""
 
     def start(moment: str, ranks: int = 1, **changes: object):
         run, notes = tmp_path / "run", tmp_path / "notes"
@@ -65,7 +65,7 @@ def test_in_training(starved):
 
 
 def test_in_the_evaluation_of_one_of_two_ranks(starved):
-    """The other rank loses its peer; both ranks' memory is in the lines of each phase before."""
+    """The other rank loses its peer; the journal has both ranks' memory in each earlier phase."""
     run, done, verdict, page = starved("eval:1:6", ranks=2, async_save="true")
     text = page.read_text()
     assert done.codes[1] == 79, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""Samples at evaluations: what the model says, and a run that is as if nobody had asked."""
+"""Samples at evaluations are the model's continuations, and they do not change the run."""
 
 import json
 
@@ -22,7 +22,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }} <pad> {% endfor %}"
 
 @pytest.fixture
 def settings(workspace) -> dict[str, object]:
-    """Evaluations at steps 0 and 3 of 6; dropout, so that random numbers count."""
+    """Return settings with evaluations at steps 0 and 3 of 6, and with dropout."""
     model = tiny.make_model_config(workspace / "dropping.json", attention_dropout=0.1)
     return {
         "model_config": model, "eval_data": f"heldout={workspace / 'heldout'}",
@@ -32,7 +32,7 @@ def settings(workspace) -> dict[str, object]:
 
 @pytest.fixture
 def asking(settings, tmp_path) -> dict[str, object]:
-    """The same, with a text and a file of two."""
+    """Return the same settings with prompts: a text and a file of two."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "t9 t12"}\n"t1"\n')
     return settings | {"sample_prompts": ["t5 t8 t11", prompts], "sample_max_new_tokens": 5}
@@ -44,7 +44,7 @@ def samples(run) -> dict[int, list[dict[str, str]]]:
 
 
 def continued(model: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
-    """The oracle: the most likely token each time, without a cache."""
+    """Return the expected text: always the most likely token, without a cache."""
     made = list(ids)
     while len(made) < len(ids) + tokens and (len(made) == len(ids) or made[-1] != 0):
         with torch.no_grad():
@@ -53,7 +53,7 @@ def continued(model: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
 
 
 def assert_greedy(run, step: int) -> None:
-    """The samples of the last step are what the finished model says."""
+    """Check that the samples of the last step are the finished model's continuations."""
     model = AutoModelForCausalLM.from_pretrained(run / "final")
     assert model.config.use_cache
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
@@ -97,7 +97,7 @@ def test_caps_and_sinks_of_attention_count_in_samples(name, pretraining, asking,
 
 @pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2", "zero3"])
 def test_every_strategy_says_the_same(strategy, pretraining, asking, settings, tmp_path):
-    """And compiled layers run as written meanwhile."""
+    """Compiled layers run eagerly while samples are generated."""
     settings = settings | {"per_device_train_batch_size": 1, "compile": strategy == "fsdp2"}
     runs = {name: tmp_path / name for name in ("silent", "asked")}
     for name, run in runs.items():

@@ -1,4 +1,4 @@
-"""When checkpoints are written, beside the rhythm of steps, and in the background."""
+"""Checkpoints outside of the step schedule, and in the background."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ def checkpoints(run: Path) -> set[int]:
 
 
 def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted, tmp_path, capsys):
-    """A clock that has a checkpoint due at every step; the best model is still the schedule's."""
+    """The clock is due at every step, but the best model comes from the step schedule."""
     run, whole = tmp_path / "run", uninterrupted()
     capsys.readouterr()
     assert start(run, save_minutes=1e-9, save_total_limit=100) == ExitCode.DONE
@@ -41,7 +41,7 @@ def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted
     assert_the_same_end(run, whole)
 
 
-# The held-out loss falls until step 2, where the rhythm of saves leaves no checkpoint.
+# The held-out loss falls until step 2, where the schedule has no save.
 OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
 
 
@@ -53,7 +53,7 @@ OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
 def test_a_stop_at_a_new_best_changes_nothing(
     event, step, nth, background, start, uninterrupted, tmp_path
 ):
-    """The stop's own checkpoint is that of the best model, once its evaluation is done."""
+    """The stop's checkpoint becomes the best one, once the owed evaluation is done."""
     settings = OVERSHOOTING | {"save_total_limit": 2}
     run, whole = tmp_path / "run", uninterrupted(**settings)
     losses, weights = tiny.evaluations(whole, "first"), "model.safetensors"
@@ -76,7 +76,7 @@ BACKGROUND = {"async_save": "true"}
 
 
 class AtEachStep(Provoke):
-    """Calls with each step at its end, before any other callback."""
+    """A callback that calls a function at the end of each step, before other callbacks."""
 
     def __init__(self, action: Callable[[int], None]):
         self.callbacks: list[TrainerCallback] = []
@@ -84,7 +84,7 @@ class AtEachStep(Provoke):
 
 
 class Slow:
-    """Copies in the background that begin when told to, or after a while."""
+    """Background copies that begin when told, or after a while."""
 
     def __init__(self, monkeypatch, seconds: float = 60):
         self.go_on, self.running, self.most = threading.Event(), 0, 0
@@ -112,7 +112,7 @@ def staged(run: Path) -> list[Path]:
 
 def digests(run: Path, step: int) -> dict[str, str]:
     files = read_manifest(run / f"checkpoint-{step}").files
-    # trainer_state.json and the record of the run name its directory.
+    # trainer_state.json and the run's record contain its directory.
     names = [name for name in files if name != "trainer_state.json" and name[:4] != "run/"]
     return {name: files[name].sha256 for name in names}
 
@@ -172,7 +172,7 @@ def test_an_error_waits_for_the_checkpoint_before_it(start, tmp_path, monkeypatc
 def test_storage_that_fails_in_the_background_ends_the_run(
     start, uninterrupted, tmp_path, monkeypatch, capsys
 ):
-    """At the next step, with nothing committed and what was there before untouched."""
+    """The run ends at the next step; nothing is committed, and older checkpoints are untouched."""
     settings = {"save_steps": 2}
     run, whole = tmp_path / "run", uninterrupted(**settings)
     slow, steps = Slow(monkeypatch), []

@@ -1,7 +1,7 @@
-"""Every command of the documents and of the recipes' heads is run by bash, with stand-ins.
+"""Bash runs every command of the documents and of the recipes' first lines, with stand-ins.
 
-What needs a network, a GPU, Slurm or hours is a stand-in on PATH that notes its words as the
-shell passes them. Whatever reads these words in earnest then reads them here.
+Programs that need a network, a GPU, Slurm or hours are stand-ins on PATH that record their
+arguments. The real parsers then read the recorded arguments.
 """
 
 import argparse
@@ -31,13 +31,13 @@ with open(os.environ["NOTED"], "a") as file:
 if sys.argv[0].endswith("/git"):
     os.mkdir(os.path.basename(sys.argv[-1]).removesuffix(".git"))
 """
-# Options that the documents use, as the manuals of sbatch and srun and of vLLM 0.11 have them.
+# Options that the documents use, from the manuals of sbatch, srun and vLLM 0.11.
 SLURM_OPTIONS = {
     *("--nodes", "--gpus-per-node", "--time", "--account", "--partition", "--array", "--check"),
     *("--ntasks-per-node", "--gpus", "--pty"),
 }
 VLLM_OPTIONS = {"--enable-lora", "--lora-modules", "--max-lora-rank"}
-# Of these no more is looked at than that bash starts them.
+# Only checked to be started by bash.
 TAKEN_AS_THEY_ARE = {
     *("curl", "docker", "apptainer", "git", "grep", "pip", "rsync", "sacctmgr", "scancel"),
     *("scontrol", "sinfo", "squeue", "tail", "touch", "transformers", "wandb"),
@@ -45,7 +45,7 @@ TAKEN_AS_THEY_ARE = {
 
 
 def shell_lines(path: Path) -> list[str]:
-    """The commands of a document's bash blocks, or of the comment at a recipe's head."""
+    """Return the commands of a document's bash blocks, or of a recipe's first comment."""
     text = path.read_text()
     if path.suffix == ".md":
         text = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL))
@@ -57,7 +57,7 @@ def shell_lines(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clone has, in which programs and launchers are stand-ins."""
+    """Make a clone of the repository in which programs and launchers are stand-ins."""
     directory = tmp_path_factory.mktemp("clone")
     for path in (*ROOT.glob("*.py"), *ROOT.glob("requirements*.lock"), ROOT / ".env.example"):
         (directory / path.name).symlink_to(path)
@@ -100,7 +100,7 @@ def test_commands_of_documents_are_understood(path, clone, tmp_path, monkeypatch
 
 
 def understood(program: str, words: list[str]) -> None:
-    """Read the words of a call as the program does; fails where it would refuse them."""
+    """Parse the arguments of a call as the program does; fail if it would refuse them."""
     for word in words:
         named = word.rpartition("=")[2]
         if re.match(r"(recipes|accelerate_configs|slurm|examples)/[\w/.-]+$", named):
@@ -110,7 +110,7 @@ def understood(program: str, words: list[str]) -> None:
 
 
 def read_script(words: Sequence[str]) -> None:
-    """Read settings of one of the scripts, or of `-m MODULE`."""
+    """Parse the settings of a script, or of `-m MODULE`."""
     script, *arguments = words
     if script in ("-m", "-c"):
         read_module(*arguments) if script == "-m" else compile(arguments[0], "-c", "exec")
@@ -124,7 +124,9 @@ def read_script(words: Sequence[str]) -> None:
             with pytest.raises(SystemExit, match="0"):
                 parse(arguments, description=None)
             return
-        elsewhere = [] if "--dry_run" in arguments else ["--dry_run"]  # bf16 needs a GPU here
+        elsewhere = (
+            [] if "--dry_run" in arguments else ["--dry_run"]
+        )  # a start with bf16 would need a GPU
         assert parse([*arguments, *elsewhere], description=None).training.output_dir
     else:
         assert script.endswith(".py"), script
@@ -132,12 +134,12 @@ def read_script(words: Sequence[str]) -> None:
 
 
 class UnderstoodError(Exception):
-    """Raised in place of what a module would do with its arguments."""
+    """Raised instead of what a module would do after parsing its arguments."""
 
 
 def read_module(name: str, *arguments: str) -> None:
-    """Let a module's main read its arguments, and no more."""
-    if name in ("venv", "lm_eval"):  # not of the locked packages
+    """Let a module's main parse its arguments, and do no more."""
+    if name in ("venv", "lm_eval"):  # not in the lock file
         return
     with pytest.MonkeyPatch.context() as patch:
         known = argparse.ArgumentParser.parse_known_args
@@ -162,7 +164,7 @@ def read_module(name: str, *arguments: str) -> None:
 
 
 def read_job(words: list[str]) -> None:
-    """Read `[OPTIONS] slurm/X_job.sh ARGUMENTS`."""
+    """Parse `[OPTIONS] slurm/X_job.sh ARGUMENTS`."""
     at = next(number for number, word in enumerate(words) if not word.startswith("-"))
     assert {word.partition("=")[0] for word in words[:at]} <= SLURM_OPTIONS
     kind, arguments = Path(words[at]).name, words[at + 1 :]
@@ -173,14 +175,14 @@ def read_job(words: list[str]) -> None:
 
 
 def read_srun(words: list[str]) -> None:
-    """Read `[OPTIONS] PROGRAM ARGUMENTS`."""
+    """Parse `[OPTIONS] PROGRAM ARGUMENTS`."""
     at = next(number for number, word in enumerate(words) if not word.startswith("-"))
     assert {word.partition("=")[0] for word in words[:at]} <= SLURM_OPTIONS
     understood(words[at], words[at + 1 :])
 
 
 def read_accelerate(words: list[str]) -> None:
-    """Read `launch OPTIONS SCRIPT ARGUMENTS`."""
+    """Parse `launch OPTIONS SCRIPT ARGUMENTS`."""
     from accelerate.commands.launch import launch_command_parser
 
     assert words[0] == "launch"
@@ -189,7 +191,7 @@ def read_accelerate(words: list[str]) -> None:
 
 
 def read_torchrun(words: list[str]) -> None:
-    """Read `OPTIONS SCRIPT ARGUMENTS`."""
+    """Parse `OPTIONS SCRIPT ARGUMENTS`."""
     from torch.distributed.run import get_args_parser
 
     given = get_args_parser().parse_args(words)
@@ -197,7 +199,7 @@ def read_torchrun(words: list[str]) -> None:
 
 
 def read_hub_command(words: list[str]) -> None:
-    """Read a command line of `hf`."""
+    """Parse a command line of `hf`."""
     from huggingface_hub.cli.hf import app
 
     with app.make_context("hf", list(words), resilient_parsing=True) as context:
@@ -207,13 +209,13 @@ def read_hub_command(words: list[str]) -> None:
 
 
 def read_vllm(words: list[str]) -> None:
-    """Read `serve MODEL OPTIONS`."""
+    """Parse `serve MODEL OPTIONS`."""
     assert words[0] == "serve"
     assert {word for word in words if word.startswith("-")} <= VLLM_OPTIONS
 
 
 def read_make(words: list[str]) -> None:
-    """Ask make which commands the targets mean."""
+    """Let make print the commands of the targets."""
     subprocess.run(["make", "-n", *words], check=True, capture_output=True)
 
 

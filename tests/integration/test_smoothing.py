@@ -1,4 +1,4 @@
-"""Averaged weights and noisy embeddings: by the formula under every strategy, resumed exactly."""
+"""Averaged weights and noisy embeddings follow their formula under every strategy and resume."""
 
 import shutil
 
@@ -30,7 +30,7 @@ def trained(argv) -> None:
 
 
 def averaged(start, run, steps: int) -> dict[str, torch.Tensor]:
-    """The oracle: the average of the weights at the ends of all steps, in float64."""
+    """Return the expected average of the weights after all steps, in float64."""
     first = load_file(start / "model.safetensors")
     average = {name: value.double() for name, value in first.items()}
     for step in range(1, steps + 1):
@@ -50,7 +50,7 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
     said = "step 6, averaged (ema_decay 0.5; checkpoints have the others), in float32"
     shown = capsys.readouterr().out
     assert said in shown
-    # transformers sends its own warnings to stdout, too, where the variable CI is set.
+    # transformers also prints its warnings to stdout if the variable CI is set.
     warned = [line for line in shown.splitlines() if "WARNING" in line]
     assert [line for line in warned if "The tokenizer has new" not in line] == []
     expected = averaged(base_model, alone, steps)
@@ -87,7 +87,7 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
 def test_a_resumed_run_averages_and_adds_noise_as_the_uninterrupted_one(
     kind, fine_tuning, workspace, tmp_path
 ):
-    """Of the best checkpoint, too; saved in the background."""
+    """This includes the best checkpoint; checkpoints are saved in the background."""
     settings = {
         **kind, "ema_decay": 0.9, "neftune_noise_alpha": 5, "async_save": True,
         "eval_data": f"heldout={workspace / 'chats_heldout'}", "eval_steps": 3,
@@ -119,7 +119,7 @@ def test_noise_goes_with_compiled_layers_and_leaves_no_trace(fine_tuning, tmp_pa
 
 
 def test_noise_is_as_loud_as_the_document_is_short():
-    """As in a batch of that document alone, where transformers' hook is the paper's."""
+    """The noise equals transformers' noise for a batch with this document alone."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -1,7 +1,7 @@
-"""Losses by source of a mixture, and token accuracy of held-out splits, against plain oracles.
+"""Losses by source of a mixture, and accuracy of held-out splits, compared with plain oracles.
 
-Three sources, masked so that one sequence holds no loss token and one source runs out; logs, saves
-and the cut fall on different steps.
+There are three sources. One sequence has no loss token, and one source runs out. Logs, saves and
+the cut are at different steps.
 """
 
 import shutil
@@ -38,7 +38,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    """Masked documents, of each source with steps of its own; of "rare" some without a target."""
+    """Make masked documents of sources with different patterns; some of "rare" have no target."""
     root, made = tmp_path_factory.mktemp("sources"), {}
     for seed, (name, count) in enumerate(COUNTS.items()):
         columns = tiny.masked(tiny.documents(count, seed=10 + seed))
@@ -73,7 +73,7 @@ def evaluation(run: Path) -> dict[str, float]:
 
 
 def assert_alike(run: Path, other: Path) -> None:
-    """To rounding, the same keys in the same lines; hits are counted."""
+    """Check for the same keys in the same lines, equal up to rounding."""
     assert len(by_source(run)) == STEPS // 2
     for own, wanted in zip(by_source(run), by_source(other), strict=True):
         assert own == pytest.approx(wanted, rel=2e-5)
@@ -94,7 +94,7 @@ def expected_run(whole: Path, settings, pretraining) -> Path:
 
 
 def test_they_change_nothing_and_outlive_a_stop(settings, pretraining, whole, tmp_path, capsys):
-    """Without them training is the same to the bit; a cut run logs the same bits again."""
+    """Training without them is bit-equal, and a resumed run logs the same bits."""
     expected_run(whole, settings, pretraining)
     assert "  accuracy " in capsys.readouterr().out
     assert {key for line in by_source(whole) for key in line} == {
@@ -114,7 +114,7 @@ def test_they_change_nothing_and_outlive_a_stop(settings, pretraining, whole, tm
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
 def test_two_ranks_log_what_one_does(config, settings, pretraining, whole, tmp_path, capsys):
-    """One micro-batch a step and rank; what two ranks left unlogged, one of them takes over."""
+    """Each rank has one micro-batch per step; after a resume one rank logs the sums of both."""
     expected, run = expected_run(whole, settings, pretraining), tmp_path / "run"
     argv = pretraining(run, **settings | {"per_device_train_batch_size": 4})
     done = run_two_processes(config, "pretrain.py", argv)
@@ -141,7 +141,7 @@ def test_experts_term_is_no_part_of_them(settings, fine_tuning, tmp_path):
 
 
 def plain_losses(model: torch.nn.Module, tokens: Path, sequence: int) -> tuple[torch.Tensor, ...]:
-    """The losses of a document's loss tokens, alone and in float64, and whether each is a hit."""
+    """Return the float64 losses of a document's loss tokens alone, and whether each is a hit."""
     columns = open_token_dataset(tokens)
     packed = PackedDataset([columns], [plan_packing(columns.lengths, 64, "none")])
     batch = packed.__getitems__([sequence])
@@ -154,7 +154,7 @@ def plain_losses(model: torch.nn.Module, tokens: Path, sequence: int) -> tuple[t
 
 
 def test_they_are_the_cross_entropy_of_the_documents(settings, fine_tuning, sources, tmp_path):
-    """Weights that stay as they are; LoRA, its dropout off; beside a head that makes all logits."""
+    """Compare with constant weights, with LoRA without dropout, and with a head of all logits."""
     runs = tmp_path / "fused", tmp_path / "logits"
     changes = {"learning_rate": 1e-30, "use_peft": True, "lora_dropout": 0, "logging_steps": 1}
     changes |= {"max_eval_sequences": None, "train_data": settings["train_data"][:2]}

@@ -1,4 +1,4 @@
-"""Stages: each starts from just the weights that the one before ended with, also when resumed."""
+"""Each stage starts from exactly the final weights of the previous one, also when resumed."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ LONGER = {"max_position_embeddings": 256, "rope_parameters": ROPE}
 
 @pytest.fixture(scope="module")
 def first(pretraining, tmp_path_factory) -> Path:
-    """A finished first stage with a checkpoint at its steps 3 and 6; its attention is not flat."""
+    """Run a first stage with checkpoints at steps 3 and 6, and an attention that is not uniform."""
     run = tmp_path_factory.mktemp("stages") / "first"
     sharp = tiny.make_model_config(run.with_name("first.json"), initializer_range=0.2)
     pretrain.main(pretraining(run, model_config=sharp))
@@ -37,7 +37,7 @@ def first(pretraining, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def next_stage(pretraining) -> Callable[..., list[str]]:
-    """Command line of a run that has weights, configuration and tokenizer from its stage."""
+    """Return the command line of a run with weights, configuration and tokenizer of a stage."""
 
     def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
         others = {"model_config": None, "tokenizer_name_or_path": None}
@@ -47,12 +47,12 @@ def next_stage(pretraining) -> Callable[..., list[str]]:
 
 
 def evaluated(workspace: Path, split: str = "heldout") -> dict[str, object]:
-    """Settings of a run that evaluates the weights it begins with."""
+    """Return settings of a run that evaluates its initial weights."""
     return {"eval_data": f"held={workspace / split}", "eval_on_start": True}
 
 
 def assert_began_with(run: Path, weights: Path, columns: dict = HELDOUT, config=None) -> None:
-    """By plain forward passes of transformers, each document alone."""
+    """Check the initial weights by plain forward passes of transformers, document by document."""
     model = AutoModelForCausalLM.from_pretrained(
         weights, config=config, attn_implementation="eager"
     )
@@ -62,7 +62,7 @@ def assert_began_with(run: Path, weights: Path, columns: dict = HELDOUT, config=
 
 def test_a_chain_of_three_stages(first, next_stage, fine_tuning, workspace, tmp_path):
     """Short pretraining, pretraining on longer sequences with other rope settings, fine-tuning."""
-    longer = tmp_path / "longer.json"  # what a user would edit: the earlier stage's own
+    longer = tmp_path / "longer.json"  # the earlier stage's configuration, edited
     config = json.loads((first / "final" / "config.json").read_text())
     longer.write_text(json.dumps(config | LONGER, indent=2))
     second, third = tmp_path / "second", tmp_path / "third"
@@ -70,7 +70,7 @@ def test_a_chain_of_three_stages(first, next_stage, fine_tuning, workspace, tmp_
     pretrain.main(next_stage(second, first, **changes))
     config = AutoConfig.from_pretrained(second / "final")
     assert_began_with(second, first / "final", config=config)
-    with pytest.raises(AssertionError):  # the rope settings change something
+    with pytest.raises(AssertionError):  # so the rope settings do change the losses
         assert_began_with(second, first / "final")
 
     changes = {"model_name_or_path": None, **evaluated(workspace, "chats_heldout")}
@@ -109,7 +109,7 @@ def test_a_checkpoint_as_a_stage_with_its_optimizer(first, next_stage, tmp_path,
     assert {float(state["step"]) for state in after["state"].values()} == {4.0}
     assert {float(state["step"]) for state in anew["state"].values()} == {1.0}
     assert after["param_groups"][0]["initial_lr"] == 3e-3
-    # Adam's moments are the earlier ones and this step's gradient, the same in both runs.
+    # Adam's moments combine the earlier ones with this step's gradient, equal in both runs.
     before = optimizer_state(first / "checkpoint-3")
     for index, state in after["state"].items():
         earlier = before["state"][index]["exp_avg"]
@@ -172,7 +172,7 @@ def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next
 
 
 def finished(run: Path) -> dict[str, bytes]:
-    """The files of the finished model but its card, which says how long it took."""
+    """Return the files of the finished model, except its card, which contains times."""
     files = [path for path in (run / "final").iterdir() if path.name != "README.md"]
     return {path.name: path.read_bytes() for path in files}
 
@@ -181,10 +181,10 @@ def finished(run: Path) -> dict[str, bytes]:
 def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
     config, first, next_stage, tmp_path, capsys
 ):
-    """Nothing of either has a part in the finished model."""
+    """The finished model does not depend on either."""
     run, gone = tmp_path / "run", tmp_path / "gone"
     shutil.copytree(first, gone)
-    generation = gone / "final" / "generation_config.json"  # with a setting of its own
+    generation = gone / "final" / "generation_config.json"  # with a different setting
     generation.write_text(json.dumps(json.loads(generation.read_text()) | {"max_new_tokens": 7}))
     argv = next_stage(run, gone, per_device_train_batch_size=1)
 
@@ -204,7 +204,7 @@ def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < committed.keys()
     config_json = (checkpoint / "config.json").read_text()
     assert '"rms_norm_eps": 1e-06' in config_json
-    # As good and as long a configuration, whose model computes something else.
+    # A valid configuration of equal size whose model computes something else.
     (checkpoint / "config.json").write_text(config_json.replace("1e-06", "1e-01"))
     shutil.rmtree(run / "final")
     shutil.rmtree(gone)
@@ -222,12 +222,12 @@ def test_the_weights_under_adapters_stay_those_of_the_first_start(
 ):
     run, stage = tmp_path / "run", tmp_path / "stage"
     shutil.copytree(first, stage)
-    shutil.rmtree(stage / "final")  # the earlier run is not finished yet
+    shutil.rmtree(stage / "final")  # as if the earlier run was not finished yet
     argv = fine_tuning(run, init_from=stage, use_peft="true", model_name_or_path=None)
     sft_train.main(argv)
     uninterrupted = finished(run)
     tiny.cut(run, step=3)
-    shutil.copytree(first / "final", stage / "final")  # of other weights
+    shutil.copytree(first / "final", stage / "final")  # with other weights
     tensors = load_file(stage / "final" / "model.safetensors")
     halved = {name: tensor * 0.5 for name, tensor in tensors.items()}
     save_file(halved, stage / "final" / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""A real run as status.py shows it: training, killed, refused, stopped, finished."""
+"""status.py on a real run: training, killed, refused, stopped, finished."""
 
 import itertools
 import re
@@ -49,7 +49,7 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, 
     assert status.saved_ago_s < 60
     assert status.advice.startswith("resume: python pretrain.py --sequence_length 64")
 
-    # What ends a process is left in its lock when it exits.
+    # A process writes the cause of its end into its lock when it exits.
     assert run_script(lambda: pretrain.main([*argv, "--seed", "7"])) == 2
     leave_run_lock(run)
     status = read_status(run, {})

@@ -1,4 +1,4 @@
-"""Both scripts in two CPU processes, by every shipped config: the numbers of one process."""
+"""Both scripts in two CPU processes, with every config, get the numbers of one process."""
 
 import shutil
 from pathlib import Path
@@ -15,10 +15,10 @@ import sft_train
 
 pytestmark = pytest.mark.slow
 
-# Config, the strategy it stands for, the layers' recomputation, and whether they are compiled.
+# Config, its strategy, the recomputation, and whether layers are compiled.
 WAYS = [
     ("multi_gpu", "ddp", "selective", False),
-    ("cpu", "ddp", "none", False),  # by torchrun, as a user's launch
+    ("cpu", "ddp", "none", False),  # by torchrun, like a user
     ("fsdp2", "fsdp2", "selective", True),
     ("zero1", "zero1", "none", False),
     ("zero2", "zero2", "full", False),
@@ -36,13 +36,13 @@ def succeed(done) -> str:
 
 
 def evaluation(workspace: Path, split: str) -> dict[str, object]:
-    """Both on an odd number of rows, so that one of two ranks evaluates padding."""
+    """Return evaluation settings with an odd number of rows, so that one rank evaluates padding."""
     settings = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3}
     return {"eval_data": f"heldout={workspace / split}", **settings}
 
 
 def assert_same_losses(run: Path, reference: Path, within: float = 2e-5) -> None:
-    """The same losses at training and evaluation, to rounding."""
+    """Check for equal losses in training and evaluation, up to rounding."""
     assert tiny.losses(run) == pytest.approx(tiny.losses(reference), abs=within)
     assert tiny.evaluations(run, "heldout") == pytest.approx(
         tiny.evaluations(reference, "heldout"), abs=within
@@ -50,7 +50,7 @@ def assert_same_losses(run: Path, reference: Path, within: float = 2e-5) -> None
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
-    """The same losses, and the same model to rounding."""
+    """Check for equal losses and an equal model, up to rounding."""
     assert_same_losses(run, reference)
     assert_same_weights(run, reference)
 
@@ -75,7 +75,7 @@ def pretrained_alone(pretraining, workspace, tmp_path_factory) -> Path:
 def test_pretraining_in_two_processes_equals_one(
     name, strategy, recomputation, compiled, pretraining, workspace, pretrained_alone, tmp_path
 ):
-    """Recomputed and compiled layers train as plain ones in one process do."""
+    """Recomputed and compiled layers train like plain layers in one process."""
     run = tmp_path / "run"
     settings = {"activation_checkpointing": recomputation, "compile": compiled}
     settings |= {"per_device_train_batch_size": 1, **evaluation(workspace, "heldout")}
@@ -113,7 +113,7 @@ def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, wo
 
 
 def test_weights_in_4_bits_are_sharded_and_resume(fine_tuning, workspace, tmp_path):
-    """FSDP2 gathers them as bfloat16, in which no bit may change; checkpoints have none of them."""
+    """FSDP2 gathers them as bfloat16 without changing a bit; checkpoints do not contain them."""
     settings = QLORA | {"bf16": True, "use_cpu": True, "dtype": "bfloat16", "learning_rate": 1e-3}
     settings |= evaluation(workspace, "chats_heldout")
     alone, run, cut = tmp_path / "alone", tmp_path / "run", tmp_path / "cut"
@@ -139,7 +139,7 @@ def test_losses_in_bf16_are_not_rounded_to_it_by_a_strategy(pretraining, workspa
 
 
 def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
-    """Two numbers add up to the same in any order, four do not. Two: see tests/exactness."""
+    """Two numbers have the same sum in any order, four may not. For two see tests/exactness."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = {"per_device_train_batch_size": 1, "max_steps": 12, "save_steps": 6}
     argv = pretraining(whole, **settings)
@@ -152,7 +152,7 @@ def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
 
 
 def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, workspace, tmp_path):
-    """The other strategies and numbers: see tests/exactness."""
+    """For other strategies and numbers see tests/exactness."""
     run = tmp_path / "run"
     settings = evaluation(workspace, "heldout")
     argv = pretraining(run, per_device_train_batch_size=1, **settings)
@@ -163,7 +163,7 @@ def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, wo
 
 
 def test_a_launch_that_is_not_what_was_asked_is_refused(pretraining, tmp_path):
-    """In silence, FSDP and DeepSpeed on a CPU would become plain DDP, and strangers train alone."""
+    """FSDP and DeepSpeed on a CPU would silently become DDP, or ranks would train separately."""
     run = tmp_path / "run"
     argv = pretraining(run)
     for name, environment, words in (

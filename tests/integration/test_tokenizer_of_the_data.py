@@ -1,7 +1,7 @@
 """Tokenizer and chat template come from the data: a base model, its chat sibling, new tokens.
 
-The two tokenizers stand for Qwen3-0.6B-Base and Qwen3-0.6B: one vocabulary, `<|endoftext|>` and
-`<|im_end|>` as their eos_token, the template with the chat model alone.
+The two tokenizers imitate Qwen3-0.6B-Base and Qwen3-0.6B: the same vocabulary, but `<|endoftext|>`
+and `<|im_end|>` as eos_token, and a template only for the chat model.
 """
 
 import json
@@ -22,13 +22,13 @@ from utils.config.errors import ConfigurationError
 pytestmark = pytest.mark.slow
 
 LORA = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "lora_target_modules": "all-linear"}
-TEN_TOKENS = ["<is>", *(f"<{number}>" for number in range(9))]  # ids to 309: beyond the 304 rows
+TEN_TOKENS = ["<is>", *(f"<{number}>" for number in range(9))]  # ids up to 309, beyond the 304 rows
 CHATML = Path(__file__).parents[2] / "recipes" / "chat_templates" / "chatml.jinja"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """base/ (weights, tokenizer without template), chat/ (its sibling's tokenizer), rows.jsonl."""
+    """Make base/ (weights, tokenizer without template), chat/ (sibling's tokenizer), rows.jsonl."""
     root = tmp_path_factory.mktemp("models")
     rows = [{"text": f"{i} plus {i + 1} is {2 * i + 1}. " * 4} for i in range(60)]
     base = train_tokenizer((row["text"] for row in rows), 300)
@@ -67,7 +67,7 @@ def argv(models: Path, data: Path, run: Path, **changes: object) -> list[str]:
 
 
 def test_a_base_model_learns_chats_of_its_sibling(models, chats, tmp_path, capsys):
-    """README's own example."""
+    """Train a base model on chats that were prepared with the chat model's tokenizer."""
     sft_train.main(argv(models, chats, tmp_path / "run"))
     said = capsys.readouterr().out
     assert "eos_token <|im_end|> instead of <|endoftext|>" in said
@@ -122,7 +122,7 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
 
 
 def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path):
-    """Gemma 3 1B: 262,145 tokens, 262,144 rows."""
+    """As in Gemma 3 1B, with 262,145 tokens and 262,144 rows."""
     small = tmp_path / "base"
     model = AutoModelForCausalLM.from_pretrained(models / "base")
     model.resize_token_embeddings(300)
@@ -172,7 +172,7 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     for get in ("get_input_embeddings", "get_output_embeddings"):
         old, now = (getattr(model, get)().weight for model in (before, final))
         mean = old[:300].mean(dim=0)
-        # The rows of the rest of the tokens begin as the mean; <is> was trained from there.
+        # New rows begin as the mean; only the row of <is> was trained.
         assert not torch.allclose(now[new], mean, atol=1e-4)
         assert torch.linalg.vector_norm(now[new] - mean) < 0.5
         if adapted:
@@ -185,7 +185,7 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     assert {file.name: file.read_bytes() for file in (run / "final").iterdir()} == whole
 
 
-# PEFT's trainable tokens need a GPU under ZeRO-3.
+# Under ZeRO-3 PEFT's trainable tokens need a GPU.
 @pytest.mark.parametrize(
     ("name", "adapted"),
     [("fsdp2", True), pytest.param("zero3", False, marks=pytest.mark.exhaustive)],

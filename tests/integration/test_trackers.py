@@ -1,6 +1,6 @@
-"""Trackers for real: one run over all its starts.
+"""Real trackers show all starts of a run as one run.
 
-MLflow and trackio are no packages of ours. To try them: pip install mlflow trackio, then
+MLflow and trackio are not installed by default. To test them: pip install mlflow trackio, then
 pytest tests/integration/test_trackers.py
 """
 
@@ -17,7 +17,7 @@ from wandb_server import wandb_server
 
 from utils.callbacks.journal import read_journal
 
-# Every way to write them has these words in it.
+# Every spelling of the secret contains these words.
 WORDS = ("Xq7canary", "Yq8canary", "Zq9canary")
 SECRETS = {
     "HF_TOKEN": f"hf_{WORDS[0]}{'c' * 30}",
@@ -28,7 +28,7 @@ SECRETS = {
 
 @pytest.fixture
 def tracked(pretraining, workspace, tmp_path):
-    """Run with a tracker, lose what is after step 3, finish; return directory, losses, outputs."""
+    """Run with a tracker, undo the steps after 3, finish; return directory, losses, outputs."""
 
     def run(tracker):
         pytest.importorskip(tracker)
@@ -116,7 +116,7 @@ def test_trackio(tracked):
 
 
 def test_what_wandb_recorded_offline_goes_up_into_one_run(tracked, tmp_path):
-    """By status.py, which reads .env; the record of a start that was killed as far as it goes."""
+    """status.py --sync reads .env, and uploads the record of a killed start as far as complete."""
     run, losses, evaluations = tracked("wandb")
     killed, _ = records = sorted(run.glob("wandb/offline-run-*/*.wandb"))
     os.truncate(killed, killed.stat().st_size - 10)

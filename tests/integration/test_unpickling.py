@@ -1,4 +1,4 @@
-"""Nothing that came with a checkpoint or a model runs."""
+"""No code from a checkpoint or a model runs."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, tmp_path):
-    """What each loader unpickles is in tests/unit/checkpoints/test_pickles.py."""
+    """tests/unit/checkpoints/test_pickles.py tests each loader."""
     run, touched = tmp_path / "run", tmp_path / "touched"
     pretrain.main(pretraining(run, max_steps=3))
     assert not list(run.rglob("training_args.bin")), "it would be a pickle"
@@ -27,7 +27,7 @@ def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, tmp_path):
     shutil.copytree(checkpoint, whole)
     for name in ("optimizer.pt", "optimizer_0/.metadata", "custom_checkpoint_0.pkl"):
         payloads.write(checkpoint, name, payloads.Touch(touched))
-        # A manifest that vouches for whatever is there now, as an attacker would write it.
+        # An attacker's manifest, which matches the present files.
         files = flush_and_record(checkpoint, list_files(checkpoint))
         manifest = dataclasses.replace(read_manifest(checkpoint), files=files)
         write_manifest(checkpoint, manifest)
@@ -36,7 +36,7 @@ def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, tmp_path):
         assert checkpoint.is_dir(), "a refused checkpoint stays where it is"
         shutil.rmtree(checkpoint)
         shutil.copytree(whole, checkpoint)
-    # The guard stays on for what asks for none, as DeepSpeed and torch.distributed.checkpoint do.
+    # The guard stays on for callers that turn it off: DeepSpeed, torch.distributed.checkpoint.
     path = payloads.write(tmp_path, "optimizer.pt", payloads.Touch(touched))
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(path, weights_only=False)
@@ -48,8 +48,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_evil.EvilModel",
     "AutoTokenizer": ["modeling_evil.EvilTokenizer", None],
 }
-# What a config.json may try, and transformers obeyed at one time or another (CVE-2026-4372,
-# CVE-2026-5241), and what is said of it; the module it names lies beside it.
+# Attacks in a config.json that some transformers versions obeyed (CVE-2026-4372, CVE-2026-5241),
+# and a part of the error. The module that they name is in the same folder.
 TRICKS = {
     "auto_map": ({"auto_map": AUTO_MAP}, None),
     "attention": ({"_attn_implementation_internal": "modeling_evil"}, None),

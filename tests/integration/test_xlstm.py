@@ -1,4 +1,4 @@
-"""xLSTM trains with native kernels on a CPU and Triton's on a GPU, and stays as published."""
+"""xLSTM trains with native kernels on a CPU and Triton's on a GPU; final/ names published ones."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model import xlstm
 
-# As NX-AI/xLSTM-7b names them. Its mode has no backward pass in Triton.
+# Kernel names of NX-AI/xLSTM-7b. With Triton its mode has no backward pass.
 PUBLISHED = {
     "chunkwise_kernel": "chunkwise--triton_xl_chunk", "sequence_kernel": "native_sequence__triton",
     "step_kernel": "triton", "mode": "inference", "chunk_size": 64, "return_last_states": True,
@@ -55,7 +55,7 @@ def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(pretraining, fine
     for directory in (run / "final", run / "checkpoint-3"):
         saved = json.loads((directory / "config.json").read_text())
         assert {name: saved[name] for name in PUBLISHED} == PUBLISHED
-    # transformers itself, with the kernels that it has on a CPU.
+    # Compare with transformers' own kernels for CPUs.
     assert evaluated[6] == pytest.approx(loss_of(run / "final", rows), abs=2e-6)
     tiny.cut(run, 3)
     assert pretrain.main(command) == 0
@@ -107,5 +107,5 @@ def test_triton_kernels_train_as_native_ones_do(monkeypatch):
         loss.backward()
         losses[kernels] = loss.item()
         assert all(value.grad is not None for value in model.parameters())
-        model.eval()(input_ids=tokens[:, :100])  # any length outside training
+        model.eval()(input_ids=tokens[:, :100])  # any length is allowed outside of training
     assert losses["triton"] == pytest.approx(losses["native"], rel=1e-2)

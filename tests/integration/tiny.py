@@ -1,4 +1,4 @@
-"""A tokenizer, token datasets and a model small enough to train whole runs in a second or two."""
+"""A tokenizer, token datasets and a model that train a whole run in a second or two."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 VOCABULARY = 128
 WORDS = ["<eos>", "<pad>", *(f"t{number}" for number in range(VOCABULARY - 2))]
 
-# The settings of a run of six steps with a checkpoint in its middle and at its end.
+# Settings of a run of six steps with a checkpoint in the middle and at the end.
 RUN: dict[str, object] = {
     "sequence_length": 64, "global_batch_size": 4, "per_device_train_batch_size": 2,
     "max_steps": 6, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 3,
@@ -22,7 +22,7 @@ RUN: dict[str, object] = {
 
 
 def compiled_graphs() -> int:
-    """How many graphs this process has compiled so far."""
+    """Return how many graphs this process has compiled so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -37,7 +37,7 @@ def make_tokenizer(directory: Path) -> Path:
 
 
 def documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
-    """Documents with something to learn: each token is the one before plus a constant step."""
+    """Make learnable documents: each token is the previous one plus a constant step."""
     random = np.random.default_rng(seed)
     lengths = random.integers(3, longest, size=count)
     starts = random.integers(2, VOCABULARY, size=count)
@@ -48,7 +48,7 @@ def documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
 
 
 def masked(rows: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Prompts of a third of each document: the rest is trained on."""
+    """Mask the first third of each document as prompt; the rest has a loss."""
     masks = [[int(place >= max(1, len(row) // 3)) for place in range(len(row))] for row in rows]
     return {"input_ids": rows, "completion_mask": masks}
 
@@ -70,7 +70,7 @@ def make_model_config(path: Path, **changes: object) -> Path:
 
 
 def flags(**settings: object) -> list[str]:
-    """Turn settings into a command line; one of None is left out."""
+    """Turn settings into a command line; leave out settings of None."""
     argv: list[str] = []
     for name, value in settings.items():
         if value is None:
@@ -81,7 +81,7 @@ def flags(**settings: object) -> list[str]:
 
 
 def figures(output_dir: Path, *names: str) -> torch.Tensor:
-    """These figures of every line of a journal that has them."""
+    """Return these figures of every journal line that has them."""
     from utils.callbacks.journal import read_journal
 
     lines = read_journal(output_dir / "metrics.jsonl")
@@ -89,7 +89,7 @@ def figures(output_dir: Path, *names: str) -> torch.Tensor:
 
 
 def evaluations(output_dir: Path, split: str) -> dict[int, float]:
-    """The losses of a split by step."""
+    """Return the losses of a split by step."""
     from utils.callbacks.journal import read_journal
 
     metric = f"eval_{split}_loss"
@@ -98,24 +98,24 @@ def evaluations(output_dir: Path, split: str) -> dict[int, float]:
 
 
 def train_lines(output_dir: Path) -> list[dict]:
-    """The training logs of a run, read from its journal."""
+    """Return the training logs of a run from its journal."""
     from utils.callbacks.journal import read_journal
 
     return [line for line in read_journal(output_dir / "metrics.jsonl") if line["event"] == "train"]
 
 
 def losses(output_dir: Path) -> list[float]:
-    """The training losses of a run by step, read from its journal."""
+    """Return the training losses of a run by step from its journal."""
     return [line["loss"] for line in train_lines(output_dir)]
 
 
 def weights(output_dir: Path) -> bytes:
-    """The file of the finished model."""
+    """Return the weights of the finished model."""
     return (output_dir / "final" / "model.safetensors").read_bytes()
 
 
 def cut(output_dir: Path, step: int) -> Path:
-    """Make it look as if the run had died after its checkpoint of `step`."""
+    """Make the run look as if it had died after its checkpoint of `step`."""
     for checkpoint in output_dir.glob("checkpoint-*"):
         if int(checkpoint.name.split("-")[1]) > step:
             shutil.rmtree(checkpoint)
@@ -125,13 +125,13 @@ def cut(output_dir: Path, step: int) -> Path:
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
-    """The same losses and the same finished model, to the bit."""
+    """Check for bit-equal losses and a bit-equal finished model."""
     assert losses(run) == losses(whole)
     assert weights(run) == weights(whole)
 
 
 def plain_loss(model: torch.nn.Module, columns: dict[str, list[list[int]]]) -> float:
-    """The oracle: each document alone, unpacked and unpadded, through the model's own loss."""
+    """Return the expected loss: the model's own, with each document alone and unpadded."""
     total, targets = 0.0, 0
     rows = columns["input_ids"]
     for row, mask in zip(rows, columns.get("completion_mask", rows), strict=True):
@@ -145,5 +145,5 @@ def plain_loss(model: torch.nn.Module, columns: dict[str, list[list[int]]]) -> f
 
 
 def starts(output_dir: Path) -> list[dict]:
-    """What provenance.json says of each start."""
+    """Return the starts in provenance.json."""
     return json.loads((output_dir / "provenance.json").read_text())["starts"]

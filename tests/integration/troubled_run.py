@@ -1,8 +1,8 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP), kill, raise and part (another collective than the other ranks') come at the
-Nth batch of that rank; full is a disk without room, met while saving. slow: for N batches the rank
-is late with each, then as slow in its forward passes for N more; then it is as fast as the others.
+sleep, stop (SIGSTOP), kill, raise and part (a different collective from the other ranks) happen at
+the Nth batch of that rank. full: the disk is full in a save. slow: the rank is late with N batches,
+then slow in N forward passes, then as fast as the others.
 """
 
 import errno
@@ -15,7 +15,7 @@ import pretrain
 from utils.launch.script import run_script
 
 KIND, RANK, COUNT = os.environ["STOKER_TEST_TROUBLE"].split(":")
-DELAY_S = 0.2  # of a slow rank
+DELAY_S = 0.2  # delay of a slow rank
 
 
 def sleep_a_while() -> None:
@@ -41,7 +41,9 @@ def trouble_batches() -> None:
         nonlocal batches
         batches += 1
         if batches == int(COUNT):
-            sys.stdout.write(f"trouble {time.time()}\n")  # in one write: ranks print at once
+            sys.stdout.write(
+                f"trouble {time.time()}\n"
+            )  # one write, because all ranks print at the same time
             sys.stdout.flush()
             if KIND == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)

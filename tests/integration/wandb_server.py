@@ -1,4 +1,4 @@
-"""As much of wandb's server as a run's upload needs: it keeps points, files and artifacts."""
+"""A stand-in for wandb's server that accepts a run's upload: points, files and artifacts."""
 
 import base64
 import contextlib
@@ -15,10 +15,10 @@ PROJECT = {"id": "P", "name": "stoker", "entity": {"id": "E", "name": "somebody"
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Listens on a free port of this machine, and knows one key.
+    """A server on a free port of this machine that accepts one key.
 
-    points: what each run logged, line by line. configs: their settings. files: by path, the last
-    one. artifacts: name and type of those that are complete.
+    points: the logged lines of each run. configs: the settings of each run. files: the last content
+    by path. artifacts: name and type of the complete ones.
     """
 
     def __init__(self, key: str):
@@ -31,7 +31,7 @@ class WandbServer(ThreadingHTTPServer):
         self.artifacts: list[tuple[str, str]] = []
 
     def answer(self, query: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Answer what wandb asks in GraphQL, as far as it reads the answer."""
+        """Answer wandb's GraphQL queries, with the fields that wandb reads."""
         asked = re.search(r"\b(?:query|mutation) (\w+)", query)
         kind = re.sub(r"(?<!^)(?=[A-Z])", "_", asked[1]).lower() if asked else ""
         return getattr(self, f"_{kind}", lambda _: {})(given)
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({})
 
     def do_POST(self) -> None:
-        """Answer a query, or take points; nothing to who has another key."""
+        """Answer a query or store points; refuse another key."""
         body, server = self._body(), self.server
         user = base64.b64decode(self.headers.get("Authorization", "").removeprefix("Basic "))
         if user != f"api:{server.key}".encode():
