@@ -1,4 +1,4 @@
-"""What a published model is, as typed facts, and how its configuration is made small."""
+"""Published models as typed facts, and the small configurations made from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ PACKS = "packs"
 ONE_A_ROW = "one document a sequence"
 REFUSED = "refused"
 
-# The sizes of the cut model. Heads keep their grouping and experts their routing; windows, chunks
-# and positions are cut as well, so that documents of the tests are longer than they are.
+# The sizes of the small model. Heads keep their grouping and experts their routing. Windows, chunks
+# and positions are smaller than the tests' documents.
 VOCABULARY, WIDTH, HEADS, HEAD_DIM = 128, 64, 4, 16
 POSITIONS, WINDOW, CHUNK = 256, 16, 16
 AS_LARGE_AS = {
@@ -49,10 +49,10 @@ PER_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_ty
 
 @dataclass(frozen=True)
 class Published:
-    """A model as its config.json (but for its version), tokenizer and generation_config.json.
+    """A model: its config.json (without the version), tokenizer and generation_config.json.
 
-    tokens: special tokens and their published ids. layers: which of its layers the cut model has.
-    cut: what the general cut does not fit. packs: what is expected, `why` when it is not PACKS.
+    tokens: special tokens with their published ids. layers: the layers that the small model keeps.
+    cut: sizes that need a special treatment. packs: whether documents can be packed; if not, `why`.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Published:
 
     @property
     def ids(self) -> dict[int, int]:
-        """The id in the cut vocabulary of each published id."""
+        """Return the small vocabulary's id of each published id."""
         return {old: new for new, old in enumerate(sorted(set(self.tokens.values())))}
 
     def small_config(self) -> dict[str, Any]:
-        """Return config.json with depth, width, vocabulary and positions cut, and its form kept."""
+        """Return config.json with smaller depth, width, vocabulary and positions."""
         text = self.config.get("text_config")
         if text is None:
             return self._small(self.config) | self.cut
@@ -79,7 +79,7 @@ class Published:
         return self._renumbered(outer) | {"text_config": self._small(text) | self.cut}
 
     def small_generation(self) -> dict[str, Any]:
-        """Return generation_config.json for the cut vocabulary."""
+        """Return generation_config.json for the small vocabulary."""
         return self._renumbered(self.generation)
 
     def _small(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _small_size(name: str, value: int, config: Mapping[str, Any]) -> int | None:
-    """Return a size of the cut model, in proportion; None for what is no size."""
+    """Return a proportional size for the small model, or None for a setting that is not a size."""
     heads, width = _first(config, HEAD_COUNTS), _first(config, WIDTHS)
     if name in WIDTHS:
         return WIDTH * value // width
@@ -147,7 +147,7 @@ QWEN = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 GEMMA = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<start_of_turn>": 105, "<end_of_turn>": 106}
 GPT2 = {"<|endoftext|>": 50256}
 
-# What the configurations of many models have in common.
+# Settings that the configurations of many models share.
 COMMON = dict(attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True)
 UNTIED = COMMON | dict(tie_word_embeddings=False, torch_dtype="bfloat16")
 PLAIN = dict(initializer_range=0.02, tie_word_embeddings=False, use_cache=True)

@@ -1,4 +1,4 @@
-"""All published models that are tried."""
+"""The list of all tested published models."""
 
 from dense import DENSE
 from experts import EXPERTS

@@ -1,4 +1,4 @@
-"""Try every published model and write down what came of it.
+"""Try every published model and record the results.
 
 python tests/published/record.py [results file]
 """
@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks/results/published_models.json"
 
 
 def result_of(model: Any, seen: dict[str, Any]) -> dict[str, Any]:
-    """Return what the table of the documentation says of a model."""
+    """Return a model's row in the table of docs/models.md."""
     facts = {"name": model.name, "year": model.year}
     facts |= {"model_type": model.config["model_type"], "why": model.why}
     if "refused" in seen:

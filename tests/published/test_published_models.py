@@ -1,4 +1,4 @@
-"""Published models of 2019 to 2026, cut: they train in every way, with transformers' own losses."""
+"""Small versions of published models train in every way, with transformers' own losses."""
 
 import json
 import math

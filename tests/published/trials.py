@@ -1,4 +1,4 @@
-"""What is tried on a published model: whole runs in this process, and what comes out of them."""
+"""The trial of a published model: whole runs in this process, and their results."""
 
 import json
 import os
@@ -21,9 +21,9 @@ import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model.architecture import causal_lm_class
 
-FIRST_WORD = 32  # below it are special tokens
+FIRST_WORD = 32  # smaller ids are special tokens
 HELDOUT = 6
-# One document is split over two sequences in pretraining, most share one.
+# In pretraining one document is split over two sequences; most share one.
 RUN: dict[str, object] = {
     "sequence_length": 64, "global_batch_size": 4, "per_device_train_batch_size": 4,
     "learning_rate": 1e-3, "logging_steps": 1, "bf16": False, "dtype": "float32",
@@ -32,20 +32,20 @@ RUN: dict[str, object] = {
 
 
 def documents(count: int, seed: int) -> list[list[int]]:
-    """Documents of words only: whatever a special token means to a model, none has any."""
+    """Make documents of ordinary words, without special tokens."""
     made, words = tiny.documents(count, seed, longest=60), VOCABULARY - FIRST_WORD
     return [[FIRST_WORD + token % words for token in document] for document in made]
 
 
 def prepare(root: Path) -> None:
-    """Make the data of all models."""
+    """Make the data for all models."""
     tiny.save(root / "documents", {"input_ids": documents(60, seed=0)})
     tiny.save(root / "heldout", {"input_ids": documents(HELDOUT, seed=1)})
     tiny.save(root / "chats", tiny.masked(documents(40, seed=2)))
 
 
 def try_model(model: Published, data: Path, root: Path) -> dict[str, Any]:
-    """Train a cut model in every way and return what was seen; raises what it should not meet."""
+    """Train a small model in every way and return the results; raises unexpected errors."""
     config = root / "config.json"
     config.write_text(json.dumps(model.small_config()))
     _make_tokenizer(model, root / "tokenizer")
@@ -75,7 +75,7 @@ def try_model(model: Published, data: Path, root: Path) -> dict[str, Any]:
 
 
 def _pretrain(settings: Mapping[str, object], data: Path, run: Path) -> tuple[list[float], bool]:
-    """Return the losses of three steps, and whether the third is the same when resumed to."""
+    """Return the losses of three steps, and whether the third is equal after a resume."""
     argv = tiny.flags(
         **settings, output_dir=run, max_steps=3, save_steps=2, eval_strategy="steps", eval_steps=3,
         eval_data=f"heldout={data / 'heldout'}", save_total_limit=2,
@@ -97,7 +97,7 @@ def _fine_tune(settings: Mapping[str, object], run: Path) -> list[float]:
 
 
 def _plain_difference(run: Path, final: Path) -> float:
-    """Return how far evaluation is from transformers' own loss, one document at a time."""
+    """Return the difference of the evaluation from transformers' loss, document by document."""
     model: Any = _class_of(final).from_pretrained(
         final, attn_implementation="eager", dtype=torch.float32
     )
@@ -116,7 +116,7 @@ def _class_of(final: Path) -> Any:
 
 
 def _generated(final: Path) -> int:
-    """Return how many tokens the exported model says after a prompt."""
+    """Return how many tokens the exported model generates after a prompt."""
     model: Any = _class_of(final).from_pretrained(final)
     prompt = torch.arange(FIRST_WORD, FIRST_WORD + CHUNK)[None]
     said = model.generate(
@@ -143,6 +143,6 @@ def _make_tokenizer(model: Published, directory: Path) -> None:
 
 
 def quiet_process(cache: Path) -> AbstractContextManager[Any]:
-    """Within, run as tests do: one thread, on the CPU, with a cache of its own."""
+    """Return a context for runs as in tests: one thread, on the CPU, with a separate cache."""
     torch.set_num_threads(1)
     return mock.patch.dict(os.environ, XDG_CACHE_HOME=str(cache), ACCELERATE_USE_CPU="true")

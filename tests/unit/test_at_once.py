@@ -1,4 +1,4 @@
-"""`--at-once`, which `make test-gpu` takes: what is known when a limit ends the session."""
+"""`--at-once`, used by `make test-gpu`: results so far when a limit ends the session."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def test_a_limit_leaves_failures_names_and_a_report(workers, tmp_path):
 
         wait_until(hangs, "the session does not come to its hanging tests", log.read_text)
         assert "assert 'this' == 'that'" in log.read_text(), "printed when it happens"
-        # As timeout(1) does, which sends the signal to the process and then to its group.
+        # Like timeout(1): send the signal to the process and then to its group.
         session.send_signal(signal.SIGINT)
         os.killpg(session.pid, signal.SIGINT)
         assert session.wait(120) == pytest.ExitCode.INTERRUPTED, log.read_text()

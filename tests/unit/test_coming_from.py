@@ -1,4 +1,4 @@
-"""docs/coming-from.md: our settings in its tables exist, and its recipes have no fault."""
+"""docs/coming-from.md: our settings in its tables exist, and its recipes are valid."""
 
 import re
 
@@ -32,7 +32,7 @@ KNOWN = {"config", *ENTRY_KEYS, *SETTINGS}
 
 
 def names(cell: str) -> set[str]:
-    """The keys that a cell names: of `packing: best_fit` packing, of a command its flags."""
+    """Return the keys in a cell: `packing` for `packing: best_fit`, the flags of a command."""
     spans = re.findall(r"`([^`]+)`", cell)
     keys = {match[0] for span in spans if (match := re.match(r"[a-z]\w*(?=$|:)", span))}
     return keys | {flag for span in spans for flag in re.findall(r"--(\w+)", span)}
@@ -44,7 +44,7 @@ def test_what_tables_and_refusals_call_ours_is_a_setting():
     assert len(rows) > 60
     assert {"global_batch_size", "sources", "optim_states", "config"} <= ours <= KNOWN
     for theirs, here in rows:
-        for name in names(theirs) - KNOWN:  # the error that this name gets agrees with the table
+        for name in names(theirs) - KNOWN:  # the error for this name agrees with the table
             advice = OTHER_NAMES.get(name, "")
             assert not advice.isidentifier() or advice in names(here), f"{name}: {advice}, {here}"
     assert {advice for advice in OTHER_NAMES.values() if advice.isidentifier()} <= KNOWN

@@ -37,10 +37,10 @@ ALLOWED = {
     "data": {"launch", "config", "support"},
     "kernels": {"config", "support"},
     "launch": {"config", "support"},
-    "config": {"support"},  # its redaction alone, see below
-    "support": {"config"},  # its errors alone, see below
+    "config": {"support"},  # only its redaction, see below
+    "support": {"config"},  # only its errors, see below
 }  # fmt: skip
-# Modules and functions are to be read in one go; raising a budget is a decision.
+# Modules and functions must be readable in one sitting. Raising a limit is a decision.
 MODULE_LINES = 400
 FUNCTION_LINES = 60
 SCRIPT_LINES = 120
@@ -48,7 +48,7 @@ MAIN_LINES = 51
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of this repository that a file imports."""
+    """Return the modules of this repository that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -98,7 +98,7 @@ def test_a_script_is_a_short_story(script):
 
 
 def test_both_training_scripts_take_the_same_steps():
-    """`diff pretrain.py sft_train.py` shows just what differs."""
+    """`diff pretrain.py sft_train.py` shows only the differences of the two trainings."""
 
     def steps(script: str) -> list[str]:
         main = next(
@@ -148,7 +148,7 @@ NAMED = re.compile(
 
 
 def test_files_anchors_and_modules_that_code_names_exist():
-    """In messages, comments and docstrings."""
+    """Check names in messages, comments and docstrings."""
     code = [*MODULES, *(ROOT / script for script in SCRIPTS), *(ROOT / "slurm").glob("*.sh")]
     missing = []
     for path in code:
@@ -169,7 +169,7 @@ def test_files_anchors_and_modules_that_code_names_exist():
 
 
 def test_the_ways_in_the_architecture_are_short_and_their_files_exist():
-    """How many files a reader opens: for a document, a flag and a checkpoint."""
+    """Limit the files that a reader opens for a document, a flag and a checkpoint."""
     ways = (ROOT / "docs" / "architecture.md").read_text().split("\n## ")[1:4]
     for way, at_most in zip(ways, (12, 6, 9), strict=True):
         files = re.findall(r"^\| `(\S+\.py)` \|", way, flags=re.MULTILINE)
@@ -225,7 +225,7 @@ def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
 
 
 def test_the_readmes_picture_is_that_of_the_report_of_the_recorded_run(tmp_path):
-    """Drawn by the command of `make pictures`; each loss is that of the run never stopped."""
+    """`make pictures` draws it; each loss equals that of the uninterrupted run."""
     import json
     import shlex
 
@@ -290,7 +290,7 @@ def test_a_script_sets_the_environment_before_the_libraries_that_read_it(script)
 
 
 def test_each_test_module_has_a_name_of_its_own():
-    """Two of one name are collected together or not, as the order of the folders has it."""
+    """pytest may confuse modules of the same name, depending on the order of the folders."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
 

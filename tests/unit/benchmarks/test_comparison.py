@@ -1,4 +1,4 @@
-"""What a comparison comes to: ratios of pairs, their intervals, the same training or not."""
+"""The results of a comparison: ratios of pairs, their intervals, and equal losses."""
 
 import dataclasses
 import time
@@ -64,7 +64,7 @@ def test_other_losses_break_the_parity():
 
 
 def test_another_share_of_loss_tokens_breaks_the_parity():
-    """As SFTTrainer did, which trained on prompts too: of random weights the loss is the same."""
+    """SFTTrainer once trained on prompts too; with random weights its loss was the same."""
     cell = next(cell for cell in CPU_CELLS if cell.name == "sft_bf16")
     ours = dataclasses.replace(outcome(), window_loss_tokens=66)
     same = dataclasses.replace(outcome(), window_loss_tokens=67)
@@ -110,7 +110,7 @@ def test_what_a_part_costs_is_in_percent_of_pairs():
 
 
 def test_callbacks_that_only_watch_are_left_out_and_the_journal_is_silent():
-    """The benchmark keeps the callbacks without which the trainer would not run."""
+    """The benchmark keeps the callbacks that the trainer needs."""
     from unittest import mock
 
     from benchmarks.baselines.stoker import unwatched

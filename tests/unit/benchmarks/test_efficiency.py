@@ -1,4 +1,4 @@
-"""What a speed is worth on a device, and what is said where that is not known."""
+"""The efficiency of a speed on a device, and the result for an unknown device."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_shares_of_the_peaks():
     bounds = found["roofline_tokens_per_second"]
     assert found["roofline_share"] == pytest.approx(speed / max(bounds.values()), abs=1e-4)
     assert found["loss_tokens_per_second"] == pytest.approx(speed / 4)
-    assert found["step_median_s"] == found["step_p99_s"] == 0.4  # the warm-up is not of them
+    assert found["step_median_s"] == found["step_p99_s"] == 0.4  # without the warm-up
 
 
 def test_nothing_is_made_up_for_an_unknown_device():

@@ -1,4 +1,4 @@
-"""Model FLOPs against our own sums and torch's counter; the roofline against one worked out."""
+"""Model FLOPs agree with sums by hand and torch's counter; the roofline with a computed one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from benchmarks.hardware.flops import model_size
 from benchmarks.hardware.roofline import Peaks, StepWork, seconds_per_token
 
 GIVEN = {
-    # By hand, in weights that multiply tokens: layers * (attention + MLP) + last layer.
+    # Weights that multiply tokens, by hand: layers * (attention + MLP) + last layer.
     "gpt2": (GPT2_124M, 12 * (4 * 768**2 + 8 * 768**2) + 50257 * 768, 12 * 768),
     "qwen3": (
         QWEN3_600M,
@@ -61,7 +61,7 @@ def test_torch_counts_the_same_in_a_small_model(shape):
     shape, length = toy_shape(shape), 96
     config = AutoConfig.for_model(**shape, attn_implementation="eager")
     flops = counted(AutoModelForCausalLM.from_config(config), length)
-    # The table of rotary positions is a product too, of a few thousand FLOPs.
+    # The table of rotary positions is another product, of a few thousand FLOPs.
     assert flops == pytest.approx(length * model_size(shape).flops(length), rel=2e-4)
 
 
@@ -72,7 +72,7 @@ def test_frozen_weights_count_four():
     config = AutoConfig.for_model(**shape, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config)
     model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
-    # Without it the first layer's gradient would stop at its adapters.
+    # Otherwise the first layer's gradient would stop at its adapters.
     model.enable_input_require_grads()
     size = model_size(shape, lora_rank=rank)
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
@@ -81,7 +81,7 @@ def test_frozen_weights_count_four():
 
 
 def test_the_roofline_is_the_one_computed_manually():
-    """Llama-3.2-1B at 4,096 tokens on 794.5 TFLOP/s and 4 TB/s."""
+    """The example is Llama-3.2-1B at 4,096 tokens on 794.5 TFLOP/s and 4 TB/s."""
     size = model_size(LLAMA_1B)
     parts = seconds_per_token(
         size, StepWork(32768, 4096), Peaks(794.5e12, 4e12), "FlashAttention 2"

@@ -1,4 +1,4 @@
-"""Command lines of both scripts, read and checked as the scripts do."""
+"""Parses and checks command lines like the two scripts."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""The machine and the launch that settings are checked against."""
+"""Fixtures of the machine and the launch for which settings are checked."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def no_accelerator(monkeypatch):
 
 @pytest.fixture
 def amx(monkeypatch, started_alone, no_accelerator):
-    """A CPU with AMX and no accelerator, and this process alone."""
+    """Pretend to be a single process on a CPU with AMX, without a GPU."""
     for name in ("USE_CPU", "USE_FSDP", "USE_DEEPSPEED"):
         monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
     monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)

@@ -1,4 +1,4 @@
-"""DIR=weight, NAME=DIR and the global batch are what the user set, or refused with the entry."""
+"""DIR=weight, NAME=DIR and the global batch are parsed, or refused with the faulty entry."""
 
 import pytest
 

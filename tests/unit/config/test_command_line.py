@@ -1,4 +1,4 @@
-"""Recipes and flags become typed values, in a fixed precedence, with every fault at once."""
+"""Recipes and flags become typed values with a fixed precedence; all faults come at once."""
 
 import itertools
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`--help` in its three forms, and `--print_config`, whose text is a recipe of the same run."""
+"""The three forms of `--help`, and `--print_config`, which prints a recipe of the same run."""
 
 import re
 from pathlib import Path

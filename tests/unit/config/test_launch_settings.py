@@ -1,4 +1,4 @@
-"""Settings of accelerate with which training would be wrong: in a file, as a flag, by variables."""
+"""Settings of accelerate that would make training wrong: in a file, as flags, as variables."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_file_that_trains_right_is_read(content, tmp_path):
 
 
 def launched(*options: str) -> dict[str, str]:
-    """Return what `accelerate launch` sets for these options."""
+    """Return the environment that `accelerate launch` sets for these options."""
     args = launch_command_parser().parse_args([*options, "--main_process_port", "0", "x.py"])
     return prepare_multi_gpu_env(_validate_launch_command(args)[0])
 
@@ -128,7 +128,7 @@ def test_sizes_that_are_not_the_processes_of_the_launch_are_refused(monkeypatch)
 
 
 def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
-    """`accelerate config` writes them; Trainer would refuse them once the model is loaded."""
+    """`accelerate config` writes such numbers, which Trainer would refuse after loading."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "auto")

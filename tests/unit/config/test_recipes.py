@@ -1,4 +1,4 @@
-"""Recipes: YAML 1.2 without surprises, later files win, every fault names file and line."""
+"""Recipes are strict YAML 1.2; later files override earlier ones; faults name file and line."""
 
 import pytest
 import yaml
@@ -35,7 +35,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)  # of a busy machine
+@settings(max_examples=40, deadline=None)  # the machine may be busy
 @given(st.dictionaries(st.sampled_from(["a", "no", "1e-4", "b_c"]), PLAIN, min_size=1))
 def test_what_is_written_is_read_back_by_us_and_by_yaml_1_1(values):
     text = dump_yaml(values)

@@ -1,4 +1,4 @@
-"""Settings of a run: flags over recipes, what nobody set is derived, precision, written again."""
+"""Settings of a run: flags override recipes, missing ones are derived, config.yaml repeats them."""
 
 import os
 import re
@@ -48,7 +48,7 @@ EVALUATION = {
 
 @pytest.fixture
 def started(tmp_path):
-    """Parse flags over a recipe, over BASE; as fine-tuning."""
+    """Parse flags with a recipe over BASE, as settings of a fine-tuning."""
 
     def start(recipe, *flags):
         (tmp_path / "base.yaml").write_text(BASE)
@@ -60,7 +60,7 @@ def started(tmp_path):
 
 
 def moot(values):
-    """Return the settings that the notes call moot."""
+    """Return the settings that have no effect according to the notes."""
     return {note.split()[0] for note in values.notes if " has no effect: " in note}
 
 
@@ -106,7 +106,7 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
     argv = ["--config", str(tmp_path / "recipe.yaml"), str(later)]
     assert moot(parse_fine_tuning(argv, "").values) == EVALUATION
     assert moot(parse_fine_tuning([*argv, "--eval_steps", "5"], "").values) == EVALUATION
-    # Within one source another best model stays a contradiction.
+    # In a single source a contradicting best model stays an error.
     with pytest.raises(ConfigurationError, match=r"load_best_model_at_end true .* has no effect"):
         started(DEMO.replace("eval_strategy: steps", "eval_strategy: no"))
     for limit in ("max_steps: 5", "max_tokens: 5B"):
@@ -140,7 +140,7 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
     ],
 )  # fmt: skip
 def test_what_one_source_makes_moot_is_a_line_in_the_log(no_accelerator, started, flags, gone):
-    """On one command line, in one recipe, and split over both, whoever is the stronger."""
+    """This holds on one command line, in one recipe, and for a flag against a recipe."""
     words = [f"--{each}".split() for each in flags.removeprefix("--").split(" --")]
     lines = [f"{name[2:]}: {' '.join(value) or 'true'}\n" for name, *value in words]
     for values in (
@@ -160,7 +160,12 @@ def test_one_batch_size_follows_from_the_other(started, monkeypatch):
         ("global_batch_size: 4", "", 2, (4, 2)),
         ("global_batch_size: 64\nper_device_train_batch_size: 8", "", 16, (64, 4)),
         ("per_device_train_batch_size: 2", "--global_batch_size 1", 1, (1, 1)),
-        ("global_batch_size: 8\nper_device_train_batch_size: 3", "", 1, (8, 3)),  # refused later
+        (
+            "global_batch_size: 8\nper_device_train_batch_size: 3",
+            "",
+            1,
+            (8, 3),
+        ),  # refused by a later check
     ):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         values = started(recipe, *flags.split(), "--dry_run", "true")
@@ -211,7 +216,7 @@ def test_the_defaults_are_those_of_the_libraries_except_where_said(parse_argv):
     ):  # fmt: skip
         assert getattr(training, name) is False, name
     assert training.average_tokens_across_devices is True
-    if parse_argv is parse_fine_tuning:  # TRL neither truncates nor packs nor prepares data
+    if parse_argv is parse_fine_tuning:  # TRL must not truncate, pack or prepare data
         assert (training.max_length, training.packing) == (None, False)
         assert training.dataset_kwargs == {"skip_prepare_dataset": True}
 
@@ -235,13 +240,13 @@ def test_a_recipe_for_gpus_runs_on_a_cpu_that_was_asked_for_by_the_launch(
     ("changes", "environment", "bf16"),
     [
         ({}, {}, True),
-        ({"dtype": "bfloat16"}, {}, False),  # computed with as they are
-        (DRY, {}, False),  # a login node, for nodes unknown
+        ({"dtype": "bfloat16"}, {}, False),  # products in bfloat16 already
+        (DRY, {}, False),  # on a login node, for unknown nodes
         ({"use_cpu": None}, {"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}, False),
-        # Processes of a launcher are on the CPU only if they are told to.
+        # A launcher's processes are only on the CPU if a setting says so.
         (DRY, {"WORLD_SIZE": "2"}, False),
         (DRY, {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, True),
-        # The accelerate config decides where the settings leave it open, and nowhere else.
+        # The accelerate config only decides if the settings do not.
         ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, True),
         ({"bf16": "false", "dry_run": "true"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, False),
     ],
@@ -261,7 +266,7 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
     if bf16:
         why = cpu_precision.BY_LAUNCH if by_launch else cpu_precision.FAST_BF16
         assert settings.values.source("bf16") == why
-    # What is kept is the run's: as a recipe, it gives the same settings again, on any machine.
+    # The stored settings, used as a recipe, give the same settings again on any machine.
     monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
     (tmp_path / "config.yaml").write_text(dump_yaml(settings.resolved))
     again = parse_pretraining(["--config", "config.yaml"], "")
@@ -280,7 +285,7 @@ def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
 
 
 def test_a_best_model_that_is_to_be_loaded_is_saved_when_it_is_found(no_accelerator, started):
-    """Trainer would take what was the best when it was saved, with the figure of a later one."""
+    """Trainer would load the best saved model, but report a later, better figure."""
     best = "eval_data: [data/held-out]\nload_best_model_at_end: true\nsave_steps: 20\n"
     assert started(f"{best}eval_steps: 10")["save_best"] is True
     assert started(f"{best}eval_steps: 20")["save_best"] is False

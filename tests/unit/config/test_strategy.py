@@ -1,4 +1,4 @@
-"""What a dry run is told of a launch that is not there: strategy, GPUs, processes."""
+"""A dry run without a launch is told strategy, GPUs and processes of the future launch."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Settings that do not exist here: another toolkit's name, a typing error, or a refused one."""
+"""Unknown settings: another toolkit's name, a typing error, or a refused setting."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def test_what_was_meant_is_named():
         "warmup_ratio": "warmup_steps (below 1 it is a share of all steps)",
         "learning_rte": "did you mean --learning_rate?",
         "no_bf16": "give --bf16 false",
-        "device_eval_size": "--help all lists all settings",  # likeness alone suggests nothing
+        "device_eval_size": "--help all lists all settings",  # a similar name is not enough
         "max_epoch": "here it is --num_train_epochs",  # a typing error in another's name
         "max_lenght": "--max_length cannot be set here: set --sequence_length",
         "training.steps": "here it is --max_steps",
@@ -43,8 +43,8 @@ def test_what_was_meant_is_named():
     assert "--help all lists all" in unknown_name("--lr", preparation)
 
 
-# What users of axolotl, LLaMA-Factory, nanoGPT, torchtune, torchtitan, Megatron-LM, Lightning,
-# Keras and older transformers type, by our name.
+# Our name -> names in axolotl, LLaMA-Factory, nanoGPT, torchtune, torchtitan, Megatron-LM,
+# Lightning, Keras and older transformers.
 ELSEWHERE = {
     "max_steps": "num_train_steps num_training_steps max_iters train_iters max_train_steps steps "
     "total_steps steps_per_epoch max_steps_per_epoch",

@@ -1,6 +1,6 @@
-"""Property tests are judged by what they find, not by how fast a busy machine runs one example.
+"""Settings of the data tests: property tests without deadlines, and no progress bars.
 
-No progress bars, and a cache of its own for who asks for one.
+A busy machine must not fail a property test. `own_cache` gives a test its own cache.
 """
 
 import datasets
@@ -14,5 +14,5 @@ datasets.disable_progress_bars()
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """Keep what is measured of a dataset with this test."""
+    """Cache the measurements of datasets in a directory of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences and their loaders: what every rank gets, from any step on."""
+"""The loader gives every rank the right micro-batches of packed sequences, from any step on."""
 
 import pickle
 import random
@@ -29,7 +29,7 @@ SHAPED = ("input_ids", "labels", "position_ids")
 
 
 def documents(count, seed):
-    """Return documents whose tokens are all different, so that a token names its place."""
+    """Return documents with unique tokens, so that a token identifies its position."""
     lengths = np.random.default_rng(seed).integers(1, 40, count)
     starts = np.cumsum(lengths) - lengths
     return [list(range(s, s + n)) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
@@ -130,7 +130,7 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
     shapes = set()
     for numbers in ([0, 1, 2], [PADDING_SEQUENCE] * 3, [5, PADDING_SEQUENCE, 4]):
         batch = model_inputs(rows.__getitems__(numbers), "cpu")
-        # What the layers see; only the loss has as many positions as there are.
+        # The inputs of the layers are static; only the number of loss positions varies.
         seen = {name: value for name, value in batch.items() if name != "loss_positions"}
         shapes.add(tuple(value.shape for value in seen.values() if torch.is_tensor(value)))
         assert [batch[key].dtype for key in SHAPED] == [torch.int64] * 3

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of seed and step, whatever the number of ranks."""
+"""The order of samples is a pure function of seed and step, for any number of ranks."""
 
 import hashlib
 
@@ -43,10 +43,10 @@ def digest(order):
 
 
 def test_the_order_is_the_one_of_earlier_releases():
-    """A change here changes the data order of every resumed run.
+    """A different result here would change the data order of every resumed run.
 
-    That all orders are equally likely, and that seeds, sources and epochs have different ones, was
-    tested when this one was chosen.
+    Uniformity, and independence of seeds, sources and epochs, were tested when the order was
+    chosen.
     """
     assert stream(SampleOrder([10], seed=42), 0, 12) == PINNED_PLAIN
     weighted = SampleOrder([4, 6], seed=42, weights=[0.75, 0.25])
@@ -95,7 +95,7 @@ def test_each_weighted_source_walks_its_own_epochs():
 
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.97, 0.03]])
 def test_how_far_a_prefix_may_be_from_the_weights(weights):
-    """Less than a sample a source at the end of each block, a few dozen inside it."""
+    """The error is less than a sample per source at the end of a block, a few dozen inside it."""
     order = SampleOrder([1000] * len(weights), 0, weights)
     sources, _ = located(order, np.arange(40 * BLOCK))
     counts = np.zeros((40 * BLOCK + 1, len(weights)), dtype=np.int64)
@@ -119,7 +119,7 @@ def test_every_world_size_sees_the_same_global_batches(weights, world_size, micr
     ranks = [
         list(sampler(order, batch, micro_batch, r, world_size, steps)) for r in range(world_size)
     ]
-    # Micro-step by micro-step, rank by rank, as an all-reduce over accumulation would see them.
+    # By micro-step, then by rank, in the order of an all-reduce with accumulation.
     seen = [row for turn in zip(*ranks, strict=True) for rows in turn for row in rows]
     assert seen == stream(order, 0, batch * steps)
     assert all(len(rows) == micro_batch for rank in ranks for rows in rank)
@@ -147,7 +147,7 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one():
 def test_evaluation_sees_every_row_once_in_equally_many_micro_batches(
     rows, micro_batch, world_size, most
 ):
-    """Or `most` of the rows, the same for every micro-batch and world size."""
+    """With `most` it sees that many rows, the same for every micro-batch and world size."""
     seen = [eval_batches(rows, micro_batch, rank, world_size, most) for rank in range(world_size)]
     assert len({len(batches) for batches in seen}) == 1
     flat = [row for turn in zip(*seen, strict=True) for batch in turn for row in batch]
@@ -160,6 +160,6 @@ def test_evaluation_sees_every_row_once_in_equally_many_micro_batches(
 
 
 def test_the_rows_of_a_capped_evaluation_are_spread_over_the_split():
-    """best_fit puts long documents first."""
+    """The first rows would be unrepresentative, because best_fit puts long documents first."""
     ((rows,),) = [eval_batches(1000, 100, 0, 1, at_most=100)]
     assert 350 < np.mean(rows) < 650

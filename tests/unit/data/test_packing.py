@@ -27,7 +27,7 @@ def rows_of(packed):
 
 
 def targets_of(rows):
-    """Count (document, position) of every token that has its predecessor in the same segment."""
+    """Count (document, position) of every token whose previous token is in the same segment."""
     return Counter(
         (document, position)
         for row in rows
@@ -37,7 +37,7 @@ def targets_of(rows):
 
 
 def best_fit_by_the_book(lengths, capacity):
-    """Return the used space of each row, one piece and one row at a time."""
+    """Return the used space of each row, by a simple best fit that tries every row."""
     used = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in range(len(used)) if used[row] + length <= capacity]
@@ -90,7 +90,7 @@ def test_what_is_cut_and_how_full_rows_are(lengths, row_length):
     packed = plan(lengths, row_length, "concat")
     segments = [segment for row in rows_of(packed) for segment in row]
     assert segments == sorted(segments)
-    # One place may stay empty where only the first token of a document would have fitted.
+    # One token may stay free if only the first token of a document would fit.
     assert (packed.sequence_tokens[:-1] >= row_length - 1).all()
 
 

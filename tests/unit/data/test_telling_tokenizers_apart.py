@@ -1,4 +1,4 @@
-"""What tells two tokenizers apart, and templates without what only training needs."""
+"""Differences of two tokenizers, and templates without the parts that only training needs."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ TEMPLATES = [
     *sorted(
         path
         for path in (Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja")
-        if "llava" not in path.name  # takes lists of parts alone
+        if "llava" not in path.name  # only accepts lists of parts
     ),
 ]
 CHATS = [
@@ -51,7 +51,7 @@ def test_a_template_renders_the_same_without_marks(path):
             for each in (template, bare)
         )
         assert marked == unmarked
-    # A mark keeps its scope and its blanks.
+    # Removing a marker keeps scope and blanks.
     scoped = (
         "{% set a = 1 %}x\n {%- generation -%} \n{% set a = 2 %}{{ a }}{%+endgeneration %}{{ a }}"
     )

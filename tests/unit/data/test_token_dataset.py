@@ -1,4 +1,4 @@
-"""A saved dataset as it is read, what is refused of it, what is measured, and stoker.json."""
+"""Saved datasets: how they are read, refused and measured, and their stoker.json."""
 
 import json
 import os
@@ -133,7 +133,7 @@ def test_a_file_cut_anywhere_is_refused_by_name(tmp_path):
     path = save(tmp_path / "d", [[1, 2, 3]] * 3)
     file = path / ARROW_FILE
     whole = file.read_bytes()
-    # Without its last 8 bytes it is a valid stream: only the end-of-stream mark is gone.
+    # Without its last 8 bytes, the end-of-stream mark, it is still a valid stream.
     for size in [*range(0, len(whole), 29), len(whole) - 8]:
         file.write_bytes(whole[:size])
         with pytest.raises(ConfigurationError, match=f"{ARROW_FILE}: .*(damaged|cut short)"):
@@ -183,9 +183,12 @@ def test_each_fault_is_named(tmp_path, columns, message):
 @pytest.mark.parametrize(
     "columns",
     [
-        {"input_ids": [[1, 2], [3, 4, 5]], "labels": [[-100, -100], [3, 4, 5]]},  # not needed here
-        {"input_ids": PADDED, "attention_mask": [[1] * 8] * 3},  # meant, and said so
-        {"input_ids": [*PADDED, [1, 2]]},  # no padding to one length
+        {
+            "input_ids": [[1, 2], [3, 4, 5]],
+            "labels": [[-100, -100], [3, 4, 5]],
+        },  # not needed for this
+        {"input_ids": PADDED, "attention_mask": [[1] * 8] * 3},  # intended, as the mask says
+        {"input_ids": [*PADDED, [1, 2]]},  # not padded to one length
         {"input_ids": np.random.default_rng(0).integers(0, 9, (200, 64)).tolist()},
     ],
 )
@@ -197,7 +200,7 @@ def test_sound_datasets_have_no_problems(tmp_path, columns):
 
 
 def expected_statistics(documents, masks):
-    """Count one document at a time."""
+    """Count the statistics one document at a time."""
     lengths = [len(document) for document in documents]
     without = [row for row, mask in enumerate(masks) if mask and not any(mask[1:])]
     return {
@@ -238,7 +241,7 @@ def test_statistics_equal_a_count_document_by_document(block_tokens, pairs, chun
     expected = expected_statistics(documents, masks)
     assert {key: getattr(found.statistics, key) for key in expected} == expected
     unmasked = expected_statistics(documents, [[1] * len(document) for document in documents])
-    del unmasked["first_row_without_loss"]  # packing leaves documents of one token out
+    del unmasked["first_row_without_loss"]  # packing skips documents of one token
     assert {key: getattr(bare, key) for key in unmasked} == unmasked
     assert measure(columns) == found, "whatever the size of a block"
 
@@ -345,7 +348,7 @@ def test_other_contents_than_described_are_refused(tmp_path, monkeypatch, change
     change(path)
     with pytest.raises(ConfigurationError, match=r"stoker.json describes other contents"):
         open_token_dataset(path)
-    monkeypatch.setattr(description, "measure", None)  # what it holds is known by now
+    monkeypatch.setattr(description, "measure", None)  # the contents are already known
     (path / "stoker.json").unlink()
     assert open_token_dataset(path).fingerprint != before.fingerprint
 

@@ -1,4 +1,4 @@
-"""The doctor on machines made of stand-ins: each fault is a line with what to type, none throws."""
+"""The doctor on pretended machines: each fault is a line with advice, none raises."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ SECRETS = {"HF_TOKEN": "hf_" + "q" * 30, "WANDB_API_KEY": "wandb-secret-value"}
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """No network, no GPU, no Slurm, a HF_HOME and a repository of its own; PATH of stubs."""
+    """Pretend a machine without network, GPU and Slurm, with its own HF_HOME and repository."""
     import requests
     from huggingface_hub import constants
 
@@ -28,7 +28,9 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in (*SECRETS, "HF_WRITE_TOKEN", "SLURM_JOB_ID", "CXX", "CC"):
-        monkeypatch.setenv(name, "")  # not deleted: what .env brings is undone
+        monkeypatch.setenv(
+            name, ""
+        )  # set and not deleted, so that monkeypatch undoes values from .env
     (tmp_path / "root/slurm").mkdir(parents=True)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -68,7 +70,7 @@ def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     for name in ("LIMIT_S", "CHECK_LIMIT_S"):
-        monkeypatch.setattr(doctor, name, 600.0)  # of a loaded machine
+        monkeypatch.setattr(doctor, name, 600.0)  # enough for a loaded machine
     assert doctor.main(["--output_dir", str(alone / "runs/deep")]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -161,10 +163,14 @@ UP = "gpu*|up|1-00:00:00|4|{}|gpu:h100:8\\n"
     [
         (UP.format("idle"), 0, "ok Slurm takes jobs, partitions: gpu* 1-00:00:00 4 nodes idle gpu"),
         (UP.format("mix") + UP.format("drain"), 0, "ok Slurm takes jobs, partitions: gpu*"),
-        (UP.format("idle~"), 0, "ok Slurm takes jobs"),  # powered down, and up when it is needed
+        (UP.format("idle~"), 0, "ok Slurm takes jobs"),  # powered down until it is needed
         (UP.format("drain"), 0, "warning no node of Slurm runs jobs now: gpu* 1-00:00:00 4 nodes "),
         (UP.format("down*"), 0, "warning no node of Slurm runs jobs now"),
-        (UP.format("idle*"), 0, "warning no node of Slurm runs jobs now"),  # does not answer
+        (
+            UP.format("idle*"),
+            0,
+            "warning no node of Slurm runs jobs now",
+        ),  # the node does not answer
         (
             "gpu|down|1-00|4|idle|x\\n",
             0,

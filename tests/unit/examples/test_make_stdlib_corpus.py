@@ -52,14 +52,14 @@ def test_a_function_of_a_held_out_file_is_not_trained_on_even_as_a_copy(tmp_path
     chats = list(corpus.unique_chats(sources))
     assert {corpus.split_of(path) for path, _ in chats} == {"package"}
     assert len(chats) == 2
-    # A package is held out as a whole, modules by hash.
+    # A whole package is held out, and modules by hash.
     assert corpus.split_of("wsgiref/mime/text.py") == corpus.split_of("wsgiref.py") == "package"
     found = [corpus.split_of(f"module{number}.py") for number in range(1000)]
     assert 15 < found.count("modules") < 50
     assert found.count("train") == 1000 - found.count("modules")
 
 
-@pytest.mark.exhaustive  # it goes through the standard library twice
+@pytest.mark.exhaustive  # reads the standard library twice
 def test_the_corpus_is_real_disjoint_and_the_same_every_time(tmp_path, monkeypatch, capsys):
     contents = []
     for name in ("a", "b"):

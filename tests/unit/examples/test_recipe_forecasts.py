@@ -1,4 +1,4 @@
-"""The heads of the recipes say what is predicted for their hardware, and it is what it says."""
+"""The first lines of the recipes have the current predictions for their hardware."""
 
 import re
 
@@ -10,7 +10,7 @@ from utils.config.recipes import read_recipes
 from utils.planning.memory import GIB, MARGIN
 
 RECIPES = forecasts.recipes()
-# A recipe takes two seconds: a sample, with LoRA, experts, several nodes and one GPU in it.
+# A sample, because a recipe takes two seconds; it has LoRA, experts, several nodes and one GPU.
 SAMPLE = ("qwen3_0_6b_full", "qwen3_8b_lora", "gpt_oss_20b_full", "llama_7b")
 
 

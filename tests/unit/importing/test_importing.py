@@ -1,4 +1,4 @@
-"""Published configs of other toolkits, as key and value, become recipes that our parsers take."""
+"""Keys and values of other toolkits' published configs become recipes that our parsers accept."""
 
 import copy
 import functools
@@ -61,7 +61,7 @@ TRL = {
 LORA = {"adapter": "lora", "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}
 SAME = {"packing": "none", "activation_checkpointing": "full", "bf16": True}
 
-# What is changed, then lines of the training recipe (None: it has none) and of the data recipe.
+# Changes, then lines of the training recipe (None: no such line) and of the data recipe.
 PUBLISHED = {
     "axolotl full": (
         AXOLOTL, {"datasets": ALPACA, "sample_packing": True},
@@ -259,7 +259,7 @@ def test_the_tables_say_nothing_twice():
         assert set(toolkit.marks)
 
 
-# Keys that a run of the property found dropped; `then` is what one of them becomes.
+# Keys that a property test once found dropped; `then` is the result for one of them.
 NESTED = {
     "axolotl": (
         {"base_model": "m", "micro_batch_size": 2, "batch_size": 16, "bf16": True,
@@ -348,7 +348,7 @@ def outcome(convert_config, config):
 
 
 def unaccounted(convert_config, config):
-    """Return the keys that are neither named nor change a line of a recipe."""
+    """Return the keys that are neither noted nor change a line of a recipe."""
     lines, named = outcome(convert_config, config)
     for path, value in leaves(config):
         words = [str(word) for word in path if not isinstance(word, int)]

@@ -1,4 +1,4 @@
-"""What a run on a CPU sets: float32 products by the faster library, a heap that keeps memory."""
+"""Settings of a CPU run: float32 products by the faster library, a heap that keeps memory."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from utils.kernels.cpu_products import (
     settle_products,
 )
 
-# Page faults of ten rounds that take 64 MiB, write to them and free them, after a first one.
+# Count page faults of ten rounds that allocate, write and free 64 MiB, after a first round.
 FAULTS = """
 import os, resource
 from utils.kernels.cpu_products import keep_freed_memory
@@ -33,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.fixture(autouse=True)
 def amd(monkeypatch):
-    """A CPU of AMD's with AVX-512 and without AMX."""
+    """Pretend an AMD CPU with AVX-512 and without AMX."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(cpu_products, "has_amx", lambda: False)
     monkeypatch.setattr(cpu_products, "cpu_fact", lambda _: "AuthenticAMD")
@@ -74,7 +74,7 @@ def test_the_check_sees_what_rounds():
 def test_freed_memory_is_not_cleared_again_unless_the_user_decided():
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
     found = []
-    for told in ({}, {"MALLOC_MMAP_MAX_": "65536"}):  # glibc's own default, set by the user
+    for told in ({}, {"MALLOC_MMAP_MAX_": "65536"}):  # the user set glibc's default
         command, root = [sys.executable, "-c", FAULTS], Path(__file__).parents[3]
         found += subprocess.check_output(command, cwd=root, env=inherited | told, text=True).split()
     pages = 10 * (64 << 20) // os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Every kernel against attention written out, document by document."""
+"""Every kernel equals attention by its definition, document by document."""
 
 import functools
 import sys
@@ -37,7 +37,7 @@ def states(tokens, kv_heads=KV_HEADS, dtype=torch.float32, device="cpu"):
 
 
 def written_out(query, key, value, lengths, terms):
-    """Causal attention by its definition: every score of every document, in fp64."""
+    """Compute causal attention by its definition: every score of every document, in fp64."""
     repeats = query.shape[1] // key.shape[1]
     outputs = []
     for q, k, v in zip(
@@ -109,14 +109,14 @@ def test_dropout_drops_weights_and_keeps_the_mean(terms):
 
 
 def attended(query, key, value, ends, longest, terms):
-    """What every stand-in for a kernel computes."""
+    """Compute attention for the stand-ins of kernels."""
     assert key.shape[1] == KV_HEADS, "grouped heads must not be repeated"
     assert longest == max(LENGTHS)
     return per_document_sdpa(query, key, value, Documents(ends, longest, len(query)), terms)
 
 
 def torch_211(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """A stand-in for torch's varlen_attn."""
+    """Stand in for varlen_attn of torch 2.11."""
     assert cu_q is cu_k
     assert max_q == max_k
     left, right = window_size
@@ -125,7 +125,7 @@ def torch_211(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1,
 
 
 def torch_212(*arguments, enable_gqa=False, **options):
-    """The same as of torch 2.12, which has to be told of grouped heads."""
+    """Stand in for varlen_attn of torch 2.12, which needs enable_gqa for grouped heads."""
     assert enable_gqa
     return torch_211(*arguments, **options)
 
@@ -134,7 +134,7 @@ def flash_like(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False,
 ):  # fmt: skip
-    """A stand-in for `flash_attn_varlen_func` of FlashAttention 2."""
+    """Stand in for `flash_attn_varlen_func` of FlashAttention 2."""
     assert causal
     assert cu_seqlens_q is cu_seqlens_k
     assert deterministic == torch.are_deterministic_algorithms_enabled()
@@ -150,7 +150,7 @@ def flash_3_like(*arguments, **options):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Return a function that makes this machine look like one with a GPU and flash kernels."""
+    """Return a function that pretends a GPU and flash kernels."""
 
     def pretend(capability=(9, 0), backend=SDPBackend.CUDNN_ATTENTION, **installed):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -199,7 +199,7 @@ BOTH = {"flash_attn": flash_like, "flash_attn_interface": flash_like}
     ],
 )
 def test_the_best_kernel_that_runs_comes_first(pretend, machine, needs, expected, by_row):
-    """`by_row` where each row is one document: cuDNN's kernel is faster on Hopper then."""
+    """If each row is one document, cuDNN's kernel (`by_row`) is the fastest on Hopper."""
     pretend(**machine)
     for whole_rows, name in ((False, expected), (True, by_row)):
         usable, _ = find_kernels("cuda", torch.bfloat16, AttentionNeeds(64, **needs), whole_rows)
@@ -226,7 +226,7 @@ def test_a_kernel_that_lacks_what_the_model_needs_is_passed_over(pretend, dtype,
 
 
 def assert_rows_are_documents(kernel, dtype, device, tolerance):
-    """Two rows of 24: a document with padding behind it, and one that fills its row."""
+    """Check two rows of 24 tokens: a document with padding, and one that fills its row."""
     ends = torch.tensor([0, 17, 24, 48, 48], dtype=torch.int32, device=device)
     real = torch.tensor([*range(17), *range(24, 48)], device=device)
     results = []
@@ -241,7 +241,7 @@ def assert_rows_are_documents(kernel, dtype, device, tolerance):
 
 
 def test_by_row_documents_are_attended_to_as_alone(pretend):
-    """Batches of several documents a row do not go by row."""
+    """Batches with several documents per row use the other kernel."""
     pretend()
     kernel = load_row_sdpa(AttentionNeeds(HEAD_DIM), packed=PER_DOCUMENT)
     assert_rows_are_documents(kernel, torch.float32, "cpu", 1e-5)

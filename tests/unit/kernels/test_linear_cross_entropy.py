@@ -1,4 +1,4 @@
-"""The fused loss head against an fp64 cross-entropy of all logits."""
+"""The fused loss head agrees with an fp64 cross-entropy of all logits."""
 
 import gc
 import weakref
@@ -26,9 +26,9 @@ CAP = 5.0
 
 @pytest.fixture(autouse=True, params=LAYOUTS)
 def layout(monkeypatch, request):
-    """Several chunks and blocks, the last a short one; a GPU's logits have columns of zeros more.
+    """Use several chunks and blocks with a short last one; a GPU's logits have padding columns.
 
-    "compiled" is the function that is compiled on a GPU, as it is.
+    "compiled" runs the function that a GPU compiles, without compiling it.
     """
     words = SIZES["cpu" if request.param == "of a CPU" else "cuda"].words
     sizes = replace(SIZES["cpu"], rows=21, tile=1, block=5 * VOCABULARY, words=words)
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_all_logits_in_fp64(dtype, terms, with_b
 
 @pytest.mark.parametrize("terms", [PLAIN, LogitTerms(1.7, CAP)], ids=["plain", "both"])
 def test_losses_and_hits_of_the_tokens_are_those_of_all_logits(terms):
-    """A third of the targets are the most likely words; ignored tokens are no hits."""
+    """A third of the targets have the largest logit; ignored tokens do not count as hits."""
     (hidden, weight), targets = made()
     likely = (hidden @ weight.T).argmax(-1)
     trained = targets != IGNORED
@@ -163,7 +163,7 @@ def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
     assert not hidden.grad.any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:1], indirect=True)  # no words of zeros, so no view
+@pytest.mark.parametrize("layout", LAYOUTS[:1], indirect=True)  # no padding words, so no view
 def test_a_tied_embedding_adds_in_place_and_buffers_are_gone_when_the_call_is(monkeypatch):
     pointers, works = [], []
     plain = module.ChunkedHead.gradients
@@ -176,7 +176,7 @@ def test_a_tied_embedding_adds_in_place_and_buffers_are_gone_when_the_call_is(mo
     monkeypatch.setattr(module.ChunkedHead, "gradients", watched)
     (_, weight), targets = made()
     hidden = functional.embedding(targets.clamp(min=0), weight)
-    gc.disable()  # a cycle would keep them until it happens to run
+    gc.disable()  # the collector must not hide a reference cycle
     try:
         loss, *_ = linear_cross_entropy(hidden, weight, targets)
         assert [work() for work in works] == [None]
@@ -207,7 +207,7 @@ def test_compiled_it_is_the_same_in_one_graph(monkeypatch):
 def test_what_is_compiled_wrongly_is_refused(place, monkeypatch):
     monkeypatch.setattr(module, "_checked", set())
     tensors, targets = made()
-    fused(tensors, targets)  # what is right
+    fused(tensors, targets)  # correct results pass
 
     def wrong(logits, *arguments):
         normalizer = module._normalize(logits, *arguments)
@@ -215,7 +215,7 @@ def test_what_is_compiled_wrongly_is_refused(place, monkeypatch):
         return normalizer
 
     monkeypatch.setattr(module, "_compiled", lambda: wrong)
-    fused(tensors, targets)  # checked once
+    fused(tensors, targets)  # the shape is only checked once
     module._checked.clear()
     with pytest.raises(ConfigurationError, match="compiles the softmax of the loss wrongly"):
         fused(tensors, targets)
@@ -225,7 +225,7 @@ def test_what_is_compiled_wrongly_is_refused(place, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("terms", [LogitTerms(), LogitTerms(1.7, CAP)], ids=["plain", "both"])
-@pytest.mark.parametrize("layout", ["of a CPU"], indirect=True)  # a GPU's own all the same
+@pytest.mark.parametrize("layout", ["of a CPU"], indirect=True)  # as on a GPU
 def test_a_gpu_computes_the_same(compiled, terms):
     tensors, targets = made()
     rounded = [tensor.detach().bfloat16() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Packed forward and backward passes equal the documents one by one, on real architectures."""
+"""Packed forward and backward passes equal those of single documents, on real architectures."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ CONFIGS = {
         **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=2, sliding_window=4
     ),
 }
-# transformers' gpt-oss makes its masks without position_ids, so that only packed_varlen packs.
+# transformers' gpt-oss ignores position_ids in its masks, so only packed_varlen can pack.
 MASKED = [name for name in CONFIGS if "gpt_oss" not in name]
 
 
@@ -48,7 +48,7 @@ def build(name, attention, dtype=torch.float32):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        # Weights large enough for what a document sees to show in its logits.
+        # Large weights, so that a leak changes the logits.
         torch.nn.init.normal_(parameter, std=0.2)
     return model.to(dtype).train()
 
@@ -69,7 +69,7 @@ def generator(seed):
 
 
 def one_by_one(model, tokens):
-    """Return the logits of each document run alone, laid out as the packed rows are."""
+    """Return the logits of each document alone, in the layout of the packed rows."""
     rows = []
     for row, lengths in zip(tokens, ROWS, strict=True):
         parts = [model(input_ids=part[None]).logits[0] for part in row.split(list(lengths))]

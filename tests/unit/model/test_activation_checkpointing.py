@@ -1,4 +1,4 @@
-"""Recomputation changes no bit, and selective keeps products and attention alone."""
+"""Recomputation changes no bit, and "selective" keeps only products and attention."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from utils.kernels.varlen import NAME, PER_DOCUMENT, register_packed_varlen
 from utils.model.compilation import CHOICES, keep_products, kept
 from utils.model.loss_head import LossHeadChoice
 
-WITHOUT = {"jetmoe"}  # refused in the plan
+WITHOUT = {"jetmoe"}  # checkpointing is refused for it
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}}
 
 
 class Operators(TorchDispatchMode):
-    """Counts what runs, by name."""
+    """Counts the operators that run, by name."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def build(name: str, choice: str) -> PreTrainedModel:
 
 
 def step(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Return loss and gradients of a packed micro-batch, and what ran."""
+    """Return loss and gradients of a packed micro-batch, and the operators that ran."""
     tokens = torch.arange(2 * 24).view(2, 24) % 61
     bounds = torch.tensor([0, 5, 24, 31, 48, 48], dtype=torch.int32)
     starts = bounds[torch.searchsorted(bounds, torch.arange(48), right=True) - 1]

@@ -1,4 +1,4 @@
-"""What LoRA adapts by default in every family, and what is refused before weights are loaded."""
+"""The layers that LoRA adapts by default in every family, and refusals before weights load."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def asked(**given) -> SimpleNamespace:
 
 
 def adapted_names(model: nn.Module) -> set[str]:
-    """The modules, or parameters, that have adapters."""
+    """Return the modules and parameters that have adapters."""
     found = set()
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
@@ -58,7 +58,7 @@ def test_by_default_all_linear_layers_but_the_head_and_the_experts(name):
         if type(module) in (nn.Linear, Conv1D)
         and module is not head
         and path.startswith(inside)
-        # Phi-4 has its towers in its embedding, Llama 3.2 Vision layers that images alone use.
+        # Phi-4 has towers in its embedding; Llama 3.2 Vision has layers that only images use.
         and ".embed_tokens_extend." not in path
         and not (name == "mllama" and ".layers.1." in path)
     }
@@ -113,7 +113,7 @@ def test_wrong_names_are_refused(given, told):
     [
         ("llama", [r".*layers\.1\..*(q|k)_proj"], 2, 0),
         ("llama", ["model.layers.0.mlp.up_proj", "embed_tokens"], 2, 0),
-        # Names that experts had before transformers 5.
+        # Names of experts' layers before transformers 5.
         ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], 2, 4),
         ("mixtral", ["w2"], 0, 2),
         ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"], 6, 2),
@@ -130,7 +130,7 @@ def test_names_and_patterns(name, given, modules, parameters):
 
 @pytest.mark.parametrize("name", [*INSIDE, "llama", "gpt_oss"])
 def test_what_text_does_not_go_through_is_frozen(name):
-    """Gradients of the rest are what DDP waits for; of a text model nothing is frozen."""
+    """DDP waits for gradients of all other parameters. In a text model nothing is frozen."""
     model = tiny_model(tiny_config(name)).train()
     frozen = freeze_unused(model)
     tokens = torch.arange(2, 42).view(2, 20)
@@ -143,7 +143,7 @@ def test_what_text_does_not_go_through_is_frozen(name):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "big_bird"])
 def test_what_the_loss_does_not_reach_is_frozen_and_not_adapted(name):
-    """Indexers choose tokens by their indices; nothing reads the pooler."""
+    """Indexers only return indices, and nothing uses the pooler."""
     config = AutoConfig.for_model(name, is_decoder=True)
     model = build_probe_model(probe_config(config), "eager").train()
     frozen = freeze_unused(model)

@@ -1,4 +1,4 @@
-"""What --attn_implementation means on each machine, and every refusal."""
+"""The attention for each --attn_implementation on each machine, and every refusal."""
 
 import sys
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ STAND_INS = {"flash_attn": version_2, "flash_attn_interface": version_3}
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a function that makes this machine look like one with a GPU and flash packages."""
+    """Return a function that pretends a GPU and flash packages."""
 
     def pretend(capability=(9, 0), packages=tuple(STAND_INS)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -1,4 +1,4 @@
-"""What lies under LoRA's adapters: digests of a directory's weights, the commit of a Hub model."""
+"""LoRA's base weights are identified by digests of a directory, or by a Hub model's commit."""
 
 import hashlib
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_a_directory_goes_by_its_safetensors_or_what_is_loaded_without(tmp_path)
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The Hub's cache with two commits of a model, main being the first of them."""
+    """Make a Hub cache with two commits of a model; main is the first."""
     repository = tmp_path / "hub" / "models--some--model"
     for commit in COMMITS:
         directory(repository / "snapshots" / commit, "config.json")

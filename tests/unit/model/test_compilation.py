@@ -1,4 +1,4 @@
-"""Where layers cannot be compiled is known, and said, before anything starts."""
+"""If layers cannot be compiled, the start says so before it does anything."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Configuration files as they are published: read, built, and what the model took of them."""
+"""Published configuration files are read, built, and checked for unused keys."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ def test_keys_that_nothing_uses_and_those_given_twice_are_refused(built, caplog,
     typo = {"model_type": "llama", "num_hiden_layers": 2}
     with pytest.raises(ConfigurationError, match="llama has no setting num_hiden_layers"):
         built(typo)
-    built(typo | {"architectures": ["LlamaForCausalLM"]})  # as published
+    built(typo | {"architectures": ["LlamaForCausalLM"]})  # like a published file
     assert "llama uses no num_hiden_layers" in caplog.text
     assert built({"model_type": "gpt2", "num_hidden_layers": 3}).n_layer == 3, "an alias is used"
     (tmp_path / "twice.json").write_text('{"model_type": "a", "hidden_size": 1, "hidden_size": 2}')

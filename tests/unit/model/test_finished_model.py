@@ -1,4 +1,4 @@
-"""Generation settings and the type of `final/`, settled before any weight is loaded."""
+"""Generation settings and tensor type of `final/` are known before weights load."""
 
 import json
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from utils.model.finished_model import (
     set_generation_settings,
 )
 
-# generation_config.json as published: transformers would not save them once they are changed.
+# Published generation_config.json files that transformers would refuse to save after a change.
 PUBLISHED = {
     # Vicuna 7B v1.5: sampling flags, no do_sample
     "vicuna": {
@@ -27,9 +27,9 @@ PUBLISHED = {
         "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
         "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
     },
-    # Greedy by choice, with flags that have no effect then
+    # Greedy, with flags that have no effect
     "greedy": {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
-    # Llama 7B's conversions: no padding token was -1
+    # Conversions of Llama 7B, in which -1 meant no padding token
     "llama1": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_published_settings_are_saved_as_they_were_with_the_new_stops(name, tmp_
     datasets = [SimpleNamespace(description=SimpleNamespace(preparation=turn)) for turn in turns]
     tokenizer, data = SimpleNamespace(eos_token_id=None), SimpleNamespace(datasets=datasets)
     set_generation_settings(model, finished_generation(model, tokenizer, data))
-    model.generation_config.save_pretrained(tmp_path / "final")  # raises for what is refused
+    model.generation_config.save_pretrained(tmp_path / "final")  # raises for invalid settings
     saved = json.loads((tmp_path / "final" / "generation_config.json").read_text())
     saved.pop("transformers_version")
     assert saved == values | {"eos_token_id": [*known, 7]}

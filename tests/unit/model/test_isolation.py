@@ -1,4 +1,4 @@
-"""The leak probe passes what keeps documents apart and refuses what does not."""
+"""The isolation check passes if documents stay apart, and refuses models that leak."""
 
 import random
 
@@ -20,7 +20,7 @@ from utils.planning import plan
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA_8B = SMALL | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-# At their published sizes, which the probe cuts, but for the first (tests/published has more).
+# All but the first have their published sizes, which the probe cuts (see also tests/published).
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, intermediate_size=64),
     "llama_8b": lambda: transformers.LlamaConfig(**LLAMA_8B),
@@ -55,7 +55,7 @@ def test_packed_varlen_keeps_documents_apart(name):
 
 
 def leaking(module, query, key, value, attention_mask=None, **kwargs):
-    """Attend causally over whole rows, whatever documents they hold."""
+    """Attend causally over whole rows, ignoring documents."""
     output = functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
     )
@@ -63,13 +63,13 @@ def leaking(module, query, key, value, attention_mask=None, **kwargs):
 
 
 def looking_ahead(module, query, key, value, attention_mask=None, **kwargs):
-    """Attend to the row in both directions."""
+    """Attend to the whole row in both directions."""
     output = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return output.transpose(1, 2), None
 
 
 def leaking_across_rows(module, query, key, value, attention_mask=None, **kwargs):
-    """Attend right within documents, then add a little of the other row's values."""
+    """Attend correctly within documents, then add a little of the other row's values."""
     marked = kwargs.get("cu_seq_lens_q") is not None
     right = AttentionInterface()["packed_varlen"] if marked else leaking
     output, _ = right(module, query, key, value, None, **kwargs)
@@ -79,7 +79,7 @@ def leaking_across_rows(module, query, key, value, attention_mask=None, **kwargs
 
 
 def blind(module, query, key, value, attention_mask=None, **kwargs):
-    """Pass nothing on."""
+    """Return zeros, so that no token sees another."""
     return query.new_zeros(query.transpose(1, 2).shape), None
 
 
@@ -99,7 +99,7 @@ def test_a_leaking_attention_and_a_probe_that_proves_nothing_are_refused(attenti
             check_isolation(config_of("llama"), name, batches="plain")
 
 
-# What packed batches do not do for (tests/published has more).
+# Models that cannot be packed (see also tests/published).
 NOT_PACKED = {
     "mpt": lambda: transformers.MptConfig(d_model=64, n_heads=4),
     "small_next": lambda: transformers.Qwen3NextConfig(
@@ -141,14 +141,14 @@ def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
 
 
 TRITON = "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
-GPU = torch.device("cpu")  # one that is not CPU: it stands in for a GPU
+GPU = torch.device("cpu")  # another object than CPU, which stands in for a GPU
 
 
 def kernels_of_gpus(monkeypatch):
-    """Put stand-ins for kernels of GPUs into Qwen3-Next, which raise where no GPU computes.
+    """Put stand-ins for GPU kernels into Qwen3-Next, which raise unless a GPU computes.
 
-    They take a single sequence, and documents by seq_idx or cu_seqlens. Returns the devices that
-    small models were built on.
+    They take a single sequence, with documents by seq_idx or cu_seqlens. Returns the devices of the
+    small models.
     """
     devices = []
     for at in (probe, module, loss_head):
@@ -206,7 +206,7 @@ def test_a_host_without_the_gpu_of_the_kernels_refuses_nothing(monkeypatch, whol
     assert TRITON in plan._proved_on_cpu("auto", config, whole_rows)
     head = loss_head.choose_loss_head("fused", config, device=None)
     assert head.reason.endswith("to be proved where the run trains")
-    # Where this CPU is to train, packing is refused, and one document a sequence is tried.
+    # If this CPU trains, packing is refused, and one document per sequence is tried.
     assert loss_head.choose_loss_head("auto", config).name == "logits"
     if whole_rows:
         choice = chosen(config, whole_rows=True)
@@ -241,13 +241,13 @@ V4 = {
     "o_lora_rank": 16, "index_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "num_hidden_layers": 4, "initializer_range": 0.2,
 }  # fmt: skip
-# How each is packed, and how it trains one document a sequence.
+# The batches of each model when packed, and with one document per sequence.
 STARTS = {
     "glm_moe_dsa": (lambda: transformers.GlmMoeDsaConfig(**SPARSE), "packed", "packed"),
     "deepseek_v32": (lambda: transformers.DeepseekV32Config(**SPARSE), "packed", "packed"),
     "cwm": (lambda: transformers.CwmConfig(**SMALL, head_dim=16), "packed", "packed"),
     "deepseek_v4": (lambda: transformers.DeepseekV4Config(**V4, index_n_heads=64), None, "plain"),
-    # Few heads choose between blocks of equal scores, by a row's length.
+    # With few heads, the choice between blocks of equal scores depends on the row's length.
     "short_of_heads": (lambda: transformers.DeepseekV4Config(**V4, index_n_heads=1), None, "alone"),
     "bert": (transformers.BertConfig, None, None),
     "encoder_as_decoder": (lambda: transformers.BertConfig(is_decoder=True), "packed", "packed"),
@@ -322,7 +322,7 @@ def test_the_probe_keeps_what_attention_sees():
 
 
 def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
-    """Padding may see the document of its row; no row may see another."""
+    """Padding may see the document of its row, but no row may see another row."""
     assert chosen(config_of("llama"), whole_rows=True).batches == "packed", "it can be, so it is"
     check_isolation(config_of("llama"), kernel="row_sdpa")
     logits = module._logits

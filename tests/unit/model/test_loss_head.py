@@ -1,4 +1,4 @@
-"""What --loss_head means for each architecture: a fused head is proved before it is used."""
+"""The loss head of each architecture: a fused head is proved before it is used."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from utils.model.probe import build_probe_model, probe_config
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "use_cache": False}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 32}
 LLAMA = transformers.LlamaConfig(**SIZES)
-CAPPED = transformers.Gemma2Config(**GROUPED)  # logits with a soft cap
+CAPPED = transformers.Gemma2Config(**GROUPED)  # its logits have a soft cap
 FUSED = LossHeadChoice("fused", "")
 ROUTED = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -25,7 +25,7 @@ ROUTED = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
         CAPPED,
         transformers.GraniteConfig(**SIZES, logits_scaling=8.0),
         transformers.CohereConfig(**SIZES, logit_scale=0.1),
-        transformers.PhiConfig(**SIZES),  # a bias
+        transformers.PhiConfig(**SIZES),  # its last layer has a bias
     ],
     ids=lambda config: config.model_type,
 )
@@ -69,5 +69,5 @@ def test_the_proof_leaves_the_random_numbers_alone_and_a_fused_model_answers_as_
     assert torch.equal(model(tokens).logits, expected.logits)
     generated = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 10)
-    mean = model(tokens, labels=labels).loss.item()  # for no number of items is given
+    mean = model(tokens, labels=labels).loss.item()  # without num_items_in_batch it is a mean
     assert mean == pytest.approx(expected.loss.item(), abs=1e-6)

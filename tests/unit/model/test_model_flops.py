@@ -1,4 +1,4 @@
-"""Model FLOPs in training are those of the benchmarks, whatever holds the weights."""
+"""Model FLOPs in training equal those of the benchmarks, however weights are stored."""
 
 import copy
 
@@ -45,15 +45,15 @@ def test_the_count_is_the_benchmarks(shape, rank):
         assert token_products(model).flops(length) == expected.flops(length)
 
 
-# Weights that a token of these two-layer models is multiplied by: width 32, 4 heads of 8, 2 of keys
-# and values, MLPs of 64 (3 matrices), 128 words; computed manually.
+# Weights that multiply a token in these two-layer models, computed by hand: width 32, 4 heads of 8,
+# 2 key/value heads, MLPs of 64 (3 matrices), 128 words.
 ATTENTION = 2 * (2 * 32 * 32 + 2 * 32 * 16)
 HEAD = 32 * 128
 FORWARD = {
     "llama": ATTENTION + 2 * 3 * 32 * 64 + HEAD,
     "mixtral": ATTENTION + 2 * 2 * 3 * 32 * 64 + HEAD,  # 2 of 8 experts
     "qwen3_moe": ATTENTION + 2 * 2 * 3 * 32 * 16 + HEAD,
-    "gemma3": ATTENTION + 2 * 3 * 32 * 64 + HEAD,  # without its tower
+    "gemma3": ATTENTION + 2 * 3 * 32 * 64 + HEAD,  # the tower does not count
 }
 
 
@@ -96,7 +96,7 @@ def test_heads_and_windows_are_those_of_each_layer():
 
 def test_latent_attention_counts_by_the_keys_of_each_layer():
     config = Dots3NoteTextConfig()
-    # Keys of 128 + 64 numbers; in layers with a window half the heads, with keys of 192 + 64.
+    # Keys have 128 + 64 numbers. Layers with a window have half the heads, and keys of 192 + 64.
     indexed, sliding = (128 * (192 + 128) / 2, None), (64 * (256 + 128) / 2, 512)
     expected = [indexed if kind == "indexed_attention" else sliding for kind in config.layer_types]
     assert token_products(on_meta(config)).attention == tuple(expected)
@@ -112,7 +112,7 @@ def test_shards_packed_weights_and_trained_copies_count_as_the_layer():
     assert token_products(sharded) == whole
     experts = on_meta(families.tiny_config("mixtral"))
     expected = token_products(experts)
-    for parameter in experts.parameters():  # as DeepSpeed's ZeRO-3 leaves them
+    for parameter in experts.parameters():  # as under DeepSpeed's ZeRO-3
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0, device="meta")
     assert token_products(experts) == expected
     copied = get_peft_model(

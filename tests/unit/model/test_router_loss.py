@@ -1,4 +1,4 @@
-"""The load-balancing loss in parts: together transformers' own of the whole batch, every family."""
+"""The parts of the load-balancing loss add up to transformers' loss of the whole batch."""
 
 import pytest
 import torch
@@ -78,10 +78,10 @@ def test_who_gets_the_term():
     assert router_term(experts, fine_tuning=True, given=0.0) is None
     assert router_term(experts, fine_tuning=False) is None, "its configuration does not ask for it"
     assert router_term(dense, fine_tuning=True) is None
-    # Small hybrids have no experts and a coefficient all the same.
+    # Small hybrids have a coefficient but no experts.
     hybrid = tiny_config("granitemoeshared", num_local_experts=0)
     assert router_term(hybrid, fine_tuning=True) is None
-    # Its settings name experts and routing, and it has neither.
+    # Its settings name experts and routing, but it has neither.
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 16}
     for is_moe in (False, True):
         doge = transformers.DogeConfig(**sizes, is_moe=is_moe)

@@ -1,4 +1,4 @@
-"""What --init_from stands for, what is refused for it, and an optimizer taken over."""
+"""--init_from: the directory that it resolves to, refusals, and --init_optimizer."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from utils.training.optimizer import InheritedOptimizer
 
 
 def model_directory(directory: Path, *names: str) -> Path:
-    """A directory with these files; what is in them does not matter here."""
+    """Make a directory with these files; their contents do not matter."""
     directory.mkdir(parents=True)
     for name in names:
         (directory / name).write_text(name)
@@ -30,7 +30,7 @@ def run_directory(directory: Path) -> Path:
 
 
 def checkpoint(directory: Path, *names: str) -> Path:
-    """A committed checkpoint with these files."""
+    """Make a committed checkpoint with these files."""
     model_directory(directory, *names)
     step = int(directory.name.rpartition("-")[2])
     files = flush_and_record(directory, list_files(directory))

@@ -1,4 +1,4 @@
-"""Changed settings are shown at once; those that make another run are refused unless accepted."""
+"""All changed settings are shown; changes that make it another run must be accepted."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ FACTS = {
 
 
 class Runs:
-    """The starts of one run, as provenance.json would keep them."""
+    """The starts of one run, recorded as in provenance.json."""
 
     def __init__(self, directory: Path, parse):
         self.directory, self.parse = directory, parse
@@ -116,14 +116,14 @@ def test_what_makes_another_run_is_refused_until_it_is_accepted(runs, caplog):
     ("name", "value"), [("learning_rate", 1e-3), ("adam_beta2", 0.9), ("optim", "adafactor")]
 )
 def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, caplog):
-    runs.start(**{name: value})  # at step 0 nothing is brought along
+    runs.start(**{name: value})  # at step 0 there is no checkpoint with the old value
     assert name in warned(caplog)[0]
     runs.has_checkpoint()
     (problem,) = refused(runs, accept=[name])
     assert "cannot resume: its " + name in problem
     assert "but its checkpoints hold the optimizer's" in problem
     if name != "optim":
-        runs.start(**{name: value}, optim="adamw_torch")  # the same one, not fused
+        runs.start(**{name: value}, optim="adamw_torch")  # the same optimizer, not fused
 
 
 def test_data_goes_by_its_contents(runs, caplog):
@@ -192,7 +192,7 @@ def weights(**known):
 
 def test_other_weights_under_adapters_are_refused_until_accepted(fine_tuning, caplog):
     adapters = fine_tuning
-    adapters.start(**BASE)  # an earlier version, which knew nothing of what lies under adapters
+    adapters.start(**BASE)  # an earlier version, which did not record base weights
     assert adapters.start(**BASE, facts=weights(sha256=SHARDS)) == {}
     adapters.has_checkpoint()
     moved = {**BASE, "model_name_or_path": "copy"}
@@ -231,8 +231,10 @@ JUDGED = {
 def test_the_best_value_of_one_metric_is_compared_with_no_other(runs):
     runs.start(**{**JUDGED, "metric_for_best_model": None})
     runs.has_checkpoint()
-    runs.start(**JUDGED)  # it may come later
-    runs.start(**{**JUDGED, "metric_for_best_model": "held_loss"})  # the same by another name
+    runs.start(**JUDGED)  # a metric may be added later
+    runs.start(
+        **{**JUDGED, "metric_for_best_model": "held_loss"}
+    )  # another name of the same metric
     for metric in ("other_loss", None):
         changed = {**JUDGED, "metric_for_best_model": metric}
         (problem,) = refused(runs, **changed, accept=["metric_for_best_model"])
@@ -248,7 +250,7 @@ def test_a_masked_secret_is_no_change(tmp_path, monkeypatch, caplog):
     }  # fmt: skip
     run.start(**given)
     for text in (dump_yaml(redacted(load_plain(tmp_path))), dump_yaml(load_plain(tmp_path))):
-        (tmp_path / "config.yaml").write_text(text)  # as it is written, and as it once was
+        (tmp_path / "config.yaml").write_text(text)  # in the current and in an older format
         assert run.start(**given) == {}
     assert warned(caplog) == []
     record = run.start(**{**given, "run_name": f"another {os.environ['MY_SECRET']}"})
@@ -295,7 +297,7 @@ def test_an_fsdp2_run_whose_gradients_were_added_in_bf16_is_refused(runs, strate
 
 
 def test_another_strategy_is_shown_and_what_is_of_one_dry_run_is_not(runs, caplog):
-    runs.has_checkpoint()  # whose layout decides, see utils/checkpoints/files.py
+    runs.has_checkpoint()  # its layout decides, see utils/checkpoints/files.py
     runs.start(strategy="fsdp2")
     assert warned(caplog) == [
         f"changed since the last start in {runs.directory}:\n  strategy: auto -> fsdp2"

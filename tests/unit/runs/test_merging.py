@@ -1,4 +1,4 @@
-"""Adapters merged module by module are what PEFT's merge_and_unload makes of them."""
+"""Merging adapters module by module equals PEFT's merge_and_unload."""
 
 import copy
 
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def adapted(**settings):
-    """A model with trained adapters: every tensor of theirs is another than at the start."""
+    """Make a model with trained adapters, whose tensors all differ from their initial values."""
     torch.manual_seed(0)
     sizes = SIZES | {"tie_word_embeddings": settings.pop("tied", False)}
     biased = settings.pop("bias_in_base", False)
@@ -70,7 +70,7 @@ def test_the_merged_tensors_are_pefts(kind):
     "settings", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}]
 )
 def test_an_embedding_trained_alone_is_no_longer_tied(settings):
-    """The head kept the old values while the embedding was trained."""
+    """The head kept its values while the embedding was trained, so they must not be tied."""
     model = adapted(tied=True, **({"target_modules": LINEAR} | settings))
     ids = torch.arange(12).reshape(2, 6)
     expected = model.eval()(ids).logits

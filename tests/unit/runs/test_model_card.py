@@ -1,4 +1,4 @@
-"""The model card says what the run's files say, and nothing that tells where or who."""
+"""The model card repeats the run's records, without host names, folders or user names."""
 
 import json
 import shlex
@@ -93,12 +93,12 @@ def test_a_card_of_each_kind_of_run(dataset, tmp_path, monkeypatch):
         assert "Secret sauce" not in card.text
     assert "--lora-modules mine=runs/one/adapter" in found[0].text
     assert "vllm serve runs/one/final\n" in found[1].text
-    # Each has the figures of its own step.
+    # Each figure is from its own step.
     assert "| time of the steps | 1m00s on 8 x H100 (ddp) |" in found[0].text
     assert "| `eval_v_loss` | 1.7500 |\n| `eval_v_perplexity` | 5.7500 |" in found[0].text
     assert "2m05s" in found[1].text
     assert "| 1.5000 |\n| `eval_v_loss` | 1.8750 |\n\n" in found[1].text, "step 30 was undone"
-    # The next stage has the same base, whatever it started from.
+    # The next stage has the same base model.
     stage = {"init_from": "runs/one", "model_name_or_path": None}
     origin = {"path": str(run / "checkpoint-10")}
     second = make_run(tmp_path / "runs" / "two", stage, weights_from=origin)

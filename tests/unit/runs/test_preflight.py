@@ -1,4 +1,4 @@
-"""Storage is looked at before a run, on every host; refusals name host and remedy."""
+"""Storage is checked before a run on every host; refusals name host and remedy."""
 
 import contextlib
 import threading
@@ -30,9 +30,9 @@ def on_n1(monkeypatch):
 
 @pytest.fixture
 def check_ranks(monkeypatch):
-    """Checks ranks in turn, given host and output directory of each; returns their refusals.
+    """Check ranks in turn, with the host and output directory of each; return their refusals.
 
-    The next one begins while the one before looks for rank 0's mark.
+    The next rank begins while the previous one looks for rank 0's mark.
     """
 
     def check_all(*ranks: tuple[str, Path]) -> list[str]:
@@ -66,7 +66,7 @@ def check_ranks(monkeypatch):
 def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(
     tmp_path, check_ranks, caplog, monkeypatch
 ):
-    """As with NFS one of them sees the directory late."""
+    """One host sees the directory late, as with NFS."""
     caplog.set_level("INFO")
     monkeypatch.setattr(preflight, "_append", append := mock.Mock(wraps=preflight._append))
     run, link = tmp_path / "runs" / "x", tmp_path / "link"
@@ -91,7 +91,7 @@ def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch, 
 
 
 def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk, monkeypatch):
-    """A quota shows like this: room is free, but not for this user."""
+    """A quota looks like this: the disk has free space, but a write fails."""
     monkeypatch.setattr(discovery, "free_bytes", lambda _: 2**40)
     with contextlib.suppress(OSError):
         (small_disk / "full").write_bytes(bytes(2**20))
@@ -110,7 +110,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch):
-    """What a run that resumes needs: see test_full_disks.py."""
+    """tests/exactness/test_full_disks.py tests the room for a resumed run."""
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     monkeypatch.setattr(discovery, "free_bytes", free := mock.Mock())
     for keep, saves, most in ((2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)):
@@ -125,7 +125,7 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", ["config.yaml", "provenance.json", "metrics.jsonl", ".lock"])
 def test_a_run_directory_whose_files_lead_elsewhere_is_refused(name, tmp_path):
-    """A start would read what a link names, append the journal to it, or lock another folder."""
+    """Otherwise a start would read or append to a link's target, or lock another folder."""
     (run := tmp_path / "run").mkdir()
     for file in ("config.yaml", "provenance.json", "metrics.jsonl"):
         (run / file).touch()

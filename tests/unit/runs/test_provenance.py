@@ -1,4 +1,4 @@
-"""Each start writes down where it comes from, with no secrets, and sets wandb up."""
+"""Each start records its provenance without secrets, and configures wandb."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_git_tells_commit_and_changes(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """No settings of wandb's, no login, and a server that can be reached."""
+    """Pretend no wandb settings, no login, and a reachable server."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         del os.environ[name]
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -130,7 +130,7 @@ def test_wandb_gets_the_report_and_a_stopped_run_is_told_before_it_ends(tmp_path
 
 
 def started(directory, step=0, **settings):
-    """Prepare the trackers of a start; return the settings of the Trainer."""
+    """Prepare the trackers of a start; return Trainer's settings."""
     args = SimpleNamespace(**{"run_name": None, "report_to": []} | settings)
     prepare_trackers(SimpleNamespace(training=args, resolved={}), directory, "a1b2c3d4", step)
     return args

@@ -1,4 +1,4 @@
-"""Starts that make no progress, and ranks that would compute in different types, are refused."""
+"""Starts without progress, and ranks that would compute in different types, are refused."""
 
 from types import SimpleNamespace
 
