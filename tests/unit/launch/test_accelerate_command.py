@@ -24,6 +24,7 @@ from utils.launch.accelerate_command import (
     given_strategy,
     ignored_settings,
     launch_arguments,
+    plan_launch,
 )
 from utils.launch.processes import requested_strategy
 from utils.launch.slurm import Allocation
@@ -38,6 +39,17 @@ CPUS = Allocation(("n1",), 0, 2, None, "127.0.0.1", 20000)
 def chosen(strategy: str, allocation: Allocation, **environment: str):
     given, on_cpu = Given(strategy, "a.yaml:3"), allocation.gpus is None
     return choose_config(environment, given, allocation.world_size, on_cpu=on_cpu)
+
+
+def test_a_launch_follows_from_the_arguments_and_the_environment():
+    allocation, config = plan_launch(["--strategy", "fsdp2", "--seed", "2"], {}, 4)
+    assert (allocation.processes, config.path.name) == (4, "fsdp2.yaml")
+    on_cpus = {"ACCELERATE_USE_CPU": "true", "STOKER_PROCESSES_PER_NODE": "2"}
+    allocation, config = plan_launch([], on_cpus, 4)
+    assert (allocation.processes, allocation.gpus, config.path.name) == (2, None, "cpu.yaml")
+    single = {"ACCELERATE_CONFIG": str(ROOT / "accelerate_configs/single_gpu.yaml")}
+    with pytest.raises(ConfigurationError, match="starts one process, but the job has 4"):
+        plan_launch([], single, 4)
 
 
 def test_the_default_strategy_follows_from_the_processes():
