@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.discovery import how_to_rewrite, resume_point
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
@@ -175,13 +175,14 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import find_adapter_config_file
 
+    from utils.model.adapters import load_adapter
     from utils.model.architecture import causal_lm_class, without_weights
     from utils.model.finished_model import check_token_ids
     from utils.model.weights import check_without_loading
     from utils.model.xlstm import accept_kernel_names, choose_kernels
 
     base, config = path, {}
-    with foreign(path, "the model cannot be loaded"):
+    with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
         if adapter := find_adapter_config_file(path):
             config = read_object(Path(adapter))
             base = find_model(config["base_model_name_or_path"])
@@ -206,12 +207,8 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
             model.resize_token_embeddings(
                 len(tokenizer), pad_to_multiple_of=64, mean_resizing=False
             )
-        if config:
-            from peft import PeftModel
-
-            with warnings.catch_warnings():  # without its weights it would answer as the base does
-                warnings.filterwarnings("error", message="Found missing adapter keys")
-                model = PeftModel.from_pretrained(model, path)
+        if adapter:
+            model = load_adapter(model, path, Path(adapter))
     if missing := sorted(info["missing_keys"]):
         raise ConfigurationError(f"{base} lacks tensors of the model: {', '.join(missing[:5])}.")
     return model.eval(), tokenizer

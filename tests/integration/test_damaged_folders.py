@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,6 +23,7 @@ import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError, ExitCode
 from utils.data.tokenizers import load_tokenizer
+from utils.model.adapters import _odd_settings
 from utils.support import foreign
 
 pytestmark = pytest.mark.slow
@@ -190,7 +192,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_it_is_taken(
         assert str(folder) in str(refusal.value)
     if name == "head_dim":
         argv = pretraining(tmp_path / "new", model_config=folder / "config.json")
-        with pytest.raises(ConfigurationError, match="head_dim and other sizes"):
+        with pytest.raises(ConfigurationError, match=f"{folder}.*head_dim and other sizes"):
             pretrain.main([*argv, "--dry_run"])
 
 
@@ -212,6 +214,47 @@ def test_an_adapter_without_its_weights_is_refused(sound, readers, tmp_path):
     folder = copied(sound, "adapter", renamed, tmp_path)
     with pytest.raises(ConfigurationError, match="Found missing adapter keys"):
         readers["answer"](folder, tmp_path / "out")
+
+
+# Settings of an adapter that cannot be right, and what their refusal says beside the file's name.
+ADAPTERS: dict[str, tuple[dict[str, object], str]] = {
+    "huge": ({"r": 10**9}, r"takes 477 GiB, .* sizes are right \(r 1000000000, "),
+    "huge for a layer": ({"rank_pattern": {"q_proj": 10**9}}, "rank_pattern {'q_proj': 10000000"),
+    "beyond integers": ({"r": 10**30}, "Overflow"),
+    "huge prompt": (
+        {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 10**9},
+        "num_virtual_tokens 1000000000",
+    ),
+    "another rank": ({"r": 3}, "it does not fit its weights or its base: .* size mismatch"),
+    "another layer": ({"target_modules": ["v_proj"]}, "its weights or its base: Found missing"),
+    "text": ({"r": "64"}, "r is '64'"),
+    "null": ({"r": None}, "r is None"),
+    "list": ({"lora_alpha": [1]}, r"lora_alpha is \[1\]"),
+    "number": ({"target_modules": 5, "bias": 7}, "target_modules is 5, bias is 7"),
+    "not a number": ({"lora_dropout": float("nan"), "r": -1}, "positive integer value but"),
+    "unknown kind": ({"peft_type": "NOPE"}, "peft_type is 'NOPE', which PEFT does not have"),
+    "endless pattern": ({"target_modules": "(.+)+x"}, "takes more than 2 s of CPU time"),
+    "code": ({"megatron_config": {"x": 1}, "megatron_core": "antigravity"}, "is not run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_settings_of_an_adapter_that_cannot_be_right_are_named(
+    sound, readers, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(foreign, "CPU_LIMIT_S", 2.0)
+    changes, said = ADAPTERS[name]
+    folder = shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigurationError, match=f"{file}.*{said}") as refusal:
+        readers["answer"](folder, tmp_path / "out")
+    assert refusal.value.exit_code == ExitCode.REFUSED
+    assert "antigravity" not in sys.modules
+
+
+def test_the_settings_of_a_sound_adapter_are_of_the_types_that_peft_declares(sound):
+    assert _odd_settings(sound / "adapter" / "adapter_config.json") == []
 
 
 def test_a_broken_configuration_brings_no_advice_about_tokenizers(sound, readers, tmp_path):

@@ -7,6 +7,7 @@ the settings, `--exhaustive` all.
 import json
 import os
 import shutil
+import sys
 import traceback
 
 import pytest
@@ -110,6 +111,10 @@ def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
                     os.dup2(
                         os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream
                     )
+                # Those of pytest do not write to these descriptors.
+                sys.stdout, sys.stderr = (
+                    os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)
+                )
                 code = _run(lambda: main(argv))
             except BaseException:
                 traceback.print_exc()

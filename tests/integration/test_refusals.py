@@ -169,6 +169,18 @@ PRETRAINING = {
         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": -1}'},
         "the learning rate of step 2 would be -",
     ),
+    "rate after the last step": (
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": Infinity}',
+         "max_steps": 1},
+        '{"num_cycles": Infinity} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate)',
+    ),
+    "beyond 64 bits": (
+        {"pad_embeddings_to_multiple_of": 2**64, "per_device_eval_batch_size": 2**64},
+        (
+            "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**12",
+            "(--per_device_eval_batch_size): it must be at least 1 and below 2**20",
+        ),
+    ),
     "rate as a text": (
         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "2"}'},
         '{"power": "2"} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate): TypeError: ',
@@ -372,9 +384,10 @@ def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretra
 
 
 def test_what_has_no_effect_is_logged(place, pretraining, capsys):
-    argv = pretraining(place.run, optim="sgd", adam_beta1=0.5, warmup_steps=50, dry_run="true")
-    assert pretrain.main(argv) == 0
+    moot = {"optim": "sgd", "adam_beta1": 0.5, "warmup_steps": 50, "ddp_backend": "gloo"}
+    assert pretrain.main(pretraining(place.run, **moot, dry_run="true")) == 0
     out = capsys.readouterr().out
+    assert "ddp_backend gloo (--ddp_backend) has no effect: there is one process" in out
     assert "adam_beta1 0.5 (--adam_beta1) has no effect: optim sgd (--optim)" in out
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out

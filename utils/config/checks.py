@@ -156,10 +156,13 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
-    ("at least 1", lambda value: value >= 1,
+    # Their products with the sizes of a model have to fit into 64 bits.
+    ("at least 1 and below 10**12", lambda value: 1 <= value < 10**12,
      "dataloader_prefetch_factor early_stopping_patience global_batch_size lora_alpha "
-     "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
-     "per_device_train_batch_size sample_max_new_tokens"),
+     "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
+    # The sequences of an evaluation are padded to whole micro-batches.
+    ("at least 1 and below 2**20", lambda value: 1 <= value < 2**20,
+     "per_device_eval_batch_size per_device_train_batch_size"),
     ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
     # torch keeps milliseconds and bytes in 64 bits.
     ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9, "ddp_timeout"),

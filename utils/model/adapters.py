@@ -3,10 +3,13 @@
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -26,11 +29,15 @@ from utils.model.architecture import (
     text_model_of,
     without_weights,
 )
-from utils.support.foreign import foreign
+from utils.support.foreign import foreign, limits, read_object, reason
+from utils.support.host import memory_room_bytes
+from utils.support.notes import memory_error
 
 logger = logging.getLogger(__name__)
 
 ALL = "all-linear"
+# Settings of PEFT that say how large an adapter is.
+SIZES = ("r", "rank_pattern", "num_virtual_tokens", "encoder_hidden_size", "target_modules")
 # Published recipes name the layers of single experts; transformers now has one parameter for all.
 FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
@@ -56,6 +63,79 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 
     adapters: Any = get_peft_config(model)
     return get_peft_model(built, adapters)
+
+
+def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Module:
+    """Return the model with the adapter of a folder or a Hub name; `config_file` has its settings.
+
+    Raises ConfigurationError for settings that cannot be right, and else what PEFT raises.
+    """
+    from peft import PeftModel
+
+    if read_object(config_file).get("megatron_config"):
+        raise ConfigurationError(
+            f"{config_file}: PEFT would import the module that megatron_core names. "
+            "Code that a model names is not run: set megatron_config to null."
+        )
+    _check_adapter_size(model, config_file)
+    try:
+        with warnings.catch_warnings():
+            # Without its weights the adapter would answer as its base does.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(model, path)
+    except (*MISFITS, UserWarning) as error:
+        if memory_error(error):
+            raise
+        odd = ", ".join(_odd_settings(config_file)) or "it does not fit its weights or its base"
+        raise ConfigurationError(f"{config_file}: {odd}: {reason(error)}.") from error
+
+
+def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
+    """Raise ConfigurationError for an adapter that memory does not hold, before PEFT takes memory.
+
+    PEFT allocates what the settings name, and reads the weights afterwards. An adapter that cannot
+    be built without memory is left to PEFT.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    needed, room = 0, memory_room_bytes()
+    with limits(config_file), warnings.catch_warnings(), contextlib.suppress(*MISFITS):
+        warnings.simplefilter("ignore")
+        config: Any = PeftConfig.from_pretrained(str(config_file.parent))
+        config.inference_mode = config.init_lora_weights = False
+        built = without_weights(model.config)
+        with torch.device("meta"):
+            adapted: Any = get_peft_model(built, config)
+        needed = sum(one.nbytes for one in adapted.parameters() if one.requires_grad)
+    if needed > room:
+        sizes = {name: read_object(config_file).get(name) for name in SIZES}
+        shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
+        raise ConfigurationError(
+            f"{config_file}: this adapter takes {needed / 2**30:,.0f} GiB, and here "
+            f"{room / 2**30:,.0f} GiB are free: see that its sizes are right ({shown:.200})."
+        )
+
+
+def _odd_settings(config_file: Path) -> list[str]:
+    """Return the settings of an adapter whose values are not of the types that PEFT declares."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = read_object(config_file)
+    kinds: Mapping[Any, type[Any]] = PEFT_TYPE_TO_CONFIG_MAPPING
+    kind = kinds.get(str(settings.get("peft_type")))
+    if kind is None:
+        return [f"peft_type is {settings.get('peft_type')!r:.40}, which PEFT does not have"]
+    odd = []
+    for name, hint in get_type_hints(kind).items():
+        value = settings.get(name)
+        # A dict may stand for an object of PEFT, a list for a tuple.
+        stands_for_object = isinstance(value, dict | list) and re.search("peft|tuple", str(hint))
+        if name in settings and not stands_for_object:
+            try:
+                type_validator(name, value, hint)
+            except TypeError:
+                odd.append(f"{name} is {value!r:.40}")
+    return odd
 
 
 def trained_bytes(

@@ -40,6 +40,7 @@ from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memo
 from utils.planning.rehearsal import rehearse
 from utils.planning.run_data import RunData
 from utils.planning.suggestions import make_planner, report_forecast
+from utils.support.foreign import naming
 
 logger = logging.getLogger(__name__)
 
@@ -261,34 +262,35 @@ def _attention(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, device: torch.device | None
 ) -> AttentionChoice | None:
     """Choose the attention and prove that it keeps packed documents apart in this model."""
-    model, training = settings.model, settings.training
-    whole_rows = all(
-        plan.one_document_each
-        for rows in (data.train, *data.evaluation.values())
-        for plan in rows.plans
-    )
-    if not whole_rows:
-        check_row_positions(config, settings.data.sequence_length)
-    if device is None:
-        logger.info(
-            "attention: %s, settled on the compute node (there is no accelerator here); %s",
-            model.attn_implementation,
-            _proved_on_cpu(model.attn_implementation, config, whole_rows),
+    with naming(str(settings.model.model_config or config.name_or_path)):
+        model, training = settings.model, settings.training
+        whole_rows = all(
+            plan.one_document_each
+            for rows in (data.train, *data.evaluation.values())
+            for plan in rows.plans
         )
-        return None
-    computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
-    choice = choose_isolated_attention(
-        model.attn_implementation, config, device, computed, whole_rows=whole_rows
-    )
-    logger.info("attention: %s; %s", choice.reason, choice.proof)
-    rows = (training.per_device_train_batch_size, training.per_device_eval_batch_size)
-    if choice.batches == "alone" and max(rows) > 1:
-        raise ConfigurationError(
-            f"{config.model_type} computes other logits where sequences are padded, and "
-            f"micro-batches of {rows[0]} sequences (evaluation: {rows[1]}) need padding. To train "
-            f"it, set {NO_PADDING}."
+        if not whole_rows:
+            check_row_positions(config, settings.data.sequence_length)
+        if device is None:
+            logger.info(
+                "attention: %s, settled on the compute node (there is no accelerator here); %s",
+                model.attn_implementation,
+                _proved_on_cpu(model.attn_implementation, config, whole_rows),
+            )
+            return None
+        computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
+        choice = choose_isolated_attention(
+            model.attn_implementation, config, device, computed, whole_rows=whole_rows
         )
-    return choice
+        logger.info("attention: %s; %s", choice.reason, choice.proof)
+        rows = (training.per_device_train_batch_size, training.per_device_eval_batch_size)
+        if choice.batches == "alone" and max(rows) > 1:
+            raise ConfigurationError(
+                f"{config.model_type} computes other logits where sequences are padded, and "
+                f"micro-batches of {rows[0]} sequences (evaluation: {rows[1]}) need padding. To "
+                f"train it, set {NO_PADDING}."
+            )
+        return choice
 
 
 def probe_device(settings: RunSettings, launch: LaunchFacts) -> torch.device | None:

@@ -213,6 +213,8 @@ def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) 
                 rate = factor * settings.training.learning_rate
                 raise ValueError(f"the learning rate of step {step + 1:,} would be {rate:.3g}")
             peak = max(peak, factor)
+    for scale in scheduler.lr_lambdas:
+        scale(total_steps)  # computed after the last step, where no step uses it
     if peak < NEARLY_WHOLE:
         logger.warning(
             f"{settings.values.shown('lr_scheduler_type')}: the learning rate is at most "

@@ -43,14 +43,11 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """
     folder = Path(what)
     try:
-        _refuse_special_files(folder)
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, _TimeIsUp):
+        with naming(what):
+            _refuse_special_files(folder)
+            yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ConfigurationError, _TimeIsUp):
         raise
-    except ConfigurationError as error:
-        if str(what) in str(error):
-            raise
-        raise type(error)([f"{what}: {each}" for each in error.problems]) from error
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         lost_rank = waits_for_ranks(traceback.extract_tb(error.__traceback__))
         if lost_rank or storage_error(error) or memory_error(error):
@@ -59,6 +56,17 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
         text = f"{what}: {problem}: {'; '.join([*damaged, reason(error)])}. "
         text += "" if damaged else advice
         raise ConfigurationError(text.rstrip()) from error
+
+
+@contextlib.contextmanager
+def naming(what: str | Path) -> Iterator[None]:
+    """Add the name of a file or a folder to a ConfigurationError of a with block that lacks it."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if str(what) in str(error):
+            raise
+        raise type(error)([f"{what}: {each}" for each in error.problems]) from error
 
 
 @contextlib.contextmanager
