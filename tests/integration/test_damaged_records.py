@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+import chat
 import pretrain
 from utils.checkpoints.files import (
     CONFIG,
@@ -180,3 +181,23 @@ def test_what_the_message_says_works_where_there_is_no_copy(name, killed, pretra
     assert command is not None
     subprocess.run(shlex.split(command[1]), check=True)
     assert pretrain.main(pretraining(killed, max_steps=1)) == 0
+
+
+def test_a_damaged_final_is_written_again_as_the_message_says(whole, pretraining, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "my run")
+    weights = (run / "final" / "model.safetensors").read_bytes()
+    (run / "final" / "config.json").write_bytes(b"{")
+    (run / "final" / "model.safetensors").write_bytes(weights[:-9])
+    for look in (
+        lambda: chat.main([str(run), "--prompt", "t1", "--device", "cpu"]),
+        lambda: pretrain.main(
+            pretraining(tmp_path / "next", init_from=run, model_config=None, dry_run="true")
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match="start the run again") as refused:
+            look()
+    command = re.search("`(rm .*?)`", str(refused.value))
+    assert command is not None
+    subprocess.run(shlex.split(command[1]), check=True)
+    assert pretrain.main(pretraining(run)) == 0
+    assert (run / "final" / "model.safetensors").read_bytes() == weights

@@ -15,7 +15,8 @@ import pytest
 from huggingface_hub import ModelCard
 from launching import quiet_environment
 
-from utils.runs.publish import push_at_the_end
+from utils.config.errors import ConfigurationError
+from utils.runs.publish import files_to_publish, push_at_the_end
 
 pytestmark = pytest.mark.slow
 
@@ -240,6 +241,28 @@ def test_what_cannot_be_published_is_refused_with_what_to_type(hub, finished):
     code, shown = run(hub, finished, *publish, "run", "me/x")
     assert "run has no final/ yet, which the end of a run writes: resume it first" in shown
     assert hub.models == {}
+
+
+DAMAGED = {
+    "final/README.md": [b"\xff", b"---\n- a\n---\n"],
+    "lm_eval.json": [b"{", b"[]", b"{}", b'{"results": 7}', b'{"results": {"a": 7}, "n-shot": 7}'],
+    "adapter/adapter_config.json": [b"", b"[]", b"{}", b'{"base_model_name_or_path": "a\\u0000"}'],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_refused_by_its_name(name, finished):
+    run_dir = finished / "run"
+    adapter = name.startswith("adapter")
+    (run_dir / "final" / "README.md").write_text("A card.")
+    (run_dir / "adapter").mkdir()
+    for content in DAMAGED[name]:
+        (run_dir / name).write_bytes(content)
+        with pytest.raises(ConfigurationError) as refused:
+            files_to_publish(
+                run_dir, "me/x", adapter=adapter, base_model=None if adapter else "me/base"
+            )
+        assert str(run_dir / name) in str(refused.value), content
 
 
 def test_an_upload_that_fails_at_the_end_is_a_warning_with_the_command(

@@ -3,11 +3,13 @@
 import json
 import logging
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from utils.checkpoints.files import (
+    FINAL,
     MANIFEST,
     MARGIN,
     DamagedCheckpointError,
@@ -40,6 +42,15 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
         if match and directory.is_dir() and not directory.is_symlink():
             found.append((int(match.group(1)), directory))
     return sorted(found, reverse=True)
+
+
+def how_to_rewrite(final: str | Path) -> str:
+    """Return how a run writes a damaged final/ again, in brackets; empty for another folder."""
+    directory = Path(final)
+    if directory.name != FINAL or not numbered_checkpoints(directory.parent):
+        return ""
+    delete = f"rm -r {shlex.quote(str(directory))}"
+    return f" (`{delete}` and start the run again: it writes this folder from its last checkpoint)"
 
 
 def best_checkpoint(directory: Path) -> Path | None:

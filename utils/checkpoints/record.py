@@ -72,10 +72,11 @@ _START: dict[str, Any] = {
     "resumed_from": _is_text, "git": {"commit": _is_text}, "weights_from": {"path": _is_text},
     "launch": {
         "strategy": _is_text, "world_size": _is_count, "hosts": _are_texts, "devices": _are_texts,
+        "launcher": _is_text,
     },
     "slurm": {
         "job_id": _is_name, "array_job_id": _is_name, "array_task_id": _is_name,
-        "job_name": _is_text, "nodes": _is_count, "restart_count": _is_count,
+        "job_name": _is_text, "partition": _is_text, "nodes": _is_count, "restart_count": _is_count,
         "submit_time": _is_time, "start_time": _is_time,
     },
     "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},

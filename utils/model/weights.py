@@ -18,6 +18,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from utils.checkpoints.discovery import how_to_rewrite
 from utils.checkpoints.files import cached_digests
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
@@ -96,7 +97,7 @@ def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
 
 def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model, and transformers' report of tensors that do not fit."""
-    with foreign(path, "the weights cannot be read"):
+    with foreign(path, f"the weights cannot be read{how_to_rewrite(path)}"):
         check_index(path)
         loaded: Any = causal_lm_class(arguments["config"]).from_pretrained(
             path,
@@ -142,7 +143,8 @@ def load_model_config(
     source = str(
         settings.model.model_config or stage_of(settings) or settings.model.model_name_or_path
     )
-    with foreign(source, "no model can be made of it (of a run, its final/ is one)"):
+    problem = f"no model can be made of it (of a run, its final/ is one){how_to_rewrite(source)}"
+    with foreign(source, problem):
         return _checked_config(settings, source, tokenizer)
 
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from utils.checkpoints.discovery import how_to_rewrite
 from utils.checkpoints.files import FINAL
 from utils.config.checks import LM_EVAL, is_installed
 from utils.config.errors import ConfigurationError
@@ -63,7 +64,8 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):
         raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
-    with foreign(run / FINAL, "the model cannot be loaded"):
+    problem = f"the model cannot be loaded{how_to_rewrite(run / FINAL)}"
+    with foreign(run / FINAL, problem):
         several_inputs = is_multimodal(AutoConfig.from_pretrained(run / FINAL))
     if "--model" not in flags and several_inputs:
         raise ConfigurationError(

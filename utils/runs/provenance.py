@@ -18,6 +18,7 @@ from utils.checkpoints.record import RunRecord
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
+from utils.launch.signals import NODE_DIR
 from utils.launch.slurm import job_times
 from utils.support.files import replace_text
 from utils.support.redaction import redact, redacted
@@ -129,6 +130,7 @@ _SLURM_FIELDS = {
     "node_list": "SLURM_JOB_NODELIST", "nodes": "SLURM_JOB_NUM_NODES",
     "restart_count": "SLURM_RESTART_COUNT",
 }  # fmt: skip
+LAUNCHER = "slurm/launch_node.sh"
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -157,6 +159,7 @@ def write_provenance(
             "world_size": launch.world_size,
             "hosts": list(dict.fromkeys(launch.hosts)),
             "devices": devices,
+            "launcher": LAUNCHER if NODE_DIR in os.environ else None,
         },
         "slurm": slurm and {**slurm, **job_times()},
         **facts,

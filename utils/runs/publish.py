@@ -20,10 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from utils.checkpoints.discovery import how_to_rewrite
 from utils.checkpoints.files import CONFIG, FINAL, PROCESSOR_FILES, PROVENANCE, readable
 from utils.config.errors import ConfigurationError
 from utils.launch.script import configure_logging, run_script
 from utils.support.files import paths_inside
+from utils.support.foreign import foreign, read_object
 from utils.support.redaction import load_env_file, redact
 
 logger = logging.getLogger(__name__)
@@ -115,10 +117,13 @@ def files_to_publish(
     allowed = [name for name in names if _matches(name, ALLOWED)]
     paths_inside(directory, allowed, f"the model in {directory}")
     files: dict[str, Path | bytes] = {name: directory / name for name in allowed}
+    problem = f"it cannot be published{how_to_rewrite(directory)}"
     if CARD in files:
-        files[CARD] = _card(run, directory, name, base_model).encode()
+        with foreign(directory / CARD, problem):
+            files[CARD] = _card(run, directory, name, base_model).encode()
     if adapter:
-        files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
+        with foreign(directory / ADAPTER_CONFIG, problem):
+            files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
     problems = [problem for name in allowed for problem in _secrets(directory / name, files[name])]
     if problems:
         raise ConfigurationError(problems)
@@ -220,8 +225,9 @@ def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
         card.data["base_model_relation"] = "adapter" if directory.name == ADAPTER else "finetune"
         text = str(card).replace("vllm serve BASE ", f"vllm serve {base_model} ")
     if directory.name == FINAL and (run / RESULTS).is_file():
-        content = json.loads((run / RESULTS).read_text(encoding="utf-8"))
-        text = f"{text.rstrip()}\n\n## Benchmarks\n\n" + "\n".join(_benchmarks(content)) + "\n"
+        with foreign(run / RESULTS, "these are no results of lm_eval", "Evaluate again."):
+            lines = "\n".join(_benchmarks(read_object(run / RESULTS)))
+        text = f"{text.rstrip()}\n\n## Benchmarks\n\n{lines}\n"
     return text
 
 
@@ -245,7 +251,7 @@ def _adapter_config(directory: Path, base_model: str | None) -> str:
     """Return adapter_config.json with a base that others can load; ConfigurationError without."""
     from huggingface_hub import ModelCard
 
-    content = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    content = read_object(directory / ADAPTER_CONFIG)
     base = str(content["base_model_name_or_path"])
     if base_model is None and (Path(base).is_dir() or not HUB_NAME.fullmatch(base)):
         card = directory / CARD

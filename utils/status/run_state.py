@@ -338,8 +338,17 @@ def _advice(directory: Path, status: RunStatus, starts: Sequence[Mapping[str, An
 def _command(start: Mapping[str, Any]) -> str:
     """Return the command of a start, as far as it is known."""
     words, slurm = shlex.join(start.get("argv") or ["..."]), start.get("slurm")
+    launch = start.get("launch") or {}
     if slurm:
-        script = "train_job.sh" if slurm.get("nodes") in (None, "1") else "multinode_job.sh"
-        return f"slurm/submit.sh [OPTIONS] slurm/{script} {words}"
-    ranks = (start.get("launch") or {}).get("world_size", 1)
+        nodes = int(slurm.get("nodes") or 1)
+        options = f"--nodes={nodes} " if nodes > 1 else ""
+        if launch.get("devices") not in (None, ["cpu"]):
+            options += f"--gpus-per-node={int(launch.get('world_size') or 1) // nodes} "
+        if slurm.get("partition"):
+            options += f"--partition={shlex.quote(slurm['partition'])} "
+        script = "multinode_job.sh" if nodes > 1 else "train_job.sh"
+        return f"slurm/submit.sh {options}[OPTIONS] slurm/{script} {words}"
+    if launch.get("launcher"):
+        return f"{launch['launcher']} {words}"
+    ranks = launch.get("world_size", 1)
     return f"python {words}" if ranks == 1 else f"accelerate launch [OPTIONS] {words}"

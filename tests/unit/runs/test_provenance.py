@@ -33,14 +33,18 @@ def test_each_start_records_where_it_comes_from(tmp_path, monkeypatch):
     argv = ["pretrain.py", "--run_name", "canary-0123456789"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("STOKER_NODE_DIR", raising=False)
     write(path)
+    monkeypatch.setenv("STOKER_NODE_DIR", str(tmp_path / "node"))
     write(path, resumed_from="checkpoint-3")
     assert "canary" not in path.read_text()
     first, second = json.loads(path.read_text())["starts"]
     assert first["argv"] == ["pretrain.py", "--run_name", "***"]
     assert first["launch"] == {
         "strategy": "fsdp2", "world_size": 3, "hosts": ["n1", "n2"], "devices": ["cpu"],
+        "launcher": None,
     }  # fmt: skip
+    assert second["launch"]["launcher"] == "slurm/launch_node.sh"
     assert first["slurm"]["job_id"] == "7"
     assert (first["script"], first["data"]) == ("pretrain", {"train": "abc"})
     assert (first["resumed_from"], second["resumed_from"]) == (None, "checkpoint-3")

@@ -233,10 +233,36 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
         (left / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
         found = read_status(run, {})
         assert (found.state, found.error) == ("failed", "rank 3 on n2 was killed by SIGKILL")
-    again = "slurm/submit.sh [OPTIONS] slurm/multinode_job.sh pretrain.py --config 'my run.yaml'"
+    again = "slurm/submit.sh --nodes=2 [OPTIONS] slurm/multinode_job.sh pretrain.py"
+    again += " --config 'my run.yaml'"
     assert found.advice == f"start again: {again}"
     saved(run, 5)
     assert read_status(run, {}).advice == f"resume: {again}"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "launch", "command"),
+    [
+        (None, {"world_size": 1}, "python"),
+        (None, {"world_size": 2}, "accelerate launch [OPTIONS]"),
+        (None, {"world_size": 2, "launcher": "slurm/launch_node.sh"}, "slurm/launch_node.sh"),
+        (
+            {"job_id": "7", "nodes": "1", "partition": "a b"}, {"world_size": 1},
+            "slurm/submit.sh --partition='a b' [OPTIONS] slurm/train_job.sh",
+        ),
+        (
+            {"job_id": "7", "nodes": 2, "partition": "gpu"},
+            {"world_size": 16, "devices": ["H100"] * 8, "launcher": "slurm/launch_node.sh"},
+            "slurm/submit.sh --nodes=2 --gpus-per-node=8 --partition=gpu [OPTIONS] "
+            "slurm/multinode_job.sh",
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, launch, command):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True)
+    start = {"argv": ["pretrain.py", "--seed", "1"], "slurm": slurm, "launch": launch}
+    (run / "provenance.json").write_text(json.dumps({"run_id": "a", "starts": [start]}))
+    assert read_status(run, {}).advice == f"start again: {command} pretrain.py --seed 1"
 
 
 def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
