@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -21,7 +22,7 @@ from utils.checkpoints.files import FileRecord, Manifest, file_digests, write_ma
 from utils.config.errors import ConfigurationError
 from utils.report.page import write_pages
 from utils.status.display import show_runs
-from utils.support.journal_file import read_journal
+from utils.support.journal_file import read_journal, read_line
 
 FLIPS = 240
 VOID = {"meta", "br", "input"}
@@ -134,6 +135,8 @@ LINES: dict[str, tuple[bytes, int]] = {
     "carriage returns": (b"\r\n\r\n" + line() + b"\r", 0),
     "invalid UTF-8": (line().replace(b"train", b"tr\xffin"), 1),
     "half a surrogate pair": (line(split="\ud800") + b"\n" + line(**{"loss/\udfff": 1.0}), 2),
+    "half of one in a hook's field": (line(note="\ud800") + b"\n" + line(note=["\udfff"]), 2),
+    "half of one in a sample": (line(event="samples", samples=[{"prompt": "\ud800"}]), 1),
     "a surrogate pair": (line(event="samples", samples=[{"prompt": "\U0001f600"}]), 0),
     "no step": (line(step=None) + b"\n" + line(step=-1) + b"\n" + line(step="161"), 3),
     "odd steps": (line(step=True) + b"\n" + line(step=1.5) + b"\n" + line(step=2**60), 3),
@@ -157,6 +160,7 @@ LINES: dict[str, tuple[bytes, int]] = {
     "an evaluation without a loss": (line(event="eval", split="web"), 0),
     "a split that is no text": (line(event="eval", split=[], eval_loss=1.0), 1),
     "an escape code": (line(event="eval", split="\x1b[2J", eval_loss=1.0), 1),
+    "an escape code in a name": (line(**{"loss/\x1b[2J": 1.0}), 1),
     "a tag": (line(event="eval", split="<b>&amp;", **{"eval_<b>&amp;_loss": 1.0}), 0),
     "cut off": (line()[:-9], 1),
 }  # fmt: skip
@@ -173,6 +177,16 @@ def test_odd_lines_of_a_journal_are_skipped_and_counted(name, run):
     assert (said in page.text, said in lines) == (damaged > 0, damaged > 0)
     assert (found["step"], found["state"]) == (162, "finished")
     assert read_journal(run / "metrics.jsonl")[-1]["step"] == 162
+
+
+def test_a_measure_that_cannot_be_is_left_out_and_a_figure_is_infinite():
+    """Readers add measures up and turn them into dates and whole numbers."""
+    wrong = {"step_time_s": 1e300, "tokens_per_s": "NaN", "mfu": -1e18, "size_bytes": 10**400}
+    read = read_line(line(**wrong, wait_s=2, loss=-1e300, grad_norm="Infinity", reward=1e300))
+    assert read is not None
+    assert not wrong.keys() & read.keys()
+    assert read["wait_s"] == 2
+    assert [read[key] for key in ("loss", "grad_norm", "reward")] == [-math.inf, math.inf, math.inf]
 
 
 NAMES = [
