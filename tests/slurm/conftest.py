@@ -1,4 +1,4 @@
-"""The Slurm that the tests of this folder share, or the reason why there is none."""
+"""Fixtures of the Slurm tests: a real cluster, or a skip with the reason, and stand-ins."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from training_jobs import TrainingJobs, job_environment
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Two idle nodes; tests that hurt them bring them back (`start_node`, `wait_for_nodes`)."""
+    """Two idle nodes. A test that stops a node starts it again (`start_node`, `wait_for_nodes`)."""
     path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")
@@ -46,7 +46,7 @@ def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def call(slurm: SlurmCluster) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a command in the repository as a user would, on CPUs, one process a node."""
+    """Run a command in the repository as a user would, on CPUs with one process per node."""
 
     def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
         environment = slurm.environment(job_environment({"STOKER_PROCESSES_PER_NODE": "1"} | env))
@@ -65,6 +65,6 @@ def stand_ins(tmp_path: Path) -> StandIns:
 
 @pytest.fixture
 def idle(slurm: SlurmCluster) -> None:
-    """Begin without a job of an earlier test, which may have failed and left one in the queue."""
+    """Cancel jobs that a failed test left in the queue."""
     slurm.cancel_all()
     slurm.wait_for_nodes()

@@ -1,4 +1,4 @@
-"""The table of interruptions: how each is provoked, and what has to become of the job.
+"""The table of interruptions: how each is caused, and how the job has to end.
 
 A job of two nodes with one rank each waits at a step (or has not begun) while `provoke` acts. After
 that the job trains on, is requeued, resumes with the same command, or is refused.
@@ -29,7 +29,7 @@ STEP = 13  # three steps after a save
 
 
 class Then(StrEnum):
-    """What follows an interruption, as docs/slurm.md calls it."""
+    """The consequence of an interruption, in the words of docs/slurm.md."""
 
     TRAINS_ON = "the job trains on"
     REQUEUED = "requeued"
@@ -95,7 +95,7 @@ class Scene:
         self.restarts = self.slurm.fields(self.job)["Restarts"]
 
     def release(self) -> None:
-        """Let waiting ranks train on."""
+        """Let waiting ranks continue."""
         for path in self.hold.iterdir():
             path.unlink()
 
@@ -105,7 +105,7 @@ class Scene:
         return [int(line) for line in lines]
 
     def became(self) -> Then:
-        """What followed the interruption of the job, which ended meanwhile."""
+        """Return the consequence of the interruption, after the end of the job."""
         fields = self.slurm.fields(self.job)
         if fields["JobState"] != "COMPLETED":
             return Then.RESUBMITTED if (self.run / "provenance.json").exists() else Then.REFUSED
@@ -121,7 +121,7 @@ class Scene:
         return code or None
 
     def log(self) -> str:
-        """What the user reads, of all jobs."""
+        """Return the logs of all jobs."""
         others = [self.other] if self.other else []
         return "\n".join(job.output() for job in [*self.submitted, *others])
 
@@ -135,7 +135,7 @@ class Scene:
         return textwrap.shorten(line.strip(" -"), 160, placeholder=" ...")
 
     def umount(self) -> None:
-        """End the file system that the run may lie on."""
+        """Unmount the file system of the run, if it has one."""
         if self.disk.is_mount():
             subprocess.run(["umount", "--lazy", str(self.disk)], check=True)
 
@@ -210,7 +210,7 @@ Provoke = Callable[[Scene], object]
 
 
 def nothing(scene: Scene) -> None:
-    """The fault is in the row's options, settings or environment."""
+    """Do nothing: the fault is in the row's options, settings or environment."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ that runs beside those: most of a job that is interrupted is waiting. A job in `
 n2 away from a job in `main` at once, from a job in `patient` after two minutes of grace.
 
 The GPUs are empty files, so Slurm counts and hands them out but nothing can be computed on them.
-Everything (keys, state, logs) lies in one directory; munged, slurmctld and slurmd are processes of
+Keys, state and logs are all in one directory; munged, slurmctld and slurmd are processes of
 the test that started them, and end with it.
 """
 
@@ -84,7 +84,7 @@ class Job:
 
 
 class SlurmCluster:
-    """Starts, asks and ends the daemons; `start` before the first job, `stop` at the end."""
+    """The daemons of a cluster; call `start` before the first job and `stop` at the end."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -121,7 +121,7 @@ class SlurmCluster:
                 process.wait()
 
     def cancel_all(self) -> None:
-        """End every job, those too that wait in the queue; raises TimeoutError."""
+        """End all jobs, also those in the queue; raises TimeoutError."""
         if self._no_job_is_left():
             return
         user = getpass.getuser()
@@ -145,7 +145,7 @@ class SlurmCluster:
         self.daemons[f"slurmd {node}"].wait(15)
 
     def kill_node(self, node: str) -> None:
-        """Kill a node's slurmd and all that runs under it, as a power cut would."""
+        """Kill a node's slurmd and all its processes, as a power cut does."""
         slurmd = self.daemons[f"slurmd {node}"]
         processes = [slurmd.pid, *self._of_node(node)]
         for blow in (signal.SIGSTOP, signal.SIGKILL):  # or one reports that another was killed
@@ -193,7 +193,7 @@ class SlurmCluster:
         return self.fields(job).get("JobState", "UNKNOWN")
 
     def fields(self, job: Job) -> dict[str, str]:
-        """What `scontrol show job` says, by name."""
+        """Return the fields of `scontrol show job`, by name."""
         shown = self.run("scontrol", "--oneliner", "show", "job", job.id, check=False).stdout
         pairs = (word.split("=", 1) for word in shown.split() if "=" in word)
         return {pair[0]: pair[1] for pair in pairs}
@@ -264,7 +264,7 @@ class SlurmCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
+    """Return ports that are free now."""
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

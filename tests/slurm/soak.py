@@ -1,4 +1,4 @@
-"""An hour of runs on a real Slurm, something killed every minute; all end bit for bit the same.
+"""An hour of runs on a real Slurm with a kill every minute; all results are bitwise equal.
 
     make soak                                      into benchmarks/results/exactness/soak.json
     make soak SOAK_ARGS="--minutes 3 --every 20"   a trial; the file is not written
@@ -351,7 +351,7 @@ def make_inputs(files: Path) -> dict[str, dict[str, object]]:
 
 
 def outcome(run: Path) -> list[object]:
-    """What must be the same at the end: logged figures of every step, evaluations, weights."""
+    """Return the results that must be equal: logged figures of every step, evaluations, weights."""
     lines = [[line[name] for name in COMPARED] for line in tiny.train_lines(run)]
     return [lines, tiny.evaluations(run, "heldout"), tiny.weights(run)]
 
@@ -374,7 +374,7 @@ def endings(runs: list[Run]) -> collections.Counter[str]:
 def soak(
     slurm: SlurmCluster, files: Path, minutes: float, every_s: float, seed: int
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the figures, and what went wrong."""
+    """Return the figures and the failures."""
     chance = random.Random(seed)
     work = Soak(slurm, files, chance, every_s)
     settings = make_inputs(files)

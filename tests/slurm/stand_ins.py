@@ -1,4 +1,4 @@
-"""Runs the job scripts without a Slurm: stand-ins for its commands write down what they get."""
+"""Stand-ins for Slurm's commands, which record their arguments and environment."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ fi
 
 
 class StandIns:
-    """A copy of slurm/ in `root`, and a folder of commands that stand in for Slurm's."""
+    """A copy of slurm/ in `root`, and a folder with the stand-ins."""
 
     def __init__(self, directory: Path, root: Path):
         self.directory = directory
@@ -99,14 +99,14 @@ class StandIns:
         )  # fmt: skip
 
     def arguments(self, command: str) -> list[str]:
-        """What a command was given, the last time."""
+        """Return the arguments of the last call of a command."""
         return self._words(f"{command}.arguments")
 
     def was_called(self, command: str) -> bool:
         return (self.directory / f"{command}.arguments").exists()
 
     def environment(self, command: str) -> dict[str, str]:
-        """The environment of a command, the last time."""
+        """Return the environment of the last call of a command."""
         return dict(pair.split("=", 1) for pair in self._words(f"{command}.environment"))
 
     def _words(self, name: str) -> list[str]:

@@ -30,7 +30,7 @@ VALUES = [
 EXECUTABLE = VALUES[:17]
 JOB = "slurm/train_job.sh"
 TRAIN = ["train.py", *VALUES]
-# What the scripts hand on to the node as it is, whatever it holds.
+# Variables that the scripts pass to the node unchanged, with any value.
 HANDED_ON = [
     "ACCELERATE_CONFIG", "STOKER_MAIN_ADDRESS", "STOKER_PROCESSES_PER_NODE",
     "STOKER_NODE_DIR", "TMPDIR", "SLURM_TMPDIR", "SLURM_JOB_NAME", "WANDB_NAME",

@@ -1,4 +1,4 @@
-"""Whatever ends a job early, it comes back by itself and ends with the uninterrupted numbers.
+"""Interrupted jobs are requeued and end with the numbers of an uninterrupted run.
 
 `make test` interrupts a few jobs. `make interruptions`, a part of `make test-exhaustive`, runs each
 row of the table in interruptions.py as a job and writes what it found into
@@ -34,7 +34,7 @@ CASES = [
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of an interrupted job, as the result file holds it.
+    """The outcome of an interrupted job, as in the result file.
 
     `seconds` lie between the last new step before the interruption and the first one after it.
     """
@@ -110,7 +110,7 @@ def same(run: Path, uninterrupted: Path) -> bool:
 
 
 def undisturbed(scene: Scene, kind: str) -> Path:
-    """The run of this kind that nothing disturbed, made once."""
+    """Return the uninterrupted run of this kind, made once."""
     run = scene.jobs.files / kind
     if not run.exists():
         job = scene.jobs.submit(

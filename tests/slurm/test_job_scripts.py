@@ -1,4 +1,4 @@
-"""What the job scripts decide (on stand-ins of Slurm's commands), and that a real Slurm agrees.
+"""Decisions of the job scripts, on stand-ins of Slurm's commands and on a real Slurm.
 
 On the real Slurm a stand-in for launch_node.sh writes down how it was started on each node and
 ends as its first argument says; what it launches is tested in test_training_jobs.py.
@@ -171,7 +171,7 @@ def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins):
 
 
 def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
-    """The fourth in a row ends the job; one that reached the run begins the count anew."""
+    """The fourth in a row ends the job. A start that reaches the run resets the count."""
     stand_ins.answer(139)
     for restart in range(7):
         if restart == 2:
@@ -216,7 +216,7 @@ def test_an_end_without_a_verdict_is_sruns(stand_ins):
 
 
 def test_no_progress_advises_more_time_where_time_was_short(stand_ins):
-    """The launchers' verdict has several lines, of which one a start is shown."""
+    """The verdict has several lines, of which the first is shown for each start."""
     (stand_ins.directory / "exit_code").write_text("75\n")
     (stand_ins.directory / "verdict.txt").write_text("SIGUSR1 before the start\nmore\n")
     for restart in range(4):
@@ -228,7 +228,7 @@ def test_no_progress_advises_more_time_where_time_was_short(stand_ins):
     assert "give the job more time (sbatch --time)" in said[4]
 
 
-# Who is told
+# Messages
 
 
 def test_the_users_command_is_told_what_became_of_the_job(stand_ins):
@@ -307,7 +307,7 @@ esac
 
 
 class Jobs:
-    """Hands jobs in from a repository whose launch_node.sh is the stand-in."""
+    """A submitter of jobs from a repository with a stand-in for launch_node.sh."""
 
     def __init__(self, slurm: SlurmCluster, root: Path):
         self.slurm = slurm
@@ -328,7 +328,7 @@ class Jobs:
         )  # fmt: skip
 
     def started(self, job: Job, what: str = "environment") -> dict[str, str]:
-        """What each node of a job's first start wrote down."""
+        """Return the records of all nodes of a job's first start."""
         paths = (self.root / "started").glob(f"{job.id}.0.*.{what}")
         return {path.suffixes[-2][1:]: path.read_text() for path in paths}
 
@@ -341,7 +341,7 @@ def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
-    """However the GPUs were asked for; both scripts' heads are overridden on the command line."""
+    """For each way to request GPUs. The command line overrides the heads of both scripts."""
     asked = {
         "gpus-per-node": ["--gpus-per-node=2"],
         "gres": ["--gres=gpu:2"],

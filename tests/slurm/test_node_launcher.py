@@ -82,7 +82,7 @@ def worker(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """What a job on CPUs exports, without what launch_node.sh sets."""
+    """Return the variables that a job on CPUs exports, without those of launch_node.sh."""
     chosen = job_environment(changes)
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
         del chosen[name]
@@ -91,7 +91,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class End:
-    """How a step ended: its exit code and the verdict, as slurm/training_job.sh reads them.
+    """The end of a step: its exit code and the verdict, as slurm/training_job.sh reads them.
 
     `srun_code` is srun's own, the largest of the tasks'.
     """

@@ -1,4 +1,4 @@
-"""Preparing data as a job array: which task does what, and the whole of it on a real Slurm."""
+"""Preparing data as a job array: the work of each task, and an array on a real Slurm."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def array(task: int, first: int, last: int, step: int = 1, count: int | None = N
 
 @pytest.fixture
 def stand_ins(stand_ins: StandIns) -> StandIns:
-    """run_python.sh only writes down what it was given, once a command."""
+    """Record the arguments of each call of run_python.sh."""
     (stand_ins.root / "slurm/run_python.sh").write_text(
         '#!/bin/bash\nprintf "%s\\n" "$@" "tmp=$HF_DATASETS_CACHE" '
         '"offline=$HF_HUB_OFFLINE" >>"$STAND_IN/calls"\n'

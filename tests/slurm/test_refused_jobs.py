@@ -1,4 +1,4 @@
-"""Jobs that cannot work end within seconds, with a message that names host, reason and remedy."""
+"""Jobs that cannot work end once, with a message that has host, reason and remedy."""
 
 import re
 import subprocess
@@ -62,7 +62,7 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
     log = refused(jobs, job, 2, "lerning_rate.*learning_rate")
     assert log.count("lerning_rate") <= 6, log  # not once a rank
 
-    # Whose run makes no progress between its restarts.
+    # A run that makes no progress between its restarts.
     assert jobs.slurm.wait(endless) == "FAILED", endless.output()
     log = endless.output()
     assert jobs.slurm.fields(endless)["ExitCode"] == "77:0", log

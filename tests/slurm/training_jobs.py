@@ -48,7 +48,7 @@ class Cycle:
 
 
 def job_environment(env: Mapping[str, str] | None = None, config: str = "cpu") -> dict[str, str]:
-    """What a user would export for two processes a node, and what puts a strategy on CPUs."""
+    """Return a user's environment for two processes per node, with a strategy on CPUs."""
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "STOKER_PROCESSES_PER_NODE": "2",
@@ -144,7 +144,7 @@ def raw_journal(output_dir: Path) -> list[dict]:
 
 
 def cycles(output_dir: Path) -> list[Cycle]:
-    """What each interruption of a run cost."""
+    """Return the cost of each interruption of a run."""
     found, last = [], {"step": 0, "time": 0.0}
     resumed_at: int | None = None
     for line in raw_journal(output_dir):

@@ -1,4 +1,4 @@
-"""Committed checkpoints of a run without a model, for the tests of this folder."""
+"""Committed checkpoints of a run without a model."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def store(output_dir: Path) -> Checkpoints:
 
 
 def write_files(output_dir: Path, step: int, best: int | None = None) -> Path:
-    """What Trainer would have written for a step, not yet committed."""
+    """Write an uncommitted checkpoint as Trainer does."""
     directory = output_dir / f"checkpoint-{step}"
     for name, content in FILES.items():
         path = directory / name

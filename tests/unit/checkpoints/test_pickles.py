@@ -1,4 +1,4 @@
-"""What a checkpoint's pickles name is read without being run."""
+"""Names in a checkpoint's pickles are read and not run."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What one job compiled the next one finds, wherever its node's disk is."""
+"""Jobs share compiled code, although each has a private directory."""
 
 import os
 import stat

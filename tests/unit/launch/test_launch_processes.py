@@ -94,7 +94,7 @@ def test_a_rank_that_ends_in_the_first_collective_is_no_unfit_cluster(said, refu
     assert said.splitlines()[0] in str(found.value)
 
 
-# What each of two ranks does, of which the second one is stuck in the first collective.
+# The program of two ranks. The second one hangs in the first collective.
 RANK = """
 import os, sys, time
 import torch.distributed as dist

@@ -214,7 +214,7 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
 
 @pytest.mark.slow
 def test_strategy_cpu_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
-    """Two processes refuse the same settings: said once, and nothing of torchrun follows."""
+    """Two processes refuse the same settings: one message, and no output of torchrun."""
     done = launch(
         tmp_path, "pretrain.py", "--epochs", "3", "--strategy", "cpu",
         ACCELERATE_USE_CPU="", ACCELERATE_CONFIG="",

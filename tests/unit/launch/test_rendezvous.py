@@ -35,7 +35,7 @@ def node(index: int, port: int) -> Allocation:
 
 
 def meet(port: int, between=lambda: None, **facts) -> list[object]:
-    """What n1 and n2 are told at once; n2's facts are other ones, and it comes later."""
+    """Return the answers to n1 and n2. n2 has other facts and comes later."""
     told = [None, None]
 
     def attend(index: int) -> None:

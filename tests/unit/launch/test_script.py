@@ -81,7 +81,7 @@ def test_other_nodes_show_one_line(capsys, monkeypatch, notes):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert run_script(raising(ConfigurationError(["one", "two"]))) == 2
         assert capsys.readouterr().err.splitlines() == shown
-    # Whoever leaves first has the launcher end the others: the silent ones leave last.
+    # The launcher ends all ranks after the first one ends, so the silent ranks end last.
     assert waited == [script.SPEAK_FIRST_S]
     assert [note.rank for note in read_notes(notes)] == [8, 9]
 
@@ -111,7 +111,7 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
 def test_storage_that_fails_in_any_words_is_a_storage_error(capsys, notes, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")  # not all raise it: whoever does shows it
     for error, said in [
-        # What tokenizers raises, which has no type of its own.
+        # tokenizers raises a plain Exception.
         (Exception("No space left on device (os error 28)"), r"device \(Exception: No spa.*\)\."),
         (OSError(errno.EDQUOT, "x", "/no/x"), r"Disk quota exceeded, writing /no/x\. Make"),
     ]:

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGUSR1 do, in processes of their own."""
+"""Effects of SIGTERM and SIGUSR1 on real processes."""
 
 import os
 import signal

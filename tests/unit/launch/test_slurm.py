@@ -1,4 +1,4 @@
-"""What is made of Slurm's variables, and of a launch without Slurm."""
+"""The launch from Slurm's variables, and without Slurm."""
 
 import datetime
 

@@ -1,4 +1,4 @@
-"""What libraries raise at somebody else's files, and how long they may take."""
+"""Errors of libraries at foreign files, and the limits on their time and memory."""
 
 import errno
 import resource
