@@ -257,7 +257,7 @@ class ChatModel:
     def rendered(self, chat: Chat) -> str:
         """Return the text that the model is to continue; raises ConfigurationError."""
         from utils.data.prepare.chat_templates import PROBE
-        from utils.data.prepare.documents import ChatDocument
+        from utils.data.prepare.rows import ChatDocument
 
         messages, tools, options = map(chat.get, ("messages", "tools", "chat_template_kwargs"))
         assert messages, "as_chat sees to it"

@@ -25,8 +25,8 @@ from utils.data.prepare.chat_templates import (
     MarkedChat,
 )
 from utils.data.prepare.chat_turns import ASSISTANT, LEADING_TAGS, TurnDelimiter
-from utils.data.prepare.documents import ChatDocument, Message
-from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.rows import ChatDocument, Message
+from utils.data.prepare.values import UnusableRowError
 from utils.support.foreign import RENDERING_BYTES, limits, reason
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare.documents import ChatDocument, Message
-from utils.data.prepare.records import Location
-from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.rows import ChatDocument, Message
+from utils.data.prepare.values import Location, UnusableRowError
 from utils.support.foreign import RENDERING_BYTES, foreign, limits
 
 if TYPE_CHECKING:

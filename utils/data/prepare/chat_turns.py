@@ -17,7 +17,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from utils.data.prepare.chat_templates import TAGS, ChatTemplate, MarkedChat
-from utils.data.prepare.documents import Message
+from utils.data.prepare.rows import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,10 +1,9 @@
-"""Texts to token ids: by the tokenizer, or by gigatoken (optional, many times faster)."""
+"""Token ids of texts: from the tokenizer, or from gigatoken (optional, many times faster)."""
 
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FAILS = "it does not turn text into tokens"
-# A longer text is tokenized in pieces: a tokenizer needs about 100 bytes of memory per token.
+# Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
 CUTS_SEARCHED_CHARACTERS = 1 << 16  # before the end of a piece
-# Places between two words where no tokenizer joins what is on both sides of a cut.
+# Positions between two words where no tokenizer joins the characters on both sides.
 CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that a tokenizer itself puts before and behind a text, and its end token.
+    """The ids that a tokenizer adds at the start and the end of a text, and its end token.
 
-    What a text already begins or ends with is not added to it a second time.
+    A token with which a text already begins or ends is not added again.
     """
 
     before: np.ndarray
@@ -39,7 +38,10 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
-        """Find out by a word; raises ConfigurationError where special tokens change it."""
+        """Derive them from the ids of a word with and without special tokens.
+
+        Raises ConfigurationError if the word's own ids change.
+        """
         end = tokenizer.eos_token_id
         for text in _words(tokenizer):
             (bare,), (full,) = encode(tokenizer, [text]), encode(tokenizer, [text], True)
@@ -53,7 +55,7 @@ class SpecialTokens:
         )
 
     def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids that have to stand before and behind those of a document."""
+        """Return the ids to add at the start and at the end of a document."""
         nothing = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
         before = nothing if begins else self.before.astype(ids.dtype)
@@ -64,12 +66,12 @@ class SpecialTokens:
         return before, behind.astype(ids.dtype)
 
     def are_all(self, ids: np.ndarray) -> bool:
-        """Tell whether ids hold nothing but these tokens."""
+        """Tell whether all ids are special tokens."""
         return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield texts of which a tokenizer knows one at least."""
+    """Yield words, at least one of which a tokenizer knows."""
     yield "a"
     special = set(tokenizer.all_special_tokens)
     yield from islice((word for word in tokenizer.get_vocab() if word not in special), 100)
@@ -101,7 +103,7 @@ def encode(
 def encode_with_offsets(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ids of each text, and (tokens, 2) where in it each token starts and stops."""
+    """Yield the ids of each text, and the start and stop of each token in it, (tokens, 2)."""
     if not texts:
         return
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
@@ -111,14 +113,14 @@ def encode_with_offsets(
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the ids of a text that a model is to continue: as documents begin, without an end."""
+    """Return the ids of a text for a model to continue: with the BOS of a document, without EOS."""
     (ids,) = encode(tokenizer, [text])
     before, _ = SpecialTokens.of(tokenizer).around(ids)
     return [*before.tolist(), *ids.tolist()]
 
 
 def text_pieces(text: str, most: int) -> Iterator[str]:
-    """Cut a text into pieces of at most `most` characters, between words where it has any."""
+    """Cut a text into pieces of at most `most` characters, between words if possible."""
     start = 0
     while len(text) - start > most:
         stop = start + most
@@ -132,9 +134,7 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
 
 # --- gigatoken
 
-VERIFIED_SHARE = 1 / 64  # of the characters; the tokenizer itself is a hundred times slower
-FIRST_VERIFIED = 1 << 14  # characters
-# What splitting rules, normalizers and byte fallbacks get wrong first.
+# Splitting rules, normalizers and byte fallbacks differ first on texts like these.
 PROBES = (
     *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
     *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
@@ -146,24 +146,22 @@ PROBES = (
 
 
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
-    """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken where it gives the same ids.
+    """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken if it gives the same ids.
 
-    Logs which. Raises ConfigurationError when gigatoken is required and cannot be used.
+    Logs the choice. Raises ConfigurationError if gigatoken is required and cannot be used.
     """
     if wanted == "tokenizers":
         return wanted
     try:
         if document_format == "messages":
             raise ValueError("the mask of a chat needs the offsets of characters")
-        added = [str(token) for token in tokenizer.get_added_vocab()]
-        between = [f"a{token}b {token} c{token}" for token in added]
-        GigatokenEncoder(tokenizer).compare([*PROBES, *added, *between])
+        _compare_on_probes(tokenizer)
     except ImportError:
         problem = "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         problem = f"gigatoken cannot be used: {str(error).splitlines()[0]}"
     else:
-        logger.info("tokenizing with gigatoken; 1 in 64 characters is compared with the tokenizer")
+        logger.info("tokenizing with gigatoken, which gives the tokenizer's ids on difficult texts")
         return "gigatoken"
     if wanted == "gigatoken":
         raise ConfigurationError(
@@ -173,51 +171,35 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
     return "tokenizers"
 
 
-class GigatokenEncoder:
-    """Encodes with gigatoken, and every 64th character with the tokenizer too.
+def _compare_on_probes(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ValueError with the first difficult text for which gigatoken gives other ids."""
+    added = [str(token) for token in tokenizer.get_added_vocab()]
+    texts = [*PROBES, *added, *(f"a{token}b {token} c{token}" for token in added)]
+    found = GigatokenEncoder(tokenizer)(texts)
+    for text, ids, exact in zip(texts, found, encode(tokenizer, texts), strict=True):
+        if not np.array_equal(ids, exact):
+            shown = repr(text if len(text) <= 80 else text[:80] + "...")
+            raise ValueError(f"gigatoken gives other ids for the text {shown}")
 
-    When it is made it raises ImportError where gigatoken is not installed, and one of several
-    errors for a tokenizer that gigatoken does not know.
+
+class GigatokenEncoder:
+    """An encoder with gigatoken (optional: pip install gigatoken).
+
+    Creating one raises ImportError if gigatoken is not installed, and one of several errors for a
+    tokenizer that gigatoken does not know.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        import gigatoken  # optional: pip install gigatoken
+        import gigatoken
 
-        self._exact = partial(encode, tokenizer)
-        self._fast = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
-        self._unverified = float(FIRST_VERIFIED)
+        self._tokenizer = gigatoken.Tokenizer(tokenizer.backend_tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text; raises ConfigurationError where the tokenizer's differ."""
-        found = self._fast_ids(texts)
-        self._unverified += VERIFIED_SHARE * sum(map(len, texts))
-        short = (i for i, text in enumerate(texts) if len(text) <= self._unverified)
-        if (chosen := next(short, None)) is not None:
-            self._unverified -= len(texts[chosen])
-            try:
-                self._check([texts[chosen]], [found[chosen]])
-            except ValueError as error:
-                raise ConfigurationError(
-                    f"{error}, so what it made cannot be trusted: remove the output folder and run "
-                    "again with --tokenizer_backend tokenizers"
-                ) from error
-        return found
-
-    def compare(self, texts: Sequence[str]) -> None:
-        """Raise ValueError with the first text that the tokenizer gives other ids for."""
-        self._check(texts, self._fast_ids(texts))
-
-    def _check(self, texts: Sequence[str], found: Sequence[np.ndarray]) -> None:
-        for text, ids, exact in zip(texts, found, self._exact(texts), strict=True):
-            if not np.array_equal(ids, exact):
-                shown = repr(text if len(text) <= 80 else text[:80] + "...")
-                raise ValueError(f"gigatoken gives other ids for the text {shown}")
-
-    def _fast_ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
         import awkward
 
         if not texts:
             return []
-        encoded: Any = self._fast.encode_batch(list(texts))
+        encoded: Any = self._tokenizer.encode_batch(list(texts))
         ends = np.cumsum(awkward.to_numpy(awkward.num(encoded)))
         return np.split(awkward.to_numpy(awkward.flatten(encoded)), ends[:-1])

@@ -1,6 +1,6 @@
-"""Advice for rows that no format fits, and the list of what is not read.
+"""Advice for rows that fit no format, and the list of columns and keys that are not read.
 
-A flag is named only after it was tried on the row.
+Advice names a flag only after trying it on the row.
 """
 
 import re
@@ -18,12 +18,7 @@ from utils.data.prepare.messages import (
     check_answers,
     role_word,
 )
-from utils.data.prepare.rows import (
-    detect_formats,
-    document_fields,
-    holds_chats,
-    renamed,
-)
+from utils.data.prepare.rows import detect_formats, document_fields, holds_chats, renamed
 from utils.data.prepare.values import ASSISTANT, UnusableRowError, decoded
 
 # Names of columns in published datasets.
@@ -54,7 +49,7 @@ Renaming = dict[str, str]
 
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
-    """Say what to type for a row whose columns are none of ours."""
+    """Return the flags that would read a row whose columns have no known names."""
     if "input_ids" in fields:
         return (
             "it is tokenized already: write it to a folder with save_to_disk of datasets, and give "
@@ -88,7 +83,7 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
 
 
 def misreading(given: Mapping[str, Any], source: Source) -> str:
-    """Say why a row whose columns have our names would be trained on wrongly; "" if it is fine."""
+    """Return why a row with known columns would be trained on wrongly; "" if it is fine."""
     fields = renamed(given, source.columns)
     filtered = [name for name, _ in source.filters]
     one_message = "role" in fields and "text" in fields and "parent_id" in fields
@@ -130,7 +125,7 @@ def _chats(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renami
 
 
 def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
-    """Yield the names of a prompt and its completion, unless the row has more than these."""
+    """Yield the names of a prompt and its completion, unless the row has other texts."""
     for names in _renamings(fields, answers, "prompt", "completion"):
         beside = {name.lower() for name in fields if name not in names}
         others = beside & {*_CONTEXT, "instruction", "question", "query"}
@@ -150,14 +145,14 @@ def _renamings(
 
 
 def _texts(fields: Mapping[str, Any]) -> Iterator[Renaming]:
-    """Yield the columns that have a name of texts."""
+    """Yield the columns with a known name for texts."""
     spelled = {name.lower(): name for name in fields}
     known = ("chosen",) if "chosen" in fields else _TEXTS
     yield from ({spelled[name]: "text"} for name in known if name in spelled)
 
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return what the columns of unknown names may be, where nothing else is in the row."""
+    """Return possible meanings of columns with unknown names, if the row has nothing else."""
     names = [
         name
         for name, value in fields.items()
@@ -173,7 +168,7 @@ def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
 
 
 def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
-    """Return what is wrong with a renaming; "" if the row can be read with it."""
+    """Return why a renaming does not fit the row; "" if the row can be read with it."""
     columns = tuple(names.items())
     ours = renamed(fields, columns)
     formats = detect_formats(ours)
@@ -197,15 +192,12 @@ _OF_MESSAGES = "message key "
 
 
 def column_label(name: str) -> str:
-    """Return the name under which a column that is not read is counted."""
+    """Return the name under which an unread column is counted."""
     return f"column {name}"
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every key of messages that nothing but a chat template may read.
-
-    And for roles that nobody but a template may know.
-    """
+    """Yield a label for every key and role in messages that only a chat template may read."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
@@ -213,7 +205,7 @@ def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def list_unread(counts: Mapping[str, int], template: str) -> str:
-    """Return what is not read with its counts, less the keys that a chat template reads."""
+    """Return the labels with their counts, without the keys that the chat template reads."""
     return ", ".join(
         f"{label} ({number:,})"
         for label, number in sorted(counts.items())
@@ -222,7 +214,7 @@ def list_unread(counts: Mapping[str, int], template: str) -> str:
 
 
 def _template_reads(template: str, label: str) -> bool:
-    """Tell whether a template takes a key from a message, as far as its source shows."""
+    """Tell whether a template reads a key of messages, according to its source."""
     key = re.escape(label.removeprefix(_OF_MESSAGES))
     taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
     of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")

@@ -1,8 +1,8 @@
-"""Datasets and models of the Hugging Face Hub: which files they are, and where in its cache.
+"""Datasets and models of the Hugging Face Hub: their files, and the paths of these in the cache.
 
-A preparation reads from the cache alone, so that it does the same with a network and without;
-fetch.py fills it. Which files make a split is asked once for each commit and noted in the cache
-beside them, so that the note travels with them.
+A preparation reads the cache only, so that it does the same with a network and without one;
+fetch.py fills the cache. The Hub is asked once per commit for the files of each split. The answer
+is saved in the cache with the files, so that both are copied together.
 """
 
 import json
@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, Source, sources_of
-from utils.data.prepare.sources import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES
+from utils.data.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES
 from utils.data.prepare.workspace import commits_begun_with
 from utils.support.files import replace_text
 
@@ -32,15 +32,15 @@ Kind = Literal["dataset", "model"]
 
 PARQUET_BRANCH = "refs/convert/parquet"
 _DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)")
-# What loads a configuration and a tokenizer: no pickles, no code, not original/ or onnx/.
+# The files of a configuration and a tokenizer: no pickles, no code, not original/ or onnx/.
 _SMALL_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _FOLDERS_OF_A_MODEL = (".", "additional_chat_templates")
-_DATED_FILES = 100  # of which the Hub is asked when they last changed
+_DATED_FILES = 100  # the Hub is asked for the dates of so many files
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset as a source names it; None: the branch main, the only or default subset."""
+    """A dataset as a source names it; None is the branch main, and the only or default subset."""
 
     name: str
     revision: str | None
@@ -48,15 +48,15 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """The name that its commit is recorded under."""
+        """The name under which its commit is recorded."""
         return f"{self.name}@{self.revision or 'main'}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of each split of a subset at one commit; `others` are the further subsets.
+    """The files of each split of a subset at one commit; `others` are the other subsets.
 
-    mtime_ns: when the newest of the files was committed, the same wherever they are downloaded.
+    mtime_ns: the time of the newest file's commit, which is the same on every machine.
     """
 
     subset: str
@@ -66,9 +66,9 @@ class Listing:
 
 
 def hub_dataset(path: str, source: Source) -> HubDataset | None:
-    """Return the dataset that a path of a source names; None for a local path, which wins.
+    """Return the dataset that a path of a source names; None for a local path, which comes first.
 
-    Raises ValueError for keys that the one or the other does not have.
+    Raises ValueError if a local path has keys that only datasets of the Hub have.
     """
     found = _DATASET.fullmatch(path)
     if path.startswith("hf://") and found is None:
@@ -84,9 +84,9 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 class HubCache:
     """The Hub's cache in the user's HF_HOME, or in `offline_dir`.
 
-    `begun_with` are the commits, by `HubDataset.key`, of work that is in the output folder: shards,
-    and a second start, read the same files although the dataset may have changed. `read` are those
-    that this preparation reads.
+    begun_with: the commits, by `HubDataset.key`, of work that is already in the output folder. All
+    shards, and a second start, read these even if the dataset has changed. read: the commits that
+    this preparation reads.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -100,7 +100,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a revision, as the Hub or (not `ask`) the cache has it."""
+        """Return the commit of a revision: ask the Hub, or read the cache."""
         from huggingface_hub import HfApi
 
         return HfApi().resolve_revision(
@@ -115,56 +115,30 @@ class HubCache:
         return self.folder / repository / "snapshots" / commit
 
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
-        """Return the commit and the files of a dataset, as noted in the cache.
+        """Return the commit and the files of a dataset.
 
-        What is not noted the Hub is asked for (`ask`), or FileNotFoundError is raised. Raises
-        ValueError where the subset is missing or unknown.
+        Without an entry in the cache, `ask` the Hub and save its answer, or raise
+        FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         revision = self.begun_with.get(dataset.key, dataset.revision)
         commit = self.resolve("dataset", dataset.name, revision, ask=ask)
         folder = self.snapshot("dataset", dataset.name, commit.resolved).parents[1] / "stoker"
-        note = folder / f"{commit.resolved}--{quote(dataset.subset or '', safe='')}.json"
-        if not ask or note.is_file():
-            return commit, Listing(**json.loads(note.read_text(encoding="utf-8")))
+        saved = folder / f"{commit.resolved}--{quote(dataset.subset or '', safe='')}.json"
+        if not ask or saved.is_file():
+            return commit, Listing(**json.loads(saved.read_text(encoding="utf-8")))
         found = _ask_for_files(dataset, commit.resolved)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(note, json.dumps(asdict(found), indent=1))
+        replace_text(saved, json.dumps(asdict(found), indent=1))
         return commit, found
-
-    def files_of_model(self, name: str, commit: str, weights: bool, *, ask: bool) -> list[str]:
-        """Return the names of the files that load a model: configuration, tokenizer, `weights`.
-
-        Raises ValueError without any weights, CachedRepoTreeNotFoundError for what is not cached.
-        """
-        from huggingface_hub import HfApi, get_cached_repo_tree
-        from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-        try:
-            cached = get_cached_repo_tree(name, revision=commit, cache_dir=str(self.folder))
-            names = [file.path for file in cached]
-        except CachedRepoTreeNotFoundError:
-            if not ask:
-                raise
-            names = HfApi().list_repo_files(name, revision=commit)
-        paths = [PurePosixPath(each) for each in names]
-        wanted = [path for path in paths if str(path.parent) in _FOLDERS_OF_A_MODEL]
-        # Mistral's consolidated.safetensors hold the same weights once more.
-        tensors = [
-            str(p) for p in wanted if p.match("*.safetensors") and "consolidated" not in p.name
-        ]
-        if weights and not tensors:
-            raise ValueError("has no weights as safetensors, and others are not loaded")
-        small = [str(path) for path in wanted if path.suffix in _SMALL_FILES]
-        return small + (tensors if weights else [])
 
 
 def cached_files(
     cache: HubCache, source: Source
 ) -> tuple[list[str], dict[str, tuple[str, int]], list[str]]:
-    """Return the paths of a source, with the cached files of its datasets in their place.
+    """Return (paths, hub_files, problems) of a source.
 
-    Then of these files, by path, the name that they have everywhere and the time of their commit;
-    then what is wrong, or not in the cache.
+    paths: its local paths and the cached files of its datasets. hub_files: by path of a cached
+    file, its URL and the time of its commit. problems: faults, and files that are not in the cache.
     """
     paths: list[str] = []
     known: dict[str, tuple[str, int]] = {}
@@ -182,7 +156,7 @@ def cached_files(
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise ConfigurationError with the datasets of the Hub that a job without network lacks."""
+    """Raise ConfigurationError with the Hub's datasets that are not in the cache."""
     cache = HubCache(arguments)
     found = [cached_files(cache, source)[2] for source in sources_of(arguments)]
     if problems := [problem for problems in found for problem in problems]:
@@ -190,7 +164,7 @@ def refuse_uncached(arguments: PreparationArguments) -> None:
 
 
 def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, tuple[str, int]]:
-    """Return the files that a source reads of a dataset; raises ValueError if any is missing."""
+    """Return the cached files of a dataset that a source reads; ValueError if any is missing."""
     from huggingface_hub.errors import RevisionResolutionError
 
     not_cached = (
@@ -221,10 +195,10 @@ def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, t
 def files_of_split(
     dataset: HubDataset, listing: Listing, source: Source
 ) -> tuple[str, Sequence[str]]:
-    """Return the split that a source takes of a dataset, and its first `max_files` files.
+    """Return the split of a dataset that a source reads, and its first `max_files` files.
 
-    That is the one it names, else the one named as it; an only split needs no name. Raises
-    ValueError with those that there are.
+    It is the split that the source names, else the one with the source's own name, else the only
+    one. Raises ValueError with the names of all splits.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -240,11 +214,31 @@ def files_of_split(
     return split, list(listing.splits[split])[: source.max_files]
 
 
-# --- what the Hub says of a dataset
+# --- questions to the Hub
+
+
+def list_model_files(name: str, commit: str, weights: bool) -> list[str]:
+    """Return the files that load a model: configuration, tokenizer and `weights`.
+
+    Raises ValueError if there are no weights as safetensors.
+    """
+    from huggingface_hub import HfApi
+
+    paths = [PurePosixPath(each) for each in HfApi().list_repo_files(name, revision=commit)]
+    paths = [path for path in paths if str(path.parent) in _FOLDERS_OF_A_MODEL]
+    small = [str(path) for path in paths if path.suffix in _SMALL_FILES]
+    if not weights:
+        return small
+    # Mistral's consolidated.safetensors are a second copy of the weights.
+    tensors = [path for path in paths if path.suffix == ".safetensors"]
+    tensors = [path for path in tensors if "consolidated" not in path.name]
+    if not tensors:
+        raise ValueError("has no weights as safetensors, and others are not loaded")
+    return small + [str(path) for path in tensors]
 
 
 def _ask_for_files(dataset: HubDataset, commit: str) -> Listing:
-    """Ask for the files of a subset; raises ValueError where it is missing or unknown."""
+    """Return the files of a subset; raises ValueError for a missing or unknown subset."""
     from huggingface_hub import HfApi
 
     read = _read_parquet_branch if dataset.revision == PARQUET_BRANCH else _read_card
@@ -259,10 +253,10 @@ def _ask_for_files(dataset: HubDataset, commit: str) -> Listing:
 
 
 def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Return the subset, all subsets and the files of each split as the dataset's card says."""
+    """Return the subset, all subsets and the files of each split, from the dataset's card."""
     from datasets import get_dataset_config_names, load_dataset_builder
 
-    # Its own cache would answer for a dataset that cannot be reached: it gets an empty one.
+    # With an empty cache the library asks the Hub instead of answering from an older download.
     with tempfile.TemporaryDirectory() as empty:
         try:
             builder = load_dataset_builder(
@@ -286,7 +280,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[s
 def _read_parquet_branch(
     dataset: HubDataset, commit: str
 ) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Return the same of the branch of SUBSET/SPLIT/NUMBER.parquet that the Hub makes itself."""
+    """Return the same from the branch of SUBSET/SPLIT/NUMBER.parquet that the Hub creates."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)

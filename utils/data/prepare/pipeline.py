@@ -1,4 +1,4 @@
-"""The preparation of token datasets: plan, tokenizer, work units, and their assembly."""
+"""The preparation of token datasets: plan, tokenizer, work units and their assembly."""
 
 import hashlib
 import json
@@ -17,14 +17,19 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
-from utils.data.prepare.documents import content_digest
 from utils.data.prepare.encoding import choose_backend
 from utils.data.prepare.hints import list_unread
-from utils.data.prepare.plan import plan_preparation
-from utils.data.prepare.records import BadRow
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
-from utils.data.prepare.units import UnitWorker, read_documents, run_units, token_features
-from utils.data.prepare.workspace import NOTES, TRAINED_WRONGLY, UnitCounts, Workspace
+from utils.data.prepare.units import UnitWorker, content_digest, read_documents, run_units
+from utils.data.prepare.values import BadRow
+from utils.data.prepare.work_plan import plan_preparation
+from utils.data.prepare.workspace import (
+    NOTES,
+    TRAINED_WRONGLY,
+    UnitCounts,
+    Workspace,
+    token_features,
+)
 from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 
@@ -43,8 +48,9 @@ DOCUMENTS_TRIED = 1000
 class Preparation:
     """One preparation into one output directory; every step may be repeated.
 
-    Constructing it does no work, and raises ConfigurationError for settings, sources, tokenizer,
-    chat template or an output directory that cannot be used.
+    Creating one reads the first records and the tokenizer, and writes nothing. Raises
+    ConfigurationError for settings, sources, a tokenizer, a chat template or an output directory
+    that cannot be used.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -62,9 +68,10 @@ class Preparation:
         self._is_finished = self.workspace.is_prepared()
 
     def run(self) -> None:
-        """Do what is left: the tokenizer, the work units of this shard, and the assembly.
+        """Prepare the unfinished work units of this shard, then assemble the datasets.
 
-        Raises ConfigurationError at the first record that cannot be used, unless they are skipped.
+        Raises ConfigurationError at the first record that cannot be used, unless bad rows are
+        skipped.
         """
         if self._is_finished:
             logger.info("%s: already prepared with these settings", self.output_dir)
@@ -80,8 +87,8 @@ class Preparation:
         logger.info("written: %s", ", ".join(map(str, sorted(self.output_dir.iterdir()))))
 
     def _tokenize(self) -> None:
-        """Prepare those work units of this shard that are not finished yet."""
-        # Threads of the tokenizer in this process; worker processes use one each.
+        """Prepare the work units of this shard that are not finished yet."""
+        # The tokenizer's threads in this process. Worker processes use one thread each.
         os.environ.setdefault("RAYON_NUM_THREADS", str(self.arguments.num_proc))
         index, shards = shard_of(self.arguments)
         own = [unit for unit in self.plan.units if unit.index % shards == index]
@@ -94,7 +101,7 @@ class Preparation:
         run_units(left, worker, self.arguments.num_proc)
 
     def _is_last_shard(self) -> bool:
-        """Return whether this shard has to assemble: it is the last one of a job array."""
+        """Tell whether this shard is the last one of a job array, which assembles the datasets."""
         index, shards = shard_of(self.arguments)
         logger.info("shard %d/%d is complete", index, shards)
         if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
@@ -103,10 +110,9 @@ class Preparation:
         return False
 
     def _assemble(self) -> None:
-        """Make the datasets out of the finished units, and report.
+        """Log the counts and make the datasets from the finished units.
 
-        Raises ConfigurationError naming the shards that are incomplete, or a split that is left
-        without documents.
+        Raises ConfigurationError with the incomplete shards, or the splits without documents.
         """
         shards = self.arguments.merge or shard_of(self.arguments)[1]
         found = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}
@@ -132,9 +138,9 @@ class Preparation:
             self._assemble_split(split, counts, total)
 
     def _fraction_hint(self) -> str:
-        """Return advice with a validation_fraction that holds out one document, not all.
+        """Return a validation_fraction that holds out at least one document and not all.
 
-        It is found with the first documents, because a great corpus takes long to read again.
+        Only the first documents are read, because a large corpus takes long to read again.
         """
         settings = self.plan.settings
         own = [unit for unit in self.plan.units if unit.split == TRAIN]
@@ -154,7 +160,7 @@ class Preparation:
         return ""
 
     def _report(self, counts: Mapping[int, UnitCounts], total: UnitCounts) -> None:
-        """Log what came of each source, where there are several, and what was left out."""
+        """Log the documents and tokens of each source, and the rows and columns left out."""
         sources = [list(units) for _, units in groupby(self.plan.units, lambda unit: unit.source)]
         template = self.tokenizer.get_chat_template() if self.plan.needs_chat_template else ""
         for units in sources:
@@ -179,7 +185,7 @@ class Preparation:
     def _assemble_split(
         self, split: str, counts: Mapping[int, UnitCounts], total: UnitCounts
     ) -> None:
-        """Make a dataset of the files of a split: layout, statistics and stoker.json."""
+        """Make a dataset from the files of a split: layout, statistics and stoker.json."""
         folder, tokenizer = self.output_dir / split, self.tokenizer
         features = token_features(id_type(tokenizer), self.plan.settings.document_format)
         units = [index for index in counts if counts[index].documents[split]]
@@ -227,10 +233,10 @@ class Preparation:
         )
 
     def _move_files(self, folder: Path, units: Sequence[int], features: dict[str, Any]) -> None:
-        """Move the Arrow files of a split to its folder, in order, and make it one of `datasets`.
+        """Move the Arrow files of a split to its folder, and add the JSON files of `datasets`.
 
-        Safe to repeat: a file that an interrupted run has moved already stays. Each split has a
-        fingerprint of its own, by which `datasets` keys its caches.
+        This can be repeated: files that an interrupted run has moved stay. Each split has its own
+        fingerprint, the key of the caches of `datasets`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         names = [f"data-{number:05d}-of-{len(units):05d}.arrow" for number in range(len(units))]
@@ -253,7 +259,7 @@ class Preparation:
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     def _origin(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
-        """Return where a split's documents come from and what was left out; validation as train."""
+        """Return the files and counts of a split's sources; validation has those of train."""
         origin = split if split in self.plan.sources else TRAIN
         files = self.plan.sources[origin]
         own = (counts[unit.index] for unit in self.plan.units if unit.split == origin)
@@ -273,7 +279,7 @@ class Preparation:
 
 
 def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[str, Any]:
-    """Return the figures of a split under names that carry their units; lengths: (documents,)."""
+    """Return the statistics of a split; lengths: tokens per document, (documents,)."""
     tokens, loss_tokens = counts.tokens[split], counts.loss_tokens[split]
     found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
     percentiles = {f"p{p}": int(length) for p, length in zip(PERCENTILES, found, strict=True)}
@@ -289,17 +295,17 @@ def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[s
 
 
 def decoded_example(columns: Mapping[str, ListColumn], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Decode the first document of a split, with [[ ]] around the text that is trained on."""
+    """Return the first document of a split, with [[ ]] around the text that is trained on."""
     mask_column = loss_mask_among(columns)
     ids = columns[TOKENS].documents(0, 0, 1)
     mask = columns[mask_column].documents(0, 0, 1) if mask_column else np.ones(len(ids), np.int8)
-    # A long prompt leaves the beginning of what is trained on in sight.
+    # Leave out the beginning of a long prompt, so that the trained text is shown.
     start = max(0, int(np.argmax(mask)) - EXAMPLE_TOKENS // 2)
     ids, mask = ids[start:][:EXAMPLE_TOKENS].tolist(), mask[start:].tolist()
     parts = ["... "] if start else []
     for trained, group in groupby(zip(ids, mask, strict=False), key=lambda pair: pair[1]):
         text = str(tokenizer.decode([token for token, _ in group]))
-        # What could steer a terminal is escaped.
+        # Escape characters that a terminal would execute.
         text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
         parts.append(f"[[{text}]]" if trained else text)
     return "".join(parts)

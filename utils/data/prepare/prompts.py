@@ -1,4 +1,4 @@
-"""Prompts for samples while a model trains: given as texts or files, tokenized for the model."""
+"""Prompts of the samples that a model writes during training: read and tokenized."""
 
 import json
 import re
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_templates import PROBE, ChatTemplate
-from utils.data.prepare.documents import ChatDocument
 from utils.data.prepare.encoding import prompt_ids
-from utils.data.prepare.rows import document_fields
+from utils.data.prepare.rows import ChatDocument, document_fields
 from utils.support.foreign import reason
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ FILES = (".jsonl", ".txt")
 
 
 class Prompt(NamedTuple):
-    """What is asked, as its author wrote it, and the ids that the model continues."""
+    """The text of a prompt as its author wrote it, and the token ids that the model continues."""
 
     text: str
     token_ids: list[int]
@@ -56,7 +55,7 @@ def load_prompts(
 
 
 def _lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield where each prompt is from and what it says; raises ConfigurationError."""
+    """Yield the origin and the text of each prompt; raises ConfigurationError."""
     for entry in entries:
         path = Path(entry)
         if path.suffix not in FILES or (re.search(r"\s", entry) and not path.is_file()):

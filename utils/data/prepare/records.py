@@ -1,10 +1,10 @@
-"""Records: files cut into parts that can be read independently, and the records of each part."""
+"""Readers of every kind of file: a file is cut into parts, and each part gives its records."""
 
 import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +19,8 @@ from utils.data.columns import STATE_FILE, read_json_object
 from utils.data.prepare.hints import CHATS
 from utils.data.prepare.messages import are_messages
 from utils.data.prepare.rows import detect_formats
-from utils.data.prepare.sources import SourceFile, open_source
+from utils.data.prepare.source_files import SourceFile, open_source
+from utils.data.prepare.values import BadRow, Location, Record
 from utils.support.files import paths_inside
 
 ROWS_PER_READ = 64
@@ -29,61 +30,14 @@ ROWS_PER_READ = 64
 class FilePart:
     """A part [start, stop) of one file; `size` is in bytes on disk.
 
-    Bytes of an uncompressed JSONL file, row groups of a Parquet file, rows of a datasets folder;
-    (0, 1) stands for any other file as a whole.
+    The unit is bytes for uncompressed JSONL, row groups for Parquet and rows for a datasets folder.
+    (0, 1) is the whole of any other file.
     """
 
     file: SourceFile
     start: int
     stop: int
     size: int
-
-
-@dataclass(frozen=True)
-class Location:
-    """The file of a record, and its line (from 1) or row (from 0).
-
-    A line is counted from byte `offset` of the file on; those before it only when it is shown.
-    """
-
-    path: str
-    unit: str = ""
-    number: int = 0
-    offset: int = 0
-
-    def __str__(self) -> str:
-        if self.unit != "line":
-            return f"{self.path} {self.unit} {self.number}" if self.unit else self.path
-        number, left = self.number, self.offset
-        if left:
-            with Path(self.path).open("rb") as stream:
-                while block := stream.read(min(1 << 20, left)):
-                    number, left = number + block.count(b"\n"), left - len(block)
-        return f"{self.path}:{number}"
-
-
-@dataclass(frozen=True)
-class Record:
-    """The fields of one record.
-
-    left_out: the columns of a Parquet file or datasets folder that were not asked for.
-    """
-
-    fields: Mapping[str, Any]
-    location: Location
-    left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A record that cannot be used: `reason` is the name it is counted under."""
-
-    reason: str
-    message: str
-    location: Location
-
-    def __str__(self) -> str:
-        return f"{self.location}: {self.message}"
 
 
 Records = Iterator[Record | BadRow]
@@ -125,8 +79,9 @@ def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
 
-    columns: those of Parquet files and datasets folders to read, None for all; a text file gives
-    records with one field, the first of them. Text files and JSON arrays are loaded whole.
+    columns: the columns of Parquet files and datasets folders to read, None for all. A text file
+    gives records with one field, named as the first column. Text files and JSON arrays are loaded
+    whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -142,7 +97,7 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
 
 
 def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
-    """Yield the file as one record, however long it is: a document has one end."""
+    """Yield the whole file as one record: one document, with one end of text."""
     file, column = part.file, columns[0] if columns else "text"
     location = Location(file.path)
     with open_source(file.path, file.compression) as stream:
@@ -158,7 +113,7 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
     with open_source(part.file.path, part.file.compression) as stream:
         position = number = 0
         if part.start:
-            # The line that runs across the cut belongs to the part before this one.
+            # A line across the cut belongs to the earlier part.
             stream.seek(part.start - 1)
             position = part.start - 1 + len(stream.readline())
         offset = position
@@ -176,7 +131,7 @@ def _parse_line(line: bytes, location: Location) -> Record | BadRow:
         value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
-    except (RecursionError, ValueError) as error:  # also: nested too deep, a number too long
+    except (RecursionError, ValueError) as error:  # includes deep nesting and very long numbers
         message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
         return BadRow("malformed_json", message, location)
     return _object(value, location)
@@ -192,7 +147,7 @@ def _object(value: Any, location: Location) -> Record | BadRow:
 
 
 def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the records of a file that is one JSON value, or several over many lines each."""
+    """Yield the records of a file of one JSON value, or of several that span many lines each."""
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
@@ -210,7 +165,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records of a JSON value: an array, one record, or an object around an array."""
+    """Return the records of a JSON value: an array, one record, or an object with an array."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
     if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
@@ -230,9 +185,9 @@ def _records_of(path: str, value: Any) -> list[Any]:
 def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a table that pandas wrote as one object; [] for another object.
 
-    pandas has three forms: names and rows under `columns` and `data`, rows by their numbers, and
-    columns. A column is an object from "0" on, or a list of texts where a row has one text.
-    Raises ConfigurationError for columns of different lengths.
+    pandas has three forms: names under `columns` and rows under `data`; rows by their numbers; and
+    columns. A column is an object with the keys "0", "1" and so on, or a list with a text for each
+    row. Raises ConfigurationError for columns of different lengths.
     """
     if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
         return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
@@ -293,7 +248,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return what stands between the cells: the usual, unless only another cuts the header."""
+    """Return the delimiter: `usual`, unless it leaves the header whole and another one cuts it."""
     cells: dict[str, int] = {}
     for mark in (usual, *",;|\t"):
         with suppress(csv.Error):
@@ -355,10 +310,10 @@ def _rows(
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Return an Arrow value as the JSON it was made from, with `Json()` features decoded.
+    """Return an Arrow value as the JSON that it was made from, with `Json()` features decoded.
 
-    Keys of a struct that are null are left out: Arrow gives every row the keys of all rows, and a
-    null that was written looks the same.
+    A struct's keys that are null are left out. Arrow gives every row the keys of all rows, so a key
+    that a row never had looks like a null.
     """
     if value is None:
         return None
@@ -375,11 +330,11 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _as_text(value: bytes) -> str | bytes:
-    """Return the text of bytes that are UTF-8: some writers mark no column as text."""
+    """Decode bytes that are UTF-8, because some writers mark no column as text."""
     try:
         return value.decode()
     except UnicodeDecodeError:
-        return value  # a picture, or a bad row where a text is needed
+        return value  # a picture; where a text is needed, check_text refuses it
 
 
 READERS: dict[str, Callable[[FilePart, Sequence[str] | None], Records]] = {

@@ -1,4 +1,4 @@
-"""Rows as people publish them, made into the fields of a text, a chat, or a prompt and completion.
+"""Rows as people publish them, checked and made into documents: texts, chats or completions.
 
 A row format is a set of columns and where it comes from:
 
@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.config.preparation import check_template_variables
-from utils.data.prepare.messages import are_messages, messages_of, tool_calls_of
+from utils.data.prepare.messages import are_messages, check_answers, messages_of, tool_calls_of
 from utils.data.prepare.values import (
     ASSISTANT,
+    FILTERED,
     MEDIA,
+    BadRow,
+    Location,
+    Record,
     UnusableRowError,
     check_text,
     decoded,
@@ -42,14 +46,55 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "history", *_OF_CHATS),
     "prompt_completion": ("history", *_OF_CHATS),
 }
-# What a row becomes, where that is not the format itself.
+# The format of the documents, for row formats that are converted.
 DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages"}
-_MEDIA_TAGS = re.compile("<(image|video|audio)>")  # where LLaMA-Factory and others put them
+_MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """Plain text, every token of it trained on; `column` is its name in the file."""
+
+    text: str
+    location: Location
+    column: str = "text"
+
+
+@dataclass(frozen=True)
+class ChatDocument:
+    """A conversation; the assistant's turns from message `first_trained` on are trained on.
+
+    tools: JSON schemas. template_options: more variables for the chat template.
+    """
+
+    messages: Sequence[Message]
+    location: Location
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] | None = None
+    first_trained: int = 0
+
+
+@dataclass(frozen=True)
+class CompletionDocument:
+    """A prompt and its completion as strings; as messages they are a ChatDocument.
+
+    column: the name of the completion in the file.
+    """
+
+    prompt: str
+    completion: str
+    location: Location
+    column: str = "completion"
+
+
+Document = TextDocument | ChatDocument | CompletionDocument
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How the rows of one source are read, and how much of them is taken.
+    """How the rows of one source are read, and how many of them are used.
 
     columns: pairs (name in the file, our name). filters: pairs (name in the file, what is kept: a
     value, a list of values, or {"min": ..., "max": ...}). weight: how often each document is
@@ -78,7 +123,7 @@ class RowSettings:
     def answers_column(self) -> str:
         """The column whose text or messages are trained on, by its name in the file.
 
-        Of alpaca the history: its output is checked as it is read.
+        For alpaca this is the history: the output is checked when it is read.
         """
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
@@ -99,7 +144,7 @@ def _selects(wanted: Any, value: Any) -> bool:
         except (TypeError, ValueError):
             return False
     values = wanted if isinstance(wanted, list) else [wanted]
-    # CSV holds texts alone.
+    # A CSV file holds strings only.
     return value in values or (isinstance(value, str) and value in map(str, values))
 
 
@@ -107,8 +152,40 @@ def _found(names: Iterable[str]) -> str:
     return f"columns found: {', '.join(sorted(names)) or 'none'}"
 
 
+# --- documents
+
+
+def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
+    """Return the document of a record, or the reason why there is none."""
+    try:
+        if not rows.selects(record.fields):
+            return BadRow(FILTERED, "not selected by the filter", record.location)
+        return _document(record, rows)
+    except UnusableRowError as error:
+        return BadRow(error.reason, str(error), record.location)
+
+
+def _document(record: Record, rows: RowSettings) -> Document:
+    place, column = record.location, rows.answers_column
+    fields = document_fields(record.fields, rows.row_format, rows.columns)
+    if rows.row_format == "text":
+        if not fields["text"].strip():
+            raise UnusableRowError("empty", f"empty document: {column!r} has no text")
+        return TextDocument(fields["text"], place, column)
+    prompt = fields.get("prompt", [])
+    if isinstance(prompt, str):
+        return CompletionDocument(prompt, fields["completion"], place, column)
+    messages = [*prompt, *fields["completion"]] if prompt else fields["messages"]
+    check_answers(messages, len(prompt), repr(column))
+    options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
+    return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
+
+
+# --- the columns of a row
+
+
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Return the fields under our names; a field whose name is taken by another is left out."""
+    """Return the fields under our names; a column given for one of ours replaces that one."""
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -119,11 +196,10 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
 
 
 class _Row(dict[str, Any]):
-    """The fields of a row under our names; messages name its columns as the file does."""
+    """The fields of a row under our names; error messages name its columns as the file does."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
-        self.given = given
         self._theirs = {ours: theirs for theirs, ours in columns}
 
     def shown(self, name: str) -> str:
@@ -131,9 +207,9 @@ class _Row(dict[str, Any]):
         return repr(self._theirs.get(name, name))
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return the one column of those of one meaning that says something, and its value.
+        """Return the name and value of the only column that is set, of two with one meaning.
 
-        Raises UnusableRowError where two of them differ.
+        Raises UnusableRowError if both are set to different values.
         """
         found = {name: self[name] for name in names if decoded(self.get(name))}
         if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
@@ -150,10 +226,9 @@ def detect_formats(fields: Mapping[str, Any]) -> list[str]:
 
 def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
     """Tell whether a row becomes a chat, which a template renders."""
-    if DOCUMENT_FORMATS.get(row_format, row_format) == "messages":
-        return True
-    prompt = fields.get("prompt")
-    return row_format == "prompt_completion" and _is_chat(prompt)
+    if row_format == "prompt_completion":
+        return _is_chat(fields.get("prompt"))
+    return DOCUMENT_FORMATS.get(row_format, row_format) == "messages"
 
 
 def document_fields(
@@ -216,13 +291,13 @@ def _pair(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
         }
     if _is_chat(completion):
         raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
-    for what, value in ((question, prompt), (answer, completion)):
-        check_text(what, value)
+    check_text(question, prompt)
+    check_text(answer, completion)
     if not completion.strip():
         raise UnusableRowError("empty", f"empty document: {answer} has no text")
     tools, _ = fields.either("tools", "functions")
-    system, said = fields.either("system", "system_prompt")
-    others = {**extras, system: said, "history": fields.get("history")}
+    system, system_text = fields.either("system", "system_prompt")
+    others = {**extras, system: system_text, "history": fields.get("history")}
     if given := [name for name, value in others.items() if value]:
         names = [fields.shown(tools if name == "tools" else name) for name in given]
         raise UnusableRowError(
@@ -236,42 +311,38 @@ def _pair(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
 def _alpaca(fields: _Row) -> Iterator[dict[str, Any]]:
     """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
 
-    `history` holds the turns before, such as pairs (instruction, output). Beside tools, an output
-    that is a JSON list of calls becomes these calls, as in xLAM's data.
+    `history` holds earlier turns, such as pairs (instruction, output). In a row with tools, an
+    output that is a JSON list of calls becomes these calls, as in xLAM's data.
     """
-    given = fields.get("input") or ""
-    output = fields["output"]
-    for name, text in (("instruction", fields["instruction"]), ("input", given)):
+    instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
+    for name, text in (("instruction", instruction), ("input", given), ("output", output)):
         check_text(fields.shown(name), text)
-    check_text(fields.shown("output"), output)
-    history = decoded(fields.get("history")) or []
-    if history:
+    if history := decoded(fields.get("history")):
         yield from messages_of(fields.shown("history"), history)
-    question = "\n".join(text for text in (fields["instruction"], given) if text)
+    question = "\n".join(text for text in (instruction, given) if text)
     yield {"role": "user", "content": question}
     if not output.strip():
         raise UnusableRowError("empty", f"empty document: {fields.shown('output')} has no text")
     calls = decoded(output)
-    if fields.get("tools") and isinstance(calls, list) and calls and _are_calls(calls):
+    if fields.get("tools") and calls and isinstance(calls, list) and all(map(_is_call, calls)):
         found = tool_calls_of(fields.shown("output"), calls)
         yield {"role": ASSISTANT, "content": "", "tool_calls": found}
     else:
         yield {"role": ASSISTANT, "content": output}
 
 
-def _are_calls(calls: list[Any]) -> bool:
-    return all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls)
+def _is_call(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"name", "arguments"} <= value.keys()
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put a row's own system text first; raises UnusableRowError beside another system message."""
+    """Put a row's own system text first; raises UnusableRowError for another system message."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages
-    is_message = isinstance(system, Mapping)
-    if not isinstance(system, list | Mapping):  # whose parts are read below
+    if not isinstance(system, list | Mapping):  # messages_of checks the parts of these
         check_text(fields.shown(name), system)
-    given = {"content": system} if not is_message else dict(system)
+    given = dict(system) if isinstance(system, Mapping) else {"content": system}
     (message,) = messages_of(fields.shown(name), [given | {"role": "system"}])
     if messages[0]["role"] != "system":
         return [message, *messages]
@@ -283,11 +354,8 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
     return messages
 
 
-# --- tools and template variables
-
-
 def _tools(fields: _Row) -> list[Any] | None:
-    """Return the tools of a row as OpenAI writes them, None where there are none."""
+    """Return the tools of a row as OpenAI writes them; None if there are no tools."""
     name, tools = fields.either("tools", "functions")
     tools = decoded(tools)
     if not tools or (isinstance(tools, str) and not tools.strip()):
@@ -299,7 +367,7 @@ def _tools(fields: _Row) -> list[Any] | None:
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Wrap a bare function, also Anthropic's; decode parameters that are kept as JSON text."""
+    """Wrap a bare function (also Anthropic's), and decode parameters that are JSON text."""
     if "input_schema" in tool and "parameters" not in tool:
         tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
     if "function" not in tool and "name" in tool:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.data.prepare.chat_masks import ASSISTANT, ChatMasks, MaskedChat
-from utils.data.prepare.documents import ChatDocument, CompletionDocument, Document, TextDocument
 from utils.data.prepare.encoding import (
     LARGEST_PIECE_CHARACTERS,
     GigatokenEncoder,
@@ -24,8 +23,8 @@ from utils.data.prepare.encoding import (
     encode_with_offsets,
     text_pieces,
 )
-from utils.data.prepare.records import BadRow
-from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.rows import ChatDocument, CompletionDocument, Document, TextDocument
+from utils.data.prepare.values import BadRow, UnusableRowError
 from utils.data.tokenizers import id_type
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.prepare.chat_templates import GENERATION, PROBE, TOOL
-from utils.data.prepare.documents import ChatDocument
-from utils.data.prepare.plan import PreparationPlan
+from utils.data.prepare.rows import ChatDocument
 from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
+from utils.data.prepare.work_plan import PreparationPlan
 from utils.data.prepare.workspace import partial_name
 from utils.data.tokenizers import load_tokenizer
 from utils.support.foreign import RENDERING_BYTES, foreign, limits, reason
@@ -28,8 +28,8 @@ NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template: give --chat_template FILE, for example "
     "recipes/chat_templates/chatml.jinja"
 )
-# Chats of which a template must be able to train on one: some take no second turn, some no chat
-# without tools.
+# A template must be able to train on one of these chats. Some templates take no second turn, and
+# some no chat without tools.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
 PROBES = tuple(
     ChatDocument(turns, PROBE, tools)
@@ -41,7 +41,7 @@ PROBES = tuple(
 def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that the user names and `fetch` got, with the chat template in use."""
+    """Load the tokenizer from a folder or the Hub's cache, with the chat template in use."""
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path, is_cached=True)
     _add_tokens(tokenizer, arguments.add_tokens)
     defaults = arguments.chat_template_kwargs or {}
@@ -57,7 +57,7 @@ def given_tokenizer(
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write a tokenizer folder that is either complete or not there."""
+    """Write a tokenizer folder; it gets its name only when it is complete."""
     partial = partial_name(folder)
     tokenizer.save_pretrained(partial)
     if folder.exists():  # another shard was first
@@ -67,7 +67,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:
-    """Add tokens that text is cut at as they are written, with nothing stripped around them."""
+    """Add tokens, matched exactly as they are written, without stripping blanks around them."""
     from transformers import AddedToken
 
     known = tokenizer.get_vocab() if words else {}
@@ -88,19 +88,18 @@ def attach_template(
     date: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give the tokenizer the chat template that is trained with and saved beside the data.
+    """Set the tokenizer's chat template: the file's, if given, else its own.
 
-    The file's template if there is one, else the tokenizer's own. `defaults` become the defaults of
-    its variables. Its loss masks come from its {% generation %} markers, else they are derived;
-    that and the date that it prints are logged. Raises ConfigurationError without a template, or
-    where no chat could be trained on.
+    `defaults` become the defaults of the template's variables. Logs whether the loss masks come
+    from {% generation %} markers or are derived, and the date that the template prints. Raises
+    ConfigurationError without a template, or if no chat can be trained on with it.
     """
     origin = template_file or f"the chat template of {tokenizer.name_or_path}"
     if template_file is not None:
         tokenizer.chat_template = read_chat_template(template_file)
     if tokenizer.chat_template is None:
         raise ConfigurationError(NO_CHAT_TEMPLATE)
-    # Of several named templates the default one renders conversations.
+    # A tokenizer may have several named templates; the default one renders conversations.
     template = tokenizer.get_chat_template()
     _warn_of_unread(tokenizer, defaults or {})
     tokenizer.chat_template = template_with_defaults(template, defaults or {})
@@ -128,22 +127,22 @@ def attach_template(
 
 
 def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template whose variables have these values wherever none are given.
+    """Return a chat template with these defaults for its variables.
 
-    Everything that renders the saved template then renders as training did: samples, chat.py,
-    benchmarks and servers. A variable that the template does not read is left out.
+    Samples, chat.py, benchmarks and servers then render the saved template as training did. A
+    variable that the template does not read is left out.
     """
     lines = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
         for name, value in defaults.items()
         if value is not None and _reads(template, name)
     ]
-    # A line end behind a block is not printed, and what follows it begins a line as before.
+    # Jinja does not print the line end after a block, so the template's first line is unchanged.
     return "".join(line + "\n" for line in lines) + template
 
 
 def _jinja(value: Any) -> str:
-    """Write a JSON value as Jinja does; null has another name there."""
+    """Return a JSON value in Jinja's notation, which differs for null."""
     if isinstance(value, Mapping):
         items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
@@ -157,7 +156,7 @@ def _reads(template: str, name: str) -> bool:
 
 
 def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) -> None:
-    """Warn of variables that the chat template has no word of: they change nothing."""
+    """Warn of variables that the chat template never mentions."""
     template = tokenizer.get_chat_template()
     if unread := [name for name in names if not _reads(template, name)]:
         logger.warning(
@@ -167,7 +166,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) 
 
 
 def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
-    """Return a chat that the template can train on; raises ValueError, with why not."""
+    """Return a tokenized chat that the template can train on; raises ValueError with the reason."""
     found = DocumentTokenizer(tokenizer)(PROBES)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:
@@ -176,7 +175,7 @@ def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
 
 
 def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return what to do about a template that cannot be trained with."""
+    """Return advice for a template that cannot be trained with."""
     vocabulary = tokenizer.get_vocab()
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
     if unknown := [token for token in written if token not in vocabulary]:
@@ -203,12 +202,12 @@ def read_chat_template(path: str) -> str:
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return where the loss masks of chats come from: "template" markers, or "derived"."""
+    """Return the origin of the loss masks of chats: "template" markers, or "derived"."""
     return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the id of the last token that is trained on in a chat, which ends generation."""
+    """Return the id of the last trained token of a chat, which ends generation."""
     probe = _trained_probe(tokenizer)
     trained = probe.ids[probe.loss_mask == 1].tolist()
     return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

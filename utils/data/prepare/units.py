@@ -1,5 +1,6 @@
-"""Work units: read, checked, tokenized and written to Arrow files, by one process or several."""
+"""Work units are read, checked, tokenized and written, by one process or several."""
 
+import hashlib
 import json
 import logging
 import math
@@ -7,34 +8,33 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.config.preparation import TRAIN
-from utils.data.prepare.documents import (
+from utils.data.prepare.hints import column_label, unread_keys
+from utils.data.prepare.records import read_records
+from utils.data.prepare.rows import (
     ChatDocument,
+    CompletionDocument,
     Document,
     TextDocument,
-    content_digest,
-    parse_documents,
-    refuse_bad_row,
-    texts_of,
+    parse_document,
 )
-from utils.data.prepare.hints import column_label, unread_keys
-from utils.data.prepare.plan import VALIDATION, UnitSettings, WorkUnit
-from utils.data.prepare.records import BadRow, read_records
-from utils.data.prepare.tokenization import MASK_COLUMNS, DocumentTokenizer, TokenizedDocument
-from utils.data.prepare.values import ASSISTANT, NOTHING
-from utils.data.prepare.workspace import UnitCounts, Workspace, partial_name
+from utils.data.prepare.tokenization import DocumentTokenizer, TokenizedDocument
+from utils.data.prepare.values import ASSISTANT, NOTHING, BadRow
+from utils.data.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
+from utils.data.prepare.workspace import (
+    TokenFileWriter,
+    UnitCounts,
+    Workspace,
+    token_features,
+)
 from utils.support.host import memory_kills
 
 if TYPE_CHECKING:
@@ -44,20 +44,17 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
-# Tokens per record batch. Few large batches keep the reader's table of chunks short; the batch is
-# what a writer holds in memory (2 to 4 bytes a token, and 1 for its mask).
-TOKENS_PER_BATCH = 1 << 20
-WEIGHT_KEY = 1 << 64  # apart from the key that holds documents out
+WEIGHT_KEY = 1 << 64  # added to the seed, so that weights draw otherwise than the held-out share
 SECONDS_BETWEEN_LINES = 10.0
-# What one process does in the seconds that a worker takes to start.
+# One process does this much work in the seconds that a worker takes to start.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
-    """Prepare all units, in at most `num_proc` processes; little work is done in this one.
+    """Prepare all units in at most `num_proc` processes; this process does a small job alone.
 
-    Raises ConfigurationError with the first fault of the sources, or when a worker was killed;
-    units that were finished by then stay finished.
+    Raises ConfigurationError with the first fault of the sources, or if a worker was killed.
+    Finished units stay finished.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -85,7 +82,7 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
 def _run_in_processes(
     units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int
 ) -> Iterator[tuple[WorkUnit, UnitCounts]]:
-    # spawn: nothing of this process (threads, locks of the tokenizer) is copied half-way.
+    # spawn: a fork would copy the tokenizer's locks while its threads hold them.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(
         num_proc, mp_context=context, initializer=_start_worker, initargs=(worker,)
@@ -115,13 +112,16 @@ _worker: "UnitWorker | None" = None
 
 def _start_worker(worker: "UnitWorker") -> None:
     global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
-    # One process per core already: threads inside the tokenizer would fight over them.
+    # There is one process per core already, so the tokenizer gets no threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = worker
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker; returns the problems of a fault, for a list can be pickled."""
+    """Prepare a unit in a worker process.
+
+    Returns the problems of a ConfigurationError, because a list can be pickled.
+    """
     assert _worker is not None
     try:
         return _worker.run(unit)
@@ -131,7 +131,7 @@ def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
 
 @dataclass
 class UnitWorker:
-    """Prepares work units with one tokenizer and one set of settings, into the workspace."""
+    """Preparation of work units with one tokenizer and one set of settings, into the workspace."""
 
     tokenizer: "PreTrainedTokenizerBase"
     backend: str
@@ -140,11 +140,14 @@ class UnitWorker:
 
     @cached_property
     def _tokenize(self) -> DocumentTokenizer:
-        """Made once a process: gigatoken grows quicker with what it has seen."""
+        """Created once per process, because gigatoken becomes faster with use."""
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
     def run(self, unit: WorkUnit) -> UnitCounts:
-        """Write a unit's documents, a file per split, and count them. Raises ConfigurationError."""
+        """Write a unit's documents, one file per split, and return their counts.
+
+        Raises ConfigurationError at a document that is refused.
+        """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
@@ -168,7 +171,7 @@ class UnitWorker:
                 text_bytes = sum(len(text.encode()) for text in texts_of(document))
                 counts.text_bytes[split] += round(text_bytes * written)
                 counts.notes.update(tokenized.notes)
-                counts.notes["without_last_answer"] += ends_unanswered(document)
+                counts.notes["without_last_answer"] += _ends_unanswered(document)
             for writer in writers.values():
                 writer.finish()
             self.workspace.finish(unit.index, counts)
@@ -180,7 +183,7 @@ class UnitWorker:
     def _tokenized(
         self, unit: WorkUnit, counts: UnitCounts
     ) -> Iterator[tuple[str, Document, TokenizedDocument]]:
-        """Yield every document that is to be written, tokenized, with its split."""
+        """Yield (split, document, its tokens) for every document to write."""
         for batch in _batches(self._documents(unit, counts)):
             found = self._tokenize([document for _, document in batch])
             for (split, document), tokenized in zip(batch, found, strict=True):
@@ -195,26 +198,27 @@ class UnitWorker:
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
-                refuse_bad_row(document, self.settings.on_bad_row)
+                document.refuse(self.settings.on_bad_row)
                 counts.drop(document)
                 continue
             if isinstance(document, ChatDocument):
                 counts.unread.update(unread_keys(document.messages))
             split, copies = unit.split, 1
-            if split == TRAIN and is_held_out(document, self.settings):
-                split = VALIDATION
-            elif split == TRAIN:
-                drawn = _is_drawn(document, fraction, self.settings.seed + WEIGHT_KEY)
-                copies = int(whole) + drawn
+            if split == TRAIN:
+                seed = self.settings.seed
+                if _is_drawn(document, self.settings.validation_fraction, seed):
+                    split = VALIDATION
+                else:
+                    copies = int(whole) + _is_drawn(document, fraction, seed + WEIGHT_KEY)
             for _ in range(copies):
                 yield split, document
 
     def _fitted(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Apply on_bad_row and on_overlong; texts are kept whole, because training splits them."""
+        """Apply on_bad_row and on_overlong; texts stay whole, because training splits them."""
         if isinstance(tokenized, BadRow):
-            refuse_bad_row(tokenized, self.settings.on_bad_row)
+            tokenized.refuse(self.settings.on_bad_row)
             return tokenized
         limit, length = self.settings.sequence_length, len(tokenized.ids)
         if limit is None or length <= limit or isinstance(document, TextDocument):
@@ -238,9 +242,9 @@ class UnitWorker:
 def read_documents(
     unit: WorkUnit, settings: UnitSettings, unread: Counter[str]
 ) -> Iterator[Document | BadRow]:
-    """Yield every document of a unit in order, or what is wrong with its record.
+    """Yield the document of every record in order, or the fault of the record.
 
-    Counts the columns that are not read in `unread`.
+    Counts in `unread` the columns that hold something and are not read.
     """
     rows = settings.sources[unit.source]
     read = set(rows.read_columns)
@@ -252,17 +256,12 @@ def read_documents(
                 held = (name for name, value in record.fields.items() if value not in NOTHING)
                 names = {*held, *record.left_out} - read
                 unread.update(column_label(name) for name in names)
-                yield from parse_documents(record, rows)
+                yield parse_document(record, rows)
 
 
-def ends_unanswered(document: Document) -> bool:
+def _ends_unanswered(document: Document) -> bool:
     """Tell whether a chat ends with a message that is not the assistant's."""
     return isinstance(document, ChatDocument) and document.messages[-1]["role"] != ASSISTANT
-
-
-def is_held_out(document: Document, settings: UnitSettings) -> bool:
-    """Tell whether a document goes to the validation split: its content and the seed decide."""
-    return _is_drawn(document, settings.validation_fraction, settings.seed)
 
 
 def _is_drawn(document: Document, fraction: float, key: int) -> bool:
@@ -270,7 +269,7 @@ def _is_drawn(document: Document, fraction: float, key: int) -> bool:
 
 
 def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    """Group documents for the tokenizer, bounded in number and in characters."""
+    """Group documents into batches for the tokenizer, limited in number and in characters."""
     batch: list[tuple[str, Document]] = []
     characters = 0
     for item in documents:
@@ -283,57 +282,27 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
         yield batch
 
 
-class TokenFileWriter:
-    """Writes tokenized documents to one Arrow stream, whose bytes depend on them alone."""
-
-    def __init__(self, path: Path, features: Mapping[str, Any]):
-        self._path, self._draft = path, partial_name(path)
-        types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
-        self._schema = pa.schema(
-            {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
-            metadata={"huggingface": json.dumps({"info": {"features": features}})},
-        )
-        self._documents: list[TokenizedDocument] = []
-        self._tokens = 0
-        self._file = self._draft.open("wb")
-        self._stream = pa.ipc.new_stream(self._file, self._schema)
-
-    def append(self, document: TokenizedDocument) -> None:
-        """Add one document behind those before it."""
-        self._documents.append(document)
-        self._tokens += len(document.ids)
-        if self._tokens >= TOKENS_PER_BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._documents:
-            return
-        values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
-        columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._documents, self._tokens = [], 0
-
-    def finish(self) -> None:
-        """Write what is left, see it on disk, and give the file its name."""
-        self._flush()
-        self._stream.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._draft.replace(self._path)
-
-    def discard(self) -> None:
-        """Close the file, and remove it unless it is finished."""
-        self._file.close()
-        self._draft.unlink(missing_ok=True)
+def content_digest(document: Document, seed: int) -> int:
+    """Return 64 bits of a keyed hash of a document's content; its file and row do not matter."""
+    if isinstance(document, TextDocument):
+        content = document.text
+    elif isinstance(document, ChatDocument):
+        content = json.dumps([document.messages, document.tools], sort_keys=True, default=str)
+    else:
+        content = json.dumps([document.prompt, document.completion])
+    key = seed.to_bytes(16, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8, key=key).digest(), "big")
 
 
-def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
-    """Return the features of a split as `datasets` writes them."""
-    types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
-    if mask_column:
-        types[mask_column] = "int8"
-    return {
-        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
-        for name, dtype in types.items()
-    }
+def texts_of(document: Document) -> list[str]:
+    """Return the strings of a document in order; of a message its text, thought and calls."""
+    if isinstance(document, TextDocument):
+        return [document.text]
+    if isinstance(document, CompletionDocument):
+        return [document.prompt, document.completion]
+    texts: list[str] = []
+    for message in document.messages:
+        texts += [message["content"], message.get("reasoning_content") or ""]
+        if calls := message.get("tool_calls"):
+            texts.append(json.dumps(calls, ensure_ascii=False))
+    return texts

@@ -1,22 +1,79 @@
-"""Values of rows: checked texts, JSON that is kept as text, and what is no text."""
+"""Records and the values in them: where a record is from, and checks that its fields are text."""
 
 import ast
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from utils.config.errors import ConfigurationError
+
 ASSISTANT = "assistant"  # the role that is trained on
+FILTERED = "filtered"  # left out because the recipe says so, which is no fault
 MEDIA_KINDS = ("image", "video", "audio")
 MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
 )
-
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
+@dataclass(frozen=True)
+class Location:
+    """The file of a record, and its line (from 1) or row (from 0).
+
+    A work unit that begins inside a file counts its lines from byte `offset` on. The lines before
+    that byte are counted only when the location is printed.
+    """
+
+    path: str
+    unit: str = ""
+    number: int = 0
+    offset: int = 0
+
+    def __str__(self) -> str:
+        if self.unit != "line":
+            return f"{self.path} {self.unit} {self.number}" if self.unit else self.path
+        number, left = self.number, self.offset
+        if left:
+            with Path(self.path).open("rb") as stream:
+                while block := stream.read(min(1 << 20, left)):
+                    number, left = number + block.count(b"\n"), left - len(block)
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The fields of one record.
+
+    left_out: the columns of a Parquet file or datasets folder that nobody asked for.
+    """
+
+    fields: Mapping[str, Any]
+    location: Location
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A record that cannot be used; `reason` is the name under which it is counted."""
+
+    reason: str
+    message: str
+    location: Location
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.message}"
+
+    def refuse(self, on_bad_row: str) -> None:
+        """Raise ConfigurationError, unless bad rows are skipped or a filter left the row out."""
+        if on_bad_row == "error" and self.reason != FILTERED:
+            raise ConfigurationError(f"{self}; repair it, or skip such rows with --on_bad_row skip")
+
+
 class UnusableRowError(ValueError):
-    """A row that cannot become a document; `reason` is the name it is counted under."""
+    """A row that cannot become a document; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -24,14 +81,14 @@ class UnusableRowError(ValueError):
 
 
 def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
-    """Return the error for a value of another type."""
+    """Return the error for a value of the wrong type."""
     message = f"{what} must be {wanted}, found {type(value).__name__}"
     return UnusableRowError("wrong_type", message)
 
 
 def check_text(what: str, text: Any) -> None:
     """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
-    if isinstance(text, bytes):  # of Arrow, which its reader could not decode
+    if isinstance(text, bytes):  # bytes of Arrow that are not UTF-8
         raise UnusableRowError("invalid_utf8", f"{what} is not UTF-8")
     if not isinstance(text, str):
         raise wrong_type(what, "a string", text)
@@ -43,9 +100,9 @@ def check_text(what: str, text: Any) -> None:
 
 
 def decoded(value: Any) -> Any:
-    """Return what a JSON text of an object or a list stands for; anything else as it is.
+    """Decode a string that holds a JSON object or list; return any other value unchanged.
 
-    pandas writes objects into CSV as Python does, with other quotes.
+    Python's notation is decoded as well, because pandas writes objects into CSV in that form.
     """
     if not isinstance(value, str):
         return value
@@ -60,7 +117,7 @@ def decoded(value: Any) -> Any:
 
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise UnusableRowError where a row or message comes with pictures, films or sound."""
+    """Raise UnusableRowError if a row or message has pictures, films or sound."""
     if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
         message = (
             f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "

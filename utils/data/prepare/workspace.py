@@ -1,7 +1,7 @@
-"""The workspace OUT/.shards: work units that are finished and not assembled yet.
+"""The workspace OUT/.shards: the Arrow files and counts of finished work units.
 
 A unit is done once its record exists. Records and files get their names by renaming, so that a
-preparation may be killed at any moment and shards may write side by side.
+preparation may be killed at any moment and several shards may write at the same time.
 """
 
 import json
@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN
 from utils.data.description import read_description
-from utils.data.prepare.documents import FILTERED
-from utils.data.prepare.records import BadRow
+from utils.data.prepare.tokenization import MASK_COLUMNS, TokenizedDocument
+from utils.data.prepare.values import FILTERED, BadRow
 from utils.support.files import replace_text
 from utils.support.host import host_name
 
@@ -27,7 +31,10 @@ logger = logging.getLogger(__name__)
 WORKSPACE = ".shards"
 SETTINGS = "settings.json"
 EXAMPLES_KEPT = 5
-# What else is counted of documents, and what it means.
+# Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer holds
+# one batch in memory: 2 to 4 bytes a token, and 1 for its mask.
+TOKENS_PER_BATCH = 1 << 20
+# Counts of unusual documents: the name of each count and its line in the log.
 NOTES = {
     "truncated": "documents were cut to sequence_length",
     "capped": "texts were cut to max_tokens of their source",
@@ -51,17 +58,17 @@ NOTES = {
     "chat template prints in the last turn only: give such a chat once for every answer, each time "
     "up to that answer and with weight: 0 in the answers before it",
 }
-# In use, the model would not see the prompts of these, or would have thought before it answers.
+# In use, the model does not see prompts like these, or thinks before it answers.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
 
 @dataclass
 class UnitCounts:
-    """What became of the records of a unit, or of several.
+    """Counts over the records of a unit, or of several.
 
-    documents, tokens, loss_tokens and text_bytes go by split, dropped records by reason, with the
-    first few messages as examples, notes by the names of NOTES, unread the columns and keys of
-    messages that hold something and are not read.
+    documents, tokens, loss_tokens and text_bytes are counted by split, dropped records by reason
+    (examples: the first few messages), notes by the names in NOTES. unread counts the columns and
+    the keys of messages that hold something and are not read.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -74,7 +81,7 @@ class UnitCounts:
     examples: list[str] = field(default_factory=list)
 
     def drop(self, row: BadRow) -> None:
-        """Count a record that is left out."""
+        """Count a record that is not written."""
         self.dropped[row.reason] += 1
         if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
             self.examples.append(str(row))
@@ -85,7 +92,7 @@ class UnitCounts:
 
 
 def commits_begun_with(output_dir: Path) -> dict[str, str]:
-    """Return the commits of the Hub's datasets that an output directory is or was made from."""
+    """Return the commits of the Hub's datasets that an output directory is made from."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
@@ -106,9 +113,9 @@ class Workspace:
         self.digest = digest
 
     def is_prepared(self) -> bool:
-        """Return whether the output directory holds the finished result of this very preparation.
+        """Tell whether the output directory holds the finished result of this same preparation.
 
-        Raises ConfigurationError when it holds anything else than unfinished work.
+        Raises ConfigurationError if it holds anything but unfinished work.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
@@ -126,10 +133,10 @@ class Workspace:
         return False
 
     def open(self, *, may_discard: bool) -> None:
-        """Create the workspace, or resume the one that is there.
+        """Create the workspace, or resume an existing one.
 
-        Units of other settings or sources are discarded, if `may_discard` and their assembly has
-        not begun; else ConfigurationError is raised.
+        Units of other settings or sources are discarded if `may_discard` and their assembly has
+        not begun. Otherwise ConfigurationError is raised.
         """
         settings = self.root / SETTINGS
         of_hub = {"hub": self.commits} if self.commits else {}
@@ -150,19 +157,19 @@ class Workspace:
         replace_text(settings, content)
 
     def unit_file(self, unit: int, split: str) -> Path:
-        """Return the file of the documents of a unit that belong to a split."""
+        """Return the path of a unit's documents of one split."""
         return self.root / f"unit-{unit:06d}-{split}.arrow"
 
     def _record(self, unit: int) -> Path:
         return self.root / f"unit-{unit:06d}.json"
 
     def finish(self, unit: int, counts: UnitCounts) -> None:
-        """Write the record of a unit whose files have their names."""
+        """Write the record of a unit; its files are complete."""
         record = {"digest": self.digest, "counts": vars(counts)}
         replace_text(self._record(unit), json.dumps(record, indent=1))
 
     def counts_of(self, unit: int) -> UnitCounts | None:
-        """Return the counts of a finished unit; None when it has to be done, or done again."""
+        """Return the counts of a finished unit; None for a unit that has to be done (again)."""
         try:
             record = json.loads(self._record(unit).read_text(encoding="utf-8"))
             examples = record["counts"].pop("examples")
@@ -173,17 +180,17 @@ class Workspace:
         return found if record["digest"] == self.digest else None
 
     def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
-        """Note that a shard of a job array is done; return whether its task is to merge them all.
+        """Record that a shard of a job array is done; tell whether its task has to merge all.
 
-        Of two tasks that end at once the later one sees both, and one of them makes the claim; a
-        requeued task finds its own again. The files carry the array's name, so that a task that
-        died never blocks a later array.
+        If two tasks end at once, the later one sees both shards, and only one can create the link.
+        A requeued task finds its own link. The files carry the array's number, so a task that died
+        does not block a later array.
         """
         finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
             finished.mkdir(exist_ok=True)
             (finished / str(shard)).touch()
-            # Listing asks the server; NFS may answer for a single file from a stale cache.
+            # List the folder: NFS may answer for a single file from a stale cache.
             left = shards - len(list(finished.iterdir()))
             if left:
                 logger.info("%d of %d shards are left; the last one merges", left, shards)
@@ -199,8 +206,8 @@ class Workspace:
         return is_last
 
     def remove(self) -> None:
-        """Delete the workspace: its files have been moved to where they belong."""
-        # Renamed first: a workspace that is half deleted must not look like unfinished work.
+        """Delete the workspace, after its files were moved to the splits."""
+        # Rename it first: a half-deleted workspace must not look like unfinished work.
         finished = self.root.with_name(f"{self.root.name}.finished")
         if self.root.exists():
             self.root.replace(finished)
@@ -210,3 +217,59 @@ class Workspace:
 def partial_name(path: Path) -> Path:
     """Return a name beside `path` that no other process uses."""
     return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
+
+
+class TokenFileWriter:
+    """Writer of tokenized documents to one Arrow stream; the documents alone decide its bytes."""
+
+    def __init__(self, path: Path, features: Mapping[str, Any]):
+        self._path, self._draft = path, partial_name(path)
+        types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
+        self._schema = pa.schema(
+            {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
+            metadata={"huggingface": json.dumps({"info": {"features": features}})},
+        )
+        self._documents: list[TokenizedDocument] = []
+        self._tokens = 0
+        self._file = self._draft.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+
+    def append(self, document: TokenizedDocument) -> None:
+        """Add one document at the end."""
+        self._documents.append(document)
+        self._tokens += len(document.ids)
+        if self._tokens >= TOKENS_PER_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._documents:
+            return
+        values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
+        columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._documents, self._tokens = [], 0
+
+    def finish(self) -> None:
+        """Write the last batch, flush it to disk, and give the file its name."""
+        self._flush()
+        self._stream.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._draft.replace(self._path)
+
+    def discard(self) -> None:
+        """Close the file; delete it if it is unfinished."""
+        self._file.close()
+        self._draft.unlink(missing_ok=True)
+
+
+def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
+    """Return the features of a split as `datasets` writes them."""
+    types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
+    if mask_column:
+        types[mask_column] = "int8"
+    return {
+        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
+        for name, dtype in types.items()
+    }

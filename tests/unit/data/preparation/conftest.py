@@ -4,13 +4,13 @@ import preparation_samples as samples
 import pytest
 from stand_in_hub import Preparer, publish_all, stand_in_hub
 
-from utils.data.prepare import plan, units
+from utils.data.prepare import units, work_plan
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Let the few documents here make several units."""
-    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(work_plan, "SMALLEST_UNIT_BYTES", 2000)
 
 
 @pytest.fixture

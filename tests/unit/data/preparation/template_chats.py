@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.data.prepare.documents import ChatDocument
-from utils.data.prepare.records import Location
-from utils.data.prepare.rows import document_fields
+from utils.data.prepare.rows import ChatDocument, document_fields
+from utils.data.prepare.values import Location
 
 PLACE = Location("a.jsonl", "line", 1)
 

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
 from utils.data.prepare.chat_templates import ChatTemplate
-from utils.data.prepare.documents import ChatDocument
-from utils.data.prepare.rows import UnusableRowError
+from utils.data.prepare.rows import ChatDocument
+from utils.data.prepare.values import UnusableRowError
 
 NEVER_PRINTED = "<|never_printed|>"
 SPECIAL = re.compile(

@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.data.prepare.documents import parse_documents
-from utils.data.prepare.records import BadRow, Location, Record
-from utils.data.prepare.rows import RowSettings
+from utils.data.prepare.rows import RowSettings, parse_document
+from utils.data.prepare.values import BadRow, Location, Record
 
 BAD_LINES = {
     "malformed_json": (b'{"text": ', r"malformed JSON"),
@@ -92,7 +91,7 @@ UNUSABLE = [
 @pytest.mark.parametrize(("document_format", "fields", "problem"), UNUSABLE)
 def test_a_record_that_cannot_be_used_says_why(document_format, fields, problem):
     record = Record(fields, Location("a.jsonl", "line", 3))
-    (found,) = parse_documents(record, RowSettings(document_format))
+    found = parse_document(record, RowSettings(document_format))
     assert isinstance(found, BadRow)
     reason, words = problem.split(": ")
     assert found.reason == reason

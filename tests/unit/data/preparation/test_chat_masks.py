@@ -11,11 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from utils.data.prepare.chat_masks import ChatMasks
-from utils.data.prepare.documents import ChatDocument
-from utils.data.prepare.records import Location
-from utils.data.prepare.rows import UnusableRowError, document_fields
+from utils.data.prepare.rows import ChatDocument, document_fields
 from utils.data.prepare.tokenization import token_mask
 from utils.data.prepare.tokenizer import end_of_turn_id
+from utils.data.prepare.values import Location, UnusableRowError
 
 PLACE = Location("a.jsonl", "line", 1)
 SPECIAL = re.compile(

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_masks import MaskedChat
-from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenization import token_mask
 from utils.data.prepare.tokenizer import attach_template
+from utils.data.prepare.values import UnusableRowError
 from utils.data.token_dataset import open_token_dataset
 
 CHATML = Path(samples.CHATML).read_text()

@@ -5,8 +5,9 @@ import random
 
 import preparation_samples as samples
 
-from utils.data.prepare.documents import ChatDocument, content_digest
-from utils.data.prepare.records import Location
+from utils.data.prepare.rows import ChatDocument
+from utils.data.prepare.units import content_digest
+from utils.data.prepare.values import Location
 
 
 def prepared_texts(tmp_path, prepare, name, texts, **settings):

@@ -4,13 +4,7 @@ The real clients run against a stand-in on loopback, whose datasets are laid out
 """
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
-import urllib.request
-from dataclasses import asdict
 from pathlib import Path
 
 import datasets
@@ -19,7 +13,6 @@ import pytest
 from stand_in_hub import CHATS, TOKEN, Preparer, parquet, publish
 
 from utils.config.errors import StorageError
-from utils.config.preparation import PreparationArguments
 from utils.data.prepare import fetch
 
 NOBODY = "http://127.0.0.1:9"  # discard: nothing answers there
@@ -207,37 +200,37 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
                           HF_HUB_OFFLINE="1")  # fmt: skip
     assert hub.downloads() == []
 
-    # Copied elsewhere, a job reads it; and a check fails with whatever is missing.
-    shutil.copytree(home, tmp_path / "copy", symlinks=True)
-    job = Preparer(NOBODY, tmp_path / "copy", SLURM_JOB_ID="1")
+    # A job reads a copy of the folder; without one of its files, it says which one is missing.
+    copy = tmp_path / "copy"
+    shutil.copytree(home, copy, symlinks=True)
+    job = Preparer(NOBODY, copy, SLURM_JOB_ID="1")
     code, told = job(*words[:2], "--output_dir", tmp_path / "out")
-    job.close()
     assert code == 0, told
+    data = "data/all/train-00001-of-00002.parquet"
+    next((copy / "hub").glob(f"*/snapshots/*/{data}")).unlink()
+    code, told = job(*words[:2], "--output_dir", tmp_path / "new")
+    job.close()
+    assert code == 2
+    assert f"{data}: is not in the cache" in told
 
-    settings = json.loads(Path(words[1]).read_text()) | {"output_dir": str(tmp_path / "new")}
-    arguments = PreparationArguments(**settings, models=[QWEN])
-
-    def check(folder: Path) -> str:
-        command = [sys.executable, "-m", "utils.data.prepare.fetch"]
-        own = os.environ | {"HF_HOME": str(folder), "HF_ENDPOINT": hub.url}
-        done = subprocess.run(command, input=json.dumps(asdict(arguments)), env=own, text=True,
-                              capture_output=True, check=False)  # fmt: skip
-        return done.stderr if done.returncode == 2 else f"code {done.returncode}: {done.stderr}"
-
-    for name in (WEIGHTS, "data/all/train-00001-of-00002.parquet"):
-        next((tmp_path / "copy/hub").glob(f"*/snapshots/*/{name}")).unlink()
-        assert name in check(tmp_path / "copy")
-    assert "not in the cache" in check(tmp_path / "empty")
-
-
-def test_a_check_opens_no_connection(hub, monkeypatch):
-    for name in ("connect", "connect_ex"):
-        monkeypatch.setattr(socket.socket, name, getattr(socket.socket, name))  # put back later
-    fetch._block_network()
-    hub.asked.clear()
-    with pytest.raises(OSError, match="a connection was tried"):
-        urllib.request.urlopen(f"{hub.url}/api/models/{QWEN}")
-    assert hub.asked == []
+    # The same command downloads what is missing, and refuses what does not load.
+    fill = [*words, "--output_dir", tmp_path / "out", "--offline_dir", home]
+    for name in (WEIGHTS, data):
+        next((home / "hub").glob(f"*/snapshots/*/{name}")).unlink()
+    for blob in (home / "hub").glob("*/blobs/*"):
+        if not any(link.resolve() == blob for link in (home / "hub").glob("*/snapshots/*/**/*")):
+            blob.unlink()
+    code, told = preparer(*fill)
+    assert code == 0, told
+    assert hub.downloads() == [data, WEIGHTS]
+    for name in ("config.json", "tokenizer.json"):
+        file = next((home / "hub").glob(f"models--*/snapshots/*/{name}")).resolve()
+        content = file.read_text()
+        file.write_text("{")
+        code, told = preparer(*fill)
+        file.write_text(content)
+        assert code == 2, name
+        assert f"{name} is not JSON" in told
 
 
 def test_what_has_no_room_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):

@@ -11,10 +11,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from utils.data.prepare import encoding, tokenization
-from utils.data.prepare.documents import CompletionDocument, TextDocument, content_digest
 from utils.data.prepare.prompts import load_prompts
-from utils.data.prepare.records import BadRow, Location
+from utils.data.prepare.rows import CompletionDocument, TextDocument
 from utils.data.prepare.tokenization import DocumentTokenizer
+from utils.data.prepare.units import content_digest
+from utils.data.prepare.values import BadRow, Location
 from utils.data.token_dataset import open_token_dataset
 
 PLACE = Location("a.jsonl", "line", 1)
@@ -90,6 +91,17 @@ def test_gigatoken_finds_the_same_completions(family):
         np.testing.assert_array_equal(one.ids, other.ids)
         np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
         assert +one.notes == +other.notes
+
+
+@pytest.mark.parametrize("family", GIGATOKEN)
+def test_gigatoken_gives_the_ids_of_the_tokenizer_for_every_text(family):
+    tokenizer = tokenizer_of(family)
+    choose = random.Random(2)
+    joined = ["".join(choose.choices(PIECES, k=choose.randint(1, 40))) for _ in range(2000)]
+    texts = [*samples.sentences(2000, seed=9), *joined, *LONG.values()]
+    found = encoding.GigatokenEncoder(tokenizer)(texts)
+    for text, ids, exact in zip(texts, found, encoding.encode(tokenizer, texts), strict=True):
+        assert ids.tolist() == exact.tolist(), text
 
 
 def test_a_tokenizer_without_offsets_finds_the_completion_by_the_ids_of_the_prompt():

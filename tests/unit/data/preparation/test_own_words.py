@@ -8,10 +8,9 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import COLUMNS
-from utils.data.prepare.documents import parse_documents
-from utils.data.prepare.records import BadRow, Location, Record
-from utils.data.prepare.rows import RowSettings, detect_formats, renamed
+from utils.data.prepare.rows import RowSettings, detect_formats, parse_document, renamed
 from utils.data.prepare.tokenization import DocumentTokenizer
+from utils.data.prepare.values import BadRow, Location, Record
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -139,7 +138,7 @@ def given_row(good, bad):
 def test_a_row_that_cannot_be_used_is_named_by_its_own_columns(columns, good, bad, named):
     row, pairs = given_row(good, bad), tuple(tuple(p.split("=")) for p in columns.split())
     (row_format,) = detect_formats(renamed(good, pairs))
-    (found,) = parse_documents(
+    found = parse_document(
         Record(row, Location("a.jsonl", "line", 3)), RowSettings(row_format, pairs)
     )
     if not isinstance(found, BadRow):

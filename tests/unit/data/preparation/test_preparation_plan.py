@@ -13,7 +13,7 @@ import yaml
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, sources_of
-from utils.data.prepare.plan import plan_preparation
+from utils.data.prepare.work_plan import plan_preparation
 
 
 def plan(*sources, **settings):

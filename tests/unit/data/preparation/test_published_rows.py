@@ -13,10 +13,10 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.data.prepare.documents import BadRow, ChatDocument, CompletionDocument
-from utils.data.prepare.plan import plan_preparation
-from utils.data.prepare.rows import document_fields
+from utils.data.prepare.rows import ChatDocument, CompletionDocument, document_fields
 from utils.data.prepare.units import read_documents
+from utils.data.prepare.values import BadRow
+from utils.data.prepare.work_plan import plan_preparation
 
 CALL = {"name": "find", "arguments": {"city": "Bonn"}}
 CALLED = [{"type": "function", "function": CALL}]

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import Source
-from utils.data.prepare import plan
-from utils.data.prepare.documents import parse_documents
-from utils.data.prepare.plan import cut_into_units
+from utils.data.prepare import work_plan
 from utils.data.prepare.records import FilePart, read_records
-from utils.data.prepare.rows import RowSettings
-from utils.data.prepare.sources import SourceFile, list_sources
+from utils.data.prepare.rows import RowSettings, parse_document
+from utils.data.prepare.source_files import SourceFile, list_sources
+from utils.data.prepare.work_plan import cut_into_units
 
 
 def read(path):
@@ -50,7 +49,7 @@ def units_of(path):
 
 
 def test_parquet_row_groups_are_read_once_with_their_row_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "SMALLEST_UNIT_BYTES", 100)
+    monkeypatch.setattr(work_plan, "SMALLEST_UNIT_BYTES", 100)
     rows = [{"text": f"row {i}"} for i in range(40)]
     table = pa.Table.from_pylist([row | {"other": 1} for row in rows])
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
@@ -121,7 +120,7 @@ def test_bytes_that_are_no_text_are_a_bad_row_where_a_text_is_needed(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet")
     (part,) = units_of(tmp_path / "a.parquet")[0].parts
     rows = RowSettings("text")
-    found = [d for r in read_records(part, rows.read_columns) for d in parse_documents(r, rows)]
+    found = [parse_document(r, rows) for r in read_records(part, rows.read_columns)]
     assert str(found[0]).endswith("a.parquet row 0: 'text' is not UTF-8")
     assert found[1].text == "a"
 

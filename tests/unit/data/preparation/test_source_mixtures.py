@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from prepare_data import main
-from utils.data.prepare import plan
+from utils.data.prepare import work_plan
 
 
 def test_a_weight_says_how_often_each_document_is_written(prepare, two):
@@ -22,7 +22,7 @@ def test_a_weight_says_how_often_each_document_is_written(prepare, two):
 
 @pytest.mark.parametrize("cap", [50, 3000])
 def test_a_cap_is_never_exceeded_and_nearly_reached(prepare, two, monkeypatch, cap):
-    monkeypatch.setattr(plan, "LEAST_TOKENS_OF_A_UNIT", 200)
+    monkeypatch.setattr(work_plan, "LEAST_TOKENS_OF_A_UNIT", 200)
     out = prepare("out", sources=[{"path": two[0], "max_tokens": cap}])
     lengths = [len(row) for row in samples.rows(out / "train")]
     assert cap - 15 * max(lengths) <= sum(lengths) <= cap

@@ -3,7 +3,7 @@ import os
 import datasets
 import pytest
 
-from utils.data.prepare.sources import list_sources
+from utils.data.prepare.source_files import list_sources
 
 
 @pytest.fixture

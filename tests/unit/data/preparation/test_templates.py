@@ -19,8 +19,8 @@ from template_check import (
 )
 from template_kinds import CHATML, STRUCTURES, template
 
-from utils.data.prepare.rows import UnusableRowError
 from utils.data.prepare.tokenizer import attach_template
+from utils.data.prepare.values import UnusableRowError
 
 SHIPPED = {
     path.stem: path.read_text()

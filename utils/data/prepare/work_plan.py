@@ -1,7 +1,7 @@
-"""The plan of a preparation: which files, which format, which work units, under which digest.
+"""The plan of a preparation: the files, their format, the work units, and a digest of all that.
 
 The sources are cut into work units that are prepared independently of each other. The cut depends
-on the sources alone, never on the number of processes or shards: a unit becomes one Arrow file, so
+on the sources alone, never on the number of processes or shards. A unit becomes one Arrow file, so
 the output has the same bytes however the work is divided.
 """
 
@@ -19,24 +19,24 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
-from utils.data.prepare.documents import parse_documents, refuse_bad_row
 from utils.data.prepare.hints import misreading, naming_hint
 from utils.data.prepare.hub import HubCache, cached_files
-from utils.data.prepare.records import BadRow, FilePart, Record, cut, read_records
+from utils.data.prepare.records import FilePart, cut, read_records
 from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
     detect_formats,
     holds_chats,
+    parse_document,
     renamed,
 )
-from utils.data.prepare.sources import SourceFile, list_sources
-from utils.data.prepare.values import MEDIA
+from utils.data.prepare.source_files import SourceFile, list_sources
+from utils.data.prepare.values import MEDIA, BadRow, Record
 
 logger = logging.getLogger(__name__)
 
-# Raised whenever the same sources and settings would give other bytes than before.
+# Increase when a change gives other bytes for the same sources and settings.
 OUTPUT_VERSION = 3
 VALIDATION = "validation"
 COLUMNS_SHOWN = 20
@@ -44,13 +44,13 @@ COLUMNS_SHOWN = 20
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
 UNITS_WANTED = 64
-# A source of which few tokens are wanted is read in few places, so that each holds whole documents.
+# With a small max_tokens few units are read, so that each gets enough tokens for whole documents.
 LEAST_TOKENS_OF_A_UNIT = 1 << 13
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive file parts of one source; it ends before a document beyond `max_tokens`."""
+    """Consecutive file parts of one source, up to the document that would exceed `max_tokens`."""
 
     index: int
     split: str
@@ -62,7 +62,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What decides the output of a unit, besides tokenizer and files."""
+    """All settings that decide the output of a unit, apart from its tokenizer and files."""
 
     document_format: str
     sources: tuple[RowSettings, ...]
@@ -76,11 +76,11 @@ class UnitSettings:
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """Everything that decides the output, but for the tokenizer.
+    """Files, work units and settings: all that decides the output, except the tokenizer.
 
     `sources` maps each split to its files, `train` first; `units` are cut from them.
     `needs_chat_template`: documents are messages, or prompts and completions made of messages.
-    `commits` are those of the Hub's datasets.
+    `commits` are the commits of the Hub's datasets, by dataset.
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
@@ -91,14 +91,14 @@ class PreparationPlan:
 
     @property
     def splits(self) -> list[str]:
-        """The splits to be written, in order."""
+        """The splits that are written, in order."""
         held_out = [VALIDATION] if self.settings.validation_fraction > 0 else []
         return [TRAIN, *held_out, *(name for name in self.sources if name != TRAIN)]
 
     def digest(self, tokenizer: Mapping[str, Any]) -> str:
-        """Return a hash of sources, settings, `tokenizer` and the libraries that matter.
+        """Return a hash of sources, settings, `tokenizer` and the versions of its libraries.
 
-        The number of processes and the shards are not part of it: they change no byte.
+        The number of processes and the shards are left out, because they change no byte.
         """
         content = {
             "output_version": OUTPUT_VERSION,
@@ -111,7 +111,7 @@ class PreparationPlan:
 
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
-    """Find the sources, decide the format and cut the work; reads no more than first records.
+    """Find the files, cut them into work units and decide the format by the first records.
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
@@ -146,7 +146,10 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 def _find_sources(
     arguments: PreparationArguments, cache: HubCache
 ) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files; a file given twice is refused, it would train twice."""
+    """Return each source with its files.
+
+    Raises ConfigurationError, also for a file that is given twice and would be trained on twice.
+    """
     problems = []
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
         problems.append(f"chat_template: {arguments.chat_template}: no such file")
@@ -212,9 +215,9 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
 def _capped(
     groups: Sequence[list[FilePart]], max_tokens: int | None
 ) -> list[tuple[list[FilePart], int | None]]:
-    """Return the groups that are read, each with its share of the tokens.
+    """Return the groups to read, each with its share of `max_tokens`.
 
-    They are spread evenly over the source, so that what is taken depends on no other unit.
+    They are spread evenly over the source. Each share is fixed, so no unit depends on another one.
     """
     if max_tokens is None or not groups:
         return [(group, None) for group in groups]
@@ -232,9 +235,9 @@ def _capped(
 def _decide_formats(
     sources: Sequence[tuple[Source, list[SourceFile]]], units: Sequence[WorkUnit], on_bad_row: str
 ) -> tuple[str, list[RowSettings], bool]:
-    """Return the format of all documents, how the rows of each source are read, and if they chat.
+    """Return the format of all documents, how to read each source, and whether any are chats.
 
-    Raises ConfigurationError with every source that gives documents of no or another format.
+    Raises ConfigurationError with every source of an unknown format or of another kind.
     """
     problems: list[str] = []
     rows: list[RowSettings] = []
@@ -276,23 +279,23 @@ def _columns_for_chats(read: RowSettings) -> str:
 
 
 def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) -> Record:
-    """Return the first record with all its columns; ConfigurationError when there is none."""
+    """Return the first record, with all its columns; ConfigurationError if there are no records."""
     text_column = RowSettings("text", source.columns).read_columns
     for part in parts:
         for record in read_records(part, text_column if part.file.kind == "text" else None):
             if isinstance(record, Record):
                 return record
-            refuse_bad_row(record, on_bad_row)
+            record.refuse(on_bad_row)
     raise ConfigurationError(f"{source.split}: empty source: no record in its files")
 
 
 def _row_settings(
     source: Source, record: Record, document_format: str, on_bad_row: str
 ) -> RowSettings:
-    """Return how to read the rows of a source that begins with `record`, and log it.
+    """Return how to read the rows of a source whose first record is `record`, and log it.
 
-    Raises ConfigurationError when no format fits the record. Between several, what the sources
-    before it make (`document_format`) decides.
+    If several formats fit, the one that makes documents like the earlier sources
+    (`document_format`) is chosen. Raises ConfigurationError if no format fits.
     """
     row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
     if row_format == "auto":
@@ -317,9 +320,9 @@ def _row_settings(
         row_format, source.columns, source.filters, source.weight, source.max_tokens,
         source.chat_template_kwargs,
     )  # fmt: skip
-    for document in parse_documents(record, read):
-        if isinstance(document, BadRow):
-            refuse_bad_row(document, on_bad_row)
+    document = parse_document(record, read)
+    if isinstance(document, BadRow):
+        document.refuse(on_bad_row)
     used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
     logger.info(
