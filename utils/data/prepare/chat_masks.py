@@ -1,13 +1,13 @@
-"""Loss masks of chats: which text of a rendering the assistant writes, verified for every chat.
+"""Loss masks of chats: the text of a rendering that the assistant writes, checked for every chat.
 
-Where the template has {% generation %} markers, they tell. Else it is derived: the chat is
+The template's {% generation %} markers show this text. Without them it is derived: the chat is
 rendered plainly and with marks around its texts (chat_templates.py), and the start and the end of
-each assistant turn are found near its marks (chat_turns.py).
+each assistant turn are found near its marks (chat_turns.py). Start and end depend only on the kinds
+of messages and the text around the turn. They are cached, so that a chat costs two renderings.
 
-Both depend on the text and the kinds of the messages around it alone, so they are cached, and a
-chat costs two renderings. Either way every chat is checked: each message's text is in the
-rendering. Of an assistant turn its own text, the names, keys and numbers of its calls and the token
-that ends it are trained on. Nothing of other messages is.
+Every chat is checked. Each message's text is in the rendering. The trained text of an assistant
+turn holds its own text, the names, keys and numbers of its calls and the token that ends it. It
+holds nothing of other messages.
 """
 
 import json
@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
 from utils.data.prepare.chat_templates import (
-    NOBODY,
+    NO_MESSAGE,
     TAGS,
     ChatTemplate,
     MarkedChat,
 )
-from utils.data.prepare.chat_turns import ASSISTANT, LEADING_TAGS, TurnDelimiter
+from utils.data.prepare.chat_turns import LEADING_TAGS, TurnDelimiter
 from utils.data.prepare.rows import ChatDocument, Message
-from utils.data.prepare.values import UnusableRowError
+from utils.data.prepare.values import ASSISTANT, UnusableRowError
 from utils.support.foreign import RENDERING_BYTES, limits, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHED = 20_000  # kinds of turns that are remembered; a template has a few dozen
+CACHED = 20_000  # kinds of turns in the cache; a template has a few dozen
 
 Span = tuple[int, int]  # [start, stop), in characters
 
@@ -41,8 +41,8 @@ Span = tuple[int, int]  # [start, stop), in characters
 class MaskedChat:
     """A rendering and [start, stop) of the text of each trained assistant turn, in characters.
 
-    drops_thinking: a turn is trained on without its reasoning, which the template leaves out of
-    earlier turns, as published ones do.
+    drops_thinking: an earlier turn is trained on without its reasoning, because the template leaves
+    it out.
     """
 
     text: str
@@ -51,7 +51,7 @@ class MaskedChat:
 
 
 class ChatMasks:
-    """Renders chats with one tokenizer's template and finds what of them is trained on."""
+    """Renderer of chats with one tokenizer's template, which finds the text to train on."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
         self.template = ChatTemplate(tokenizer, date)
@@ -59,10 +59,10 @@ class ChatMasks:
         self._delimiters: dict[Any, tuple[int, int, str]] = {}
 
     def __call__(self, document: ChatDocument) -> MaskedChat:
-        """Return the rendering of a chat and what is trained on.
+        """Return the rendering of a chat and the spans to train on.
 
-        Turns before message `first_trained` and those with `weight: 0` are not trained on. Raises
-        UnusableRowError where the template does not fit the chat.
+        Turns before message `first_trained` and turns with `weight: 0` are left out. Raises
+        UnusableRowError if the template does not fit the chat.
         """
         try:
             with limits(f"{document.location}: the chat template", RENDERING_BYTES):
@@ -95,9 +95,9 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError unless spans hold a turn's words, no other's, and its end."""
-        words = [chat.indices[number] for number in chat.own.get(turn, ())]
-        # The prompt may print tags that a text begins with, as <think>.
+        """Raise UnusableRowError unless spans hold a turn's words and end, and no other words."""
+        words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
+        # The prompt may print the tags at the beginning of a text, such as <think>.
         start = spans[0][0] if spans else 0
         words = [max(n, start) if not TAGS.sub("", text[n:start]).strip() else n for n in words]
         between = [(bisect_right(chat.indices, a), bisect_left(chat.indices, b)) for a, b in spans]
@@ -113,7 +113,7 @@ class ChatMasks:
             problem = f"{unsaid[0]!r} of its calls would not be trained on"
             if self.template.prints_ids:
                 problem += " (the template prints ids in place of names: functions.NAME:0)"
-        elif inside - {turn, NOBODY}:
+        elif inside - {turn, NO_MESSAGE}:
             problem, reason = "words of another message would be trained on", "mask_too_wide"
         elif trained_text.count(self._turns.stop) > written + 1:
             problem, reason = "the template prints it as two turns", "mask_too_wide"
@@ -125,11 +125,11 @@ class ChatMasks:
     # --- delimiting turns
 
     def _derived(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
-        """Return the span of each turn in the plain rendering, and what closes the last one."""
+        """Return the span of each turn in the plain rendering, and a text to append to the chat."""
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
         for turn in turns:
-            low, first, behind, high = chat.around(turn)
+            low, first, behind, high = chat.bounds(turn)
             tags = LEADING_TAGS.match(chat.text, first, behind)
             gap, following = chat.text[low : tags.end() if tags else first], chat.text[behind:high]
             header, length, closing = self._delimited(chat, turn, gap, following)
@@ -142,7 +142,7 @@ class ChatMasks:
     def _delimited(
         self, chat: MarkedChat, turn: int, gap: str, following: str
     ) -> tuple[int, int, str]:
-        """Return the lengths of a turn's header and of its end, and what closes it."""
+        """Return the lengths of a turn's header and of its end, and a text to append to it."""
         numbers = {call.get("id") for call in chat.chat.messages[turn].get("tool_calls") or []}
         names = "|".join([*map(re.escape, filter(None, numbers)), r"\d"])
         texts = (
@@ -151,17 +151,17 @@ class ChatMasks:
         key = (*texts, _context(chat, turn))
         found = self._delimiters.get(key)
         if found is None:
-            start = self._turns.start(chat, turn, gap)
+            start = self._turns.header_length(chat, turn, gap)
             found = (start, *self._turns.end(chat, turn, following))
             if len(self._delimiters) > CACHED:
                 self._delimiters.clear()
-            if not re.search(r"\d", found[2]):  # a number of a round is not that of others
+            if not re.search(r"\d", found[2]):  # the number of a turn is not that of others
                 self._delimiters[key] = found
         return found
 
 
 def _called(message: Message) -> Iterator[str]:
-    """Yield the names, keys and numbers of a message's calls, which have no marks."""
+    """Yield the names, keys and numbers of a message's calls; these have no marks."""
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
         yield from _unmarked(call["function"]["arguments"])
@@ -178,7 +178,7 @@ def _unmarked(value: Any) -> Iterator[str]:
 
 
 def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
-    """Return what delimits a turn besides the text around it: the kinds of messages there."""
+    """Return the cache key of a turn, apart from the text around it: the kinds of messages."""
     given = chat.chat
     keys = ("content", "tool_calls", "reasoning_content")
     kinds = [
@@ -192,7 +192,11 @@ def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
 def _spans_of_blocks(
     chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
 ) -> dict[int, list[Span]]:
-    """Return the {% generation %} blocks of each turn: with its marks, or next after others'."""
+    """Return the {% generation %} blocks of each turn.
+
+    A block belongs to the turn whose marks it holds, or else to the first turn after the marks
+    before it.
+    """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:
         if start == stop:

@@ -1,8 +1,8 @@
 """Chat templates: rendered on a fixed date, plainly or with marks around the messages' texts.
 
-Marks are rare letters that say in a rendering whose text it is. However a template moves,
-trims or drops a text, its marks go with it. A rendering with marks, less its marks, must be the
-plain rendering: then nothing but that information was added.
+Marks are rare letters around a text. They show in a rendering which message the text is from, even
+if the template moves, trims or drops the text. Without its marks, a marked rendering must equal the
+plain one. That proves that the marks changed nothing else.
 """
 
 import html
@@ -24,10 +24,10 @@ from utils.support.foreign import RENDERING_BYTES, foreign, limits
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The names that a message's reasoning goes by; templates read the first and the second.
+# The names of a message's reasoning; templates read the first and the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-PROBE = Location("a probe")  # where a chat is from that tries a template out
-# Some templates print no chat without tools.
+PROBE = Location("a probe")  # the location of the chats that try a template
+# A tool for these chats, because some templates print no chat without tools.
 PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
 FUNCTION = {"name": "f", "description": "Try a template out", "parameters": PARAMETERS}
@@ -36,11 +36,11 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """Renders conversations as strings, in the same way whatever the day.
+    """A tokenizer's chat template, which renders chats as strings.
 
-    date: what a template that prints today's date prints, as YYYY-MM-DD. A template reads message
+    date: the date (YYYY-MM-DD) that a template prints as today's date. A template reads message
     contents as strings or as lists of parts, and the arguments of tool calls as objects or as JSON
-    strings: trying finds out which, and `adapted` gives messages in that form.
+    strings. Both are found out by trying, and `adapted` returns messages in that form.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
@@ -51,15 +51,16 @@ class ChatTemplate:
             self.source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(self.source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
-            # Compiled anew, not taken from transformers' cache: its date is for this object alone.
+            # transformers' cache returns a new copy, so the date below is for this object alone.
             self._compiled: Any = _cached_compile_jinja_template(self.source)
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
 
     def render(self, chat: ChatDocument, generation_prompt: bool = False) -> str:
-        """Return the rendering; raises any Exception when the template refuses the chat.
+        """Return the rendering.
 
-        It is a ConfigurationError where the template computes too long or takes too much memory.
+        Raises ConfigurationError if the template takes too much time or memory, and any other
+        Exception if it refuses the chat.
         """
         with limits(self._origin, RENDERING_BYTES):
             return str(self._compiled.render(**self._given(chat, generation_prompt)))
@@ -102,26 +103,26 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether contents are printed only when they are lists of parts."""
+        """Whether the template prints contents only if they are lists of parts."""
         text = "stoker probes"
         parts = [{"type": "text", "text": text}]
         return text not in self._try({"content": text}) and text in self._try({"content": parts})
 
     @cached_property
     def _reads_objects(self) -> bool:
-        """Whether the arguments of a call go in as objects; False: as JSON in a string."""
+        """Whether the template reads arguments of calls as objects; if not, as JSON strings."""
         function = {"name": "f", "arguments": {"stoker": "probe"}}
         call = {"type": "function", "id": "abcdefghi", "function": function}
         for as_object in (True, False):
             text = self._try({"content": "", "tool_calls": [_adapted_call(call, as_object)]})
-            # Not an object printed by Python, nor a string that is encoded a second time.
+            # Neither an object in Python's notation, nor a string that is encoded twice.
             if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
                 return as_object
         return True
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether calls show their ids in place of names, as Kimi's functions.NAME:0."""
+        """Whether the template prints ids of calls instead of names, as Kimi's functions.NAME:0."""
         function = {"name": "stoker", "arguments": {}}
         call = {"type": "function", "id": "probe_id", "function": function}
         text = self._try({"content": "", "tool_calls": [_adapted_call(call, self._reads_objects)]})
@@ -150,14 +151,14 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
 
 # --- marks
 
-# What a mark stands for; the name of a call is marked only where none of its arguments is.
+# Kinds of marked texts. The name of a call is marked only if none of its arguments is.
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
-NOBODY = -1
-# Letters that hardly any chat has and that Python prints as they are: Tangut, rare Chinese ones.
+NO_MESSAGE = -1
+# Letters that hardly any chat has and that Python prints unescaped: Tangut, rare Chinese letters.
 RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
 RARE_TEXT = re.compile("[\U00017000-\U000187f7\U00020000-\U0002a6d6]")
-# Templates look for tags in a text and split it there: marks stand around the text between them.
+# Templates search texts for tags and split them there, so marks surround the text between tags.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
 LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
@@ -166,7 +167,7 @@ LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prin
 class Mark(NamedTuple):
     """One mark: its index in the plain rendering, the index of its message and its kind.
 
-    message is NOBODY for the name of a call that is printed once more, as where its result is.
+    message is NO_MESSAGE if the name of a call is printed again, for example with its result.
     """
 
     at: int
@@ -175,12 +176,12 @@ class Mark(NamedTuple):
 
 
 class MarkedChat:
-    """A chat, its copy with marks, and where they are in the plain rendering (`text`).
+    """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
 
-    Marks stand around texts, around tags at the edges of a text, and before an empty text; a
-    template that looks at such edges, or for empty texts, renders another text then, and the chat
-    is refused. `expected`: how many marks of each (message, kind) the rendering must show.
-    `indices`: where each mark is. `own`: the numbers of each message's marks.
+    Marks surround texts and tags at the edges of a text, and precede an empty text. If a template
+    compares edges or empty texts, the marked rendering differs, and the chat is refused.
+    `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
+    position of each mark in `text`. `marks_of`: the numbers of each message's marks.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -189,7 +190,7 @@ class MarkedChat:
         self._first = _unused(text, KINDS * len(chat.messages))
         last = self._first + KINDS * len(chat.messages) - 1
         self._pattern = re.compile(f"[{chr(self._first)}-{chr(last)}]")
-        # An empty text is marked first, and left alone where the template looks for one.
+        # Try with marked empty texts first, then without: some templates test for empty texts.
         for marks_empty in (True, False) if not template.has_markers else (False,):
             self._marks_empty = marks_empty
             self.expected: Counter[tuple[int, int]] = Counter()
@@ -198,8 +199,8 @@ class MarkedChat:
             try:
                 rendering = template.render(replace(chat, messages=self.messages))
             except Exception:
-                rendering = ""  # the template refuses the marks, not the chat
-            self.text, self.marks = self._find(rendering)
+                rendering = ""  # the template refuses the marks
+            self.text, self.marks = self._without_marks(rendering)
             if self.text == text:
                 break
         else:
@@ -210,9 +211,9 @@ class MarkedChat:
             )
         self._check_words(rendering)
         self.indices = [mark.at for mark in self.marks]
-        self.own: dict[int, list[int]] = {}
+        self.marks_of: dict[int, list[int]] = {}
         for number, mark in enumerate(self.marks):
-            self.own.setdefault(mark.message, []).append(number)
+            self.marks_of.setdefault(mark.message, []).append(number)
 
     def refused(
         self, index: int, problem: str, reason: str = "template_refused"
@@ -221,33 +222,34 @@ class MarkedChat:
         role = self.chat.messages[index]["role"]
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
-    def around(self, message: int) -> tuple[int, int, int, int]:
-        """Return indices of `text`: end of the text before a message, its own start, end, the next.
+    def bounds(self, message: int) -> tuple[int, int, int, int]:
+        """Return four indices of `text` around a message.
 
-        Raises UnusableRowError for a message of which nothing is printed.
+        They are the end of the previous message's words, the start and the end of its own words,
+        and the start of the next message's words. Raises UnusableRowError if nothing is printed.
         """
-        if message not in self.own:
+        if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")
-        first, last = self.own[message][0], self.own[message][-1]
-        before = (m.at for m in reversed(self.marks[:first]) if m.message != NOBODY)
-        behind = (m.at for m in self.marks[last + 1 :] if m.message != NOBODY)
+        first, last = self.marks_of[message][0], self.marks_of[message][-1]
+        before = (m.at for m in reversed(self.marks[:first]) if m.message != NO_MESSAGE)
+        behind = (m.at for m in self.marks[last + 1 :] if m.message != NO_MESSAGE)
         start, stop = self.marks[first].at, self.marks[last].at
         return next(before, 0), start, stop, next(behind, len(self.text))
 
-    def tail(self, rendering: str) -> str:
-        """Return what follows the last mark of a rendering of some of these messages."""
-        text, marks = self._find(rendering)
-        return text[max((mark.at for mark in marks if mark.message != NOBODY), default=0) :]
+    def after_last_mark(self, rendering: str) -> str:
+        """Return the text behind the last mark in a rendering of some of these messages."""
+        text, marks = self._without_marks(rendering)
+        return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
-    def _find(self, rendering: str) -> tuple[str, list[Mark]]:
-        """Return a rendering less its marks, and these."""
+    def _without_marks(self, rendering: str) -> tuple[str, list[Mark]]:
+        """Return a rendering without its marks, and the marks."""
         found = []
         names: Counter[int] = Counter()
         for number, match in enumerate(self._pattern.finditer(rendering)):
             message, kind = divmod(ord(match.group()) - self._first, KINDS)
             names[message] += kind == NAME
             if kind == NAME and names[message] > self.expected[message, NAME]:
-                message = NOBODY
+                message = NO_MESSAGE
             found.append(Mark(match.start() - number, message, kind))
         return self._pattern.sub("", rendering), found
 
@@ -255,7 +257,7 @@ class MarkedChat:
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         calls = message.get("tool_calls") or []
-        # An empty text beside calls is left alone, or calls that are dropped pass unseen.
+        # Do not mark an empty text of a message with calls: it would hide that calls are dropped.
         can_be_empty = not calls and self._marks_empty
         content, reasoning = message["content"], message.get("reasoning_content")
         marked = dict(message)
@@ -272,12 +274,12 @@ class MarkedChat:
         return marked
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Bracket the words of a text; those between thinking tags count as reasoning."""
+        """Put marks around the words of a text; words between thinking tags are reasoning."""
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)
         tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
-        # A text that closes a thought first begins within it: the generation prompt opened it.
+        # If the first tag closes a thought, the text begins inside one that the prompt opened.
         thinks = kind == CONTENT and bool(tags) and bool(tags[0][1])
         for number, piece in enumerate(pieces):
             if number % 2:
@@ -311,17 +313,17 @@ class MarkedChat:
         return {**call, "function": function}
 
     def _value(self, value: Any, index: int) -> Any:
-        """Bracket every string of a JSON value; keys are left alone."""
+        """Put marks around every string of a JSON value, but not around keys."""
         if isinstance(value, str):
             return self._text(value, index, CALL)
         if isinstance(value, Mapping):
             return {key: self._value(item, index) for key, item in value.items()}
         return [self._value(item, index) for item in value] if isinstance(value, list) else value
 
-    # --- what must be printed
+    # --- checks
 
     def _check_words(self, rendering: str) -> None:
-        """Raise UnusableRowError where the template prints other words than a message has."""
+        """Raise UnusableRowError if the template changes the words of a message."""
         for index, kind, text in self._bracketed:
             mark = self._mark(index, kind)
             if f"{mark}{text}{mark}" in rendering or mark not in rendering:
@@ -337,9 +339,9 @@ class MarkedChat:
                 raise self.refused(index, problem, "text_changed")
 
     def turns_without_thinking(self) -> set[int]:
-        """Return the turns whose reasoning is left out since others follow, as many templates do.
+        """Return the turns without their reasoning: many templates print it in the last turn only.
 
-        Raises UnusableRowError where another text of a message, or a tool, is not in the rendering.
+        Raises UnusableRowError if another text of a message, or a tool, is not in the rendering.
         """
         found = Counter((mark.message, mark.kind) for mark in self.marks)
         left_out = [key for key, expected in self.expected.items() if found[key] < expected]
@@ -381,7 +383,7 @@ def _unused(text: str, count: int) -> int:
 
 
 def _printed_forms(text: str) -> set[str]:
-    """Return how a text may be written: as it is, in JSON, in Python or in HTML."""
+    """Return the forms of a text: unchanged, in JSON, in Python or in HTML."""
     quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
     forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
     return forms | {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}

@@ -1,4 +1,4 @@
-"""Keys of published messages that say whether a message is trained on."""
+"""Keys of published messages that switch training on a message on or off."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.data.prepare.values import ASSISTANT, UnusableRowError
 
-# Keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral; then torchtune's, the opposite.
+# Keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral; torchtune's have the opposite sense.
 _TRAINED = (
     *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
     *("train", "training", "trainable", "train_on_turn"),
@@ -16,10 +16,10 @@ _ABOUT_TRAINING = re.compile("train|loss|mask|weight", re.IGNORECASE)
 
 
 def with_weight(where: str, message: dict[str, Any], is_trained: dict[str, bool]) -> dict[str, Any]:
-    """Return a message with `weight: 0` where its keys say that it is not trained on.
+    """Return a message with `weight: 0` if its keys exclude it from training.
 
-    is_trained: what its parts say. Only the assistant's messages are trained on: in another message
-    a key that asks for training stays, and is counted as not read.
+    is_trained: the flags of its parts. Only the assistant's messages are trained on. In another
+    message a key that asks for training stays, and is counted as not read.
     """
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
     if message["role"] != ASSISTANT:
@@ -33,7 +33,7 @@ def with_weight(where: str, message: dict[str, Any], is_trained: dict[str, bool]
 
 
 def trained_parts(where: str, parts: Sequence[Any]) -> dict[str, bool]:
-    """Return what the parts of an answer say of training; raises where one is left out."""
+    """Return the flag of the parts of an answer; raises UnusableRowError if they differ."""
     said = {
         _flag(where, key, part[key])
         for part in parts
@@ -52,7 +52,7 @@ def trained_parts(where: str, parts: Sequence[Any]) -> dict[str, bool]:
 
 
 def _flag(where: str, key: str, value: Any) -> bool:
-    """Return whether a key says that a message is trained on; raises UnusableRowError."""
+    """Tell whether a key asks for training on a message; raises UnusableRowError."""
     word = key.lower()
     if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)

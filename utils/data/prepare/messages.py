@@ -1,7 +1,7 @@
 """Messages of a chat as people publish them, made into the messages that chat templates read.
 
-A message becomes role, content as one text, tool calls as objects, and `weight: 0` where one of its
-keys says that it is not trained on. Keys that nothing here knows stay: a template may read them.
+A message gets a role, its content as one text, its tool calls as objects, and `weight: 0` if one of
+its keys excludes it from training. Unknown keys stay, because a template may read them.
 """
 
 import json
@@ -30,8 +30,8 @@ ROLES = {
     **dict.fromkeys(("function_response", "tool_response", "tool_result"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the content is a call
-OWN_ROLES = {*ROLES.values(), "developer"}  # that templates know
-# Keys of a message that hold a turn of the user and its answer, as in ShareAI, Capybara and MOSS.
+OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that templates know
+# Keys of an object that is a question and its answer, as in ShareAI, Capybara and MOSS.
 _ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
 _ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
 
@@ -89,7 +89,7 @@ def role_word(message: Mapping[str, Any]) -> str:
 def check_answers(
     messages: Sequence[Mapping[str, Any]], first_trained: int = 0, column: str = "the chat"
 ) -> None:
-    """Raise UnusableRowError without an answer, or for one without text.
+    """Raise UnusableRowError if there is no answer, or an answer without text.
 
     An answer without text would train the end token alone. column: its name in error messages.
     """
@@ -101,7 +101,7 @@ def check_answers(
         )
         raise UnusableRowError("no_assistant_tokens", problem)
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
-    # Numbers of messages would count a system message that is a column of its own.
+    # Count answers, not messages: the system message may come from a column.
     for number, answer in enumerate(answers, 1):
         if answer.get("weight") != 0 and _says_nothing(answer):
             raise UnusableRowError(
@@ -115,7 +115,7 @@ def check_answers(
 
 
 def _of_columns(value: Mapping[str, Any]) -> Any:
-    """Return the messages of an object: one message, or a list for each key.
+    """Return the messages of an object, which is one message or has a list for each key.
 
     Older versions of `datasets` write a sequence of objects as an object of lists.
     """
@@ -128,7 +128,7 @@ def _of_columns(value: Mapping[str, Any]) -> Any:
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
     """Yield the messages of one item of a list, without keys that are null.
 
-    JSON writers and Arrow put nulls where nothing was said.
+    JSON writers and Arrow write null for a key without a value.
     """
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
@@ -170,7 +170,7 @@ def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
         raise UnusableRowError("missing_field", f"{where} has no {role!r} (keys: {keys})")
     for key in (asked, answered):
-        if not isinstance(message[key], list | Mapping):  # whose parts are read below
+        if not isinstance(message[key], list | Mapping):  # _message checks the parts of these
             check_text(f"{key!r} of {where}", message[key])
     others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
     if message.get("system"):  # as in XTuner's
@@ -184,7 +184,7 @@ def _kind(part: Any) -> Any:
 
 
 def _results_apart(message: Mapping[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message of the tool for each `tool_result` of Anthropic, the rest as it stood."""
+    """Yield a tool's message for each `tool_result` of Anthropic; other parts stay in messages."""
     rest: list[Any] = []
     for part in parts:
         if _kind(part) != "tool_result":
@@ -201,7 +201,7 @@ def _results_apart(message: Mapping[str, Any], parts: Sequence[Any]) -> Iterator
 
 
 def _add(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
-    """Append a message; a call that was a message of its own joins the assistant's turn before."""
+    """Append a message; a call that is a separate message joins the assistant's previous turn."""
     before: dict[str, Any] = found[-1] if found else {"role": ""}
     if is_call and before["role"] == ASSISTANT and before.get("weight") == message.get("weight"):
         before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
@@ -212,7 +212,7 @@ def _add(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) ->
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     """Return one message with role, content as one text, and its calls as objects.
 
-    A message that says nothing but calls or thinks has the content "".
+    The content is "" if the message only calls tools or thinks.
     """
     found = _with_role(where, message)
     is_trained: dict[str, bool] = {}
@@ -248,7 +248,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the thought of a message under its key and as `reasoning_content`, checked."""
+    """Return the checked thought of a message, under its own key and as `reasoning_content`."""
     given = {key: _joined(message[key]) for key in REASONING if message.get(key)}
     for key, thought in given.items():
         check_text(f"{key!r} of {where}", thought)
@@ -273,13 +273,13 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
 
 
 def _text_key(message: Mapping[str, Any]) -> str:
-    """Return the key that holds the text of a published message, or the one that it lacks."""
+    """Return the key of a message's text; if there is none, the key that is missing."""
     order, usual = (_CONTENT, "content") if "role" in message else (("value", *_CONTENT), "value")
     return next((key for key in order if key in message), usual)
 
 
 def _unread(message: Mapping[str, Any], text_key: str) -> str:
-    """Name the keys of a message without text that may hold its text."""
+    """Return advice with the unread keys of a message without text, one of which may hold it."""
     names = [
         key
         for key, value in message.items()
@@ -357,7 +357,7 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
         if key is None and (others := function.keys() - {*_ARGUMENTS, *_ABOUT_A_CALL}):
             message = f"{where} has a call with {', '.join(sorted(others))} but no 'arguments'"
             raise UnusableRowError("wrong_type", message)
-        # Twice, for some datasets have encoded the JSON text once more.
+        # Decode twice, because some datasets encode the JSON text twice.
         arguments = decoded(decoded(function.get(key))) or {}
         if isinstance(arguments, str):
             message = f"{where} has a call whose arguments are no JSON: {arguments!r:.80}"

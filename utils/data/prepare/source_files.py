@@ -1,4 +1,4 @@
-"""Source files: from the paths a user gives to a sorted list of files that can be read."""
+"""Source files: a sorted list of readable files, from the paths that a user gives."""
 
 import codecs
 import glob
@@ -36,7 +36,7 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SNIFFED_BYTES = 1 << 16
 LONGEST_FIRST_LINE = 1 << 24  # bytes; a longer one is the whole file
 
-# The names of splits as the Hub's files and folders have them, and what they are called here.
+# Names of splits in the Hub's files and folders, and our names for them.
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One readable file, or one datasets folder; size in bytes on disk (all its files).
+    """One readable file, or one datasets folder; size: the bytes of all its files on disk.
 
-    url: of a file of the Hub, which names it wherever its cache is.
+    url: the name of a file of the Hub, which does not depend on the cache's folder.
     """
 
     path: str
@@ -69,12 +69,12 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The name that is recorded."""
+        """The name in stoker.json."""
         return self.url or self.path
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this file from others, and from itself after a change."""
+        """The attributes that differ between files, and change if the file is edited."""
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         return {**own, "path": self.name}
 
@@ -82,11 +82,12 @@ class SourceFile:
 def list_sources(
     paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
 ) -> tuple[list[SourceFile], list[str]]:
-    """Return the files of paths in the order given, sorted in each, and what is wrong with paths.
+    """Return the files of all paths, and the problems of paths that cannot be read.
 
-    Of a folder (or pattern) whose file names tell several splits, as on the Hub, `split` is taken;
-    `is_named`: the user named it, so that nothing else will do. A file that two paths reach is
-    taken once. Unknown suffixes are read only under `document_format` "text". Logs what is skipped.
+    Files are sorted within each path. If the file names in a folder (or of a pattern) show several
+    splits, as on the Hub, the files of `split` are returned. is_named: the user named this split,
+    so that no other file is accepted. A file that two paths reach is listed once. Unknown suffixes
+    are read only if `document_format` is "text". Logs the files that are skipped.
     """
     files: dict[str, SourceFile] = {}  # by real path
     problems: list[str] = []
@@ -124,7 +125,7 @@ def list_sources(
 
 
 def open_source(path: str, compression: Compression | None) -> IO[bytes]:
-    """Open a file for reading what was compressed; only an uncompressed one can seek."""
+    """Open a file for reading, decompressed; only an uncompressed file can seek."""
     if compression is None:
         return Path(path).open("rb")
     if compression == "zstd":
@@ -133,9 +134,9 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A zstd file of any window (`zstd --long=31`); pyarrow's reader stops at 128 MiB.
+    """A zstd file with a window of any size (`zstd --long=31`); pyarrow's reader stops at 128 MiB.
 
-    Raises OSError where the file is damaged or ends within a frame.
+    Reading raises OSError if the file is damaged or ends inside a frame.
     """
 
     def __init__(self, path: str):
@@ -146,11 +147,11 @@ class _ZstdStream(io.RawIOBase):
         self._waiting = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True: the stream is for reading."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as io.RawIOBase says; returns 0 at the end of the file."""
+        """Fill a buffer and return the number of bytes; 0 at the end of the file."""
         while not self._waiting:
             given = b""
             if self._frame.eof:
@@ -179,7 +180,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _expand(given: str) -> Iterator[str]:
-    """Yield the files of a path or pattern; raises ValueError where there are none."""
+    """Yield the files of a path or pattern; raises ValueError if there are no files."""
     if os.path.lexists(given):
         yield from _walk(given)
     elif glob.has_magic(given):
@@ -215,7 +216,7 @@ def _walk(path: str) -> Iterator[str]:
 
 
 def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> list[str]:
-    """Leave out the files that describe a folder of records."""
+    """Leave out README files and the like, if the folder has files of records."""
     if not any(_holds_records(path) for path in paths if path != given):
         return paths
     records = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
@@ -233,9 +234,9 @@ def _holds_records(path: str) -> bool:
 
 
 def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
-    """Return the paths that belong to a split, where folders or names of files tell several.
+    """Return the paths of a split, if the names of files or folders show several splits.
 
-    Raises ValueError when there are several, but not that one.
+    Raises ValueError if the split is not one of them.
     """
     if paths == [given]:
         return paths
@@ -263,7 +264,7 @@ def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[
 
 
 def _split_name(path: str, given: str) -> str:
-    """Return the split that the name of a file, or of a folder above it, tells; "" for none."""
+    """Return the split in the name of a file or of a folder above it; "" if there is none."""
     if not _holds_records(path):
         return ""
     parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)
@@ -282,7 +283,7 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _in_one_format(given: str, paths: list[str]) -> list[str]:
-    """Return the files of a split in one format: some datasets are published in several."""
+    """Return the files of one format, because some datasets publish a split in several."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
@@ -299,9 +300,9 @@ def _in_one_format(given: str, paths: list[str]) -> list[str]:
 
 
 def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
-    """Return a readable file, None for one of unknown kind.
+    """Return a readable file; None for a file of unknown kind that the user did not name.
 
-    Raises ValueError where the user named it, or its kind is known, and it cannot be read.
+    Raises ValueError for any other file that cannot be read.
     """
     files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
     if not all(file.is_file() for file in files):
@@ -338,16 +339,16 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
     if kind in ("jsonl", "json"):
         line, rest = _first_line(path, compression)
         kind = _kind_of_json(line, rest, kind)
-        # In a folder, one object over many lines describes the other files.
+        # In a folder, an object that spans many lines describes the other files.
         if line.strip() == "{" and not is_given and not _DATA_ARRAY.search(rest):
             kind = None
     return (None if kind == "parquet" and compression else kind), compression
 
 
 def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
-    """Tell one record a line (jsonl) from a file that is one JSON value (json).
+    """Return "jsonl" for one record per line, "json" for a file that is one JSON value.
 
-    named: the kind that the file's suffix tells, which decides where its beginning does not.
+    named: the kind by the file's suffix, which decides if the first line does not.
     """
     try:
         first = json.loads(line)
@@ -359,7 +360,7 @@ def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
 
 
 def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
-    """Return the first line of a file that is not blank, and what is seen behind it."""
+    """Return the first line of a file that is not blank, and the beginning of the text after it."""
     try:
         with open_source(path, compression) as stream:
             line = b""
@@ -368,6 +369,6 @@ def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
                 if not line:
                     return "", ""
             rest = stream.read(SNIFFED_BYTES)
-    except (OSError, pa.ArrowException):  # its reader will report it
+    except (OSError, pa.ArrowException):  # read_records reports it
         return "", ""
     return line.decode("utf-8-sig", "replace").lstrip(), rest.decode(errors="replace").strip()

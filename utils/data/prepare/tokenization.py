@@ -1,6 +1,6 @@
-"""Tokenization: documents to token ids and the mask of those that are trained on.
+"""Tokenization: documents to token ids, and the mask of the tokens that are trained on.
 
-The mask of a chat, and where a completion begins, come from the character offsets of tokens.
+The character offsets of tokens give the mask of a chat, and the first token of a completion.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utils.data.prepare.chat_masks import ASSISTANT, ChatMasks, MaskedChat
+from utils.data.prepare.chat_masks import ChatMasks, MaskedChat
 from utils.data.prepare.encoding import (
     LARGEST_PIECE_CHARACTERS,
     GigatokenEncoder,
@@ -24,7 +24,7 @@ from utils.data.prepare.encoding import (
     text_pieces,
 )
 from utils.data.prepare.rows import ChatDocument, CompletionDocument, Document, TextDocument
-from utils.data.prepare.values import BadRow, UnusableRowError
+from utils.data.prepare.values import ASSISTANT, BadRow, UnusableRowError
 from utils.data.tokenizers import id_type
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion"
 
 WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
 
-# A thought without words, as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
+# An empty thought as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
 EMPTY_THOUGHT = re.compile(
     r"[<\[◁]\|?(\w*:?(?:think|thinking|thought|reasoning))\|?[>\]▷]\s*[<\[◁]\|?/\1\|?[>\]▷]"
     r"|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
@@ -44,9 +44,10 @@ EMPTY_THOUGHT = re.compile(
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """ids (tokens,) of the dataset's id type; loss_mask (tokens,) int8, None: all trained on.
+    """Token ids of a document, (tokens,) in the dataset's type, and its mask.
 
-    notes: what is counted of the document, by the names of `workspace.NOTES`.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts by the names in
+    `workspace.NOTES`.
     """
 
     ids: np.ndarray
@@ -60,7 +61,7 @@ class TokenizedDocument:
 
     @property
     def has_target(self) -> bool:
-        """Whether a token behind the first one is trained on: nothing predicts the first."""
+        """Whether a token is trained on. The first one does not count: nothing predicts it."""
         return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
 
     def truncated(self, length: int) -> "TokenizedDocument":
@@ -70,13 +71,12 @@ class TokenizedDocument:
 
 
 class DocumentTokenizer:
-    """Turns documents into ids and masks.
+    """Tokenizer of documents, which gives ids and masks.
 
-    Text: the tokenizer's own BOS if it adds one, the text, then EOS. Prompt and completion as
-    strings are tokenized as one text, and the completion ends with EOS. BOS and EOS that the text
-    itself has there are not repeated. Messages are rendered by the chat template, which itself
-    prints what begins and ends them; template_date: the date (YYYY-MM-DD) that it prints for
-    today's.
+    A text gets the BOS that the tokenizer adds, if any, and EOS. A prompt and its completion as
+    strings are tokenized as one text, which ends with EOS. BOS and EOS that a text itself has are
+    not repeated. The chat template renders messages, with all tokens around them. template_date:
+    the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DocumentTokenizer:
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Tokenize documents in order; one that cannot be rendered is a BadRow."""
+        """Return the tokens of each document in order, or a BadRow for a document without any."""
         kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
@@ -130,17 +130,17 @@ class DocumentTokenizer:
         return found
 
     def _encode_in_pieces(self, text: str) -> np.ndarray:
-        """Return the ids of a long text, its pieces tokenized one by one."""
+        """Return the ids of a long text, which is tokenized piece by piece."""
         pieces = text_pieces(text, LARGEST_PIECE_CHARACTERS)
         found = [self._encode([next(pieces)])[0].astype(self.id_type)]
         found += [self._encode_piece(piece).astype(self.id_type) for piece in pieces]
         return np.concatenate(found)
 
     def _encode_piece(self, piece: str) -> np.ndarray:
-        """Return the ids of what continues a text.
+        """Return the ids of a piece that continues a text.
 
-        Alone, it would begin with the blank that SentencePiece puts before a text. So it is
-        tokenized behind a character that no token joins to it, whose ids are taken off.
+        SentencePiece tokenizers put a blank before a text. To avoid it, the piece is tokenized with
+        a character before it whose ids are removed again.
         """
         for before in ("\n", "a", "."):
             opening, whole = self._encode([before, before + piece])
@@ -164,9 +164,10 @@ class DocumentTokenizer:
         return found
 
     def _joined(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[np.ndarray, int, str]]:
-        """Yield the ids of each prompt and what follows it as one text, and where that begins.
+        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
 
-        The text is the end of the prompt that is in the first token behind it.
+        start: the index of the completion's first token. held: the end of the prompt that this
+        token holds as well.
         """
         if self._is_exact:
             yield from self._joined_by_offsets(pairs)
@@ -178,7 +179,7 @@ class DocumentTokenizer:
                 yield whole, len(prompt), ""
             elif self.tokenizer.is_fast:
                 yield from self._joined_by_offsets([pair])
-            else:  # no offsets: the token where both part holds the boundary
+            else:  # without offsets, the first token that differs holds the boundary
                 alike = whole[: len(prompt)] == prompt[: len(whole)]
                 yield whole, int(np.argmin([*alike, False])), pair[0][-1]
 
@@ -192,7 +193,7 @@ class DocumentTokenizer:
             yield ids, *first_token(text, len(before), len(text), offsets)
 
     def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
-        """Render chats one by one and tokenize them at once."""
+        """Render chats one by one, then tokenize all renderings in one call."""
         masked: list[MaskedChat | BadRow] = []
         for document in documents:
             try:
@@ -215,7 +216,7 @@ class DocumentTokenizer:
         return found
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Count what the log says of the thoughts and special tokens in a chat."""
+        """Count the empty and missing thoughts and the special tokens in a chat, for the log."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         return Counter(
             without_earlier_thinking=int(chat.drops_thinking),
@@ -233,7 +234,7 @@ class DocumentTokenizer:
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
-        """Special tokens as a text may have them."""
+        """A pattern of the tokenizer's special tokens."""
         words = filter(None, self.tokenizer.all_special_tokens)
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
@@ -279,9 +280,9 @@ class DocumentTokenizer:
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens are trained on (bool); offsets (tokens, 2): their start and stop.
 
-    A token that joins blanks of a turn to what precedes it (header and line break) is given to the
-    model; one that joins blanks before or behind the turn to its words is the model's. Raises
-    UnusableRowError if a token holds words of a turn and of something else.
+    A token may hold the end of a turn's header and blanks at the start of the turn. It is not
+    trained on. A token may hold words of the turn and blanks outside the turn. It is trained on.
+    Raises UnusableRowError if a token holds words from inside and outside the turn.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -302,9 +303,9 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 
 
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
-    """Return the first token of text[start:stop], and what it holds of the text before that.
+    """Return the first token of text[start:stop], and the text before `start` that it holds.
 
-    A token that joins blanks at `start` to what precedes them belongs to what precedes.
+    A token with text before `start` and only blanks after `start` does not count as the first one.
     """
     starts, stops = offsets.T
     first = int(np.searchsorted(stops, start, side="right"))
