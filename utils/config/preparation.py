@@ -1,7 +1,7 @@
-"""What the user may set for `prepare_data.py`."""
+"""The settings of `prepare_data.py`, and the checks that need no file."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -11,7 +11,7 @@ from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
 
 TRAIN = "train"
-# Variables of a chat template that are the chat itself.
+# Variables of a chat template that each chat sets.
 OF_EACH_CHAT = ("messages", "tools", "add_generation_prompt")
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
 COLUMNS = (
@@ -133,36 +133,42 @@ def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
 
 
 def check_preparation(given: PreparationArguments) -> None:
-    """Refuse contradictions before any file is read: ConfigurationError with every fault."""
-    index, number = shard_of(given) if re.fullmatch(r"\d+/\d+", given.shard or "0/1") else (1, 0)
-    faults = {
-        "sources is empty: give at least one path": not given.sources,
-        f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
-        "split) to below 1": not 0.0 <= given.validation_fraction < 1.0,
-        f"template_date is {given.template_date!r}: give a day as YYYY-MM-DD": not _is_date(
-            given.template_date
-        ),
-        f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length": (
-            given.on_overlong != "error" and given.sequence_length is None
-        ),
-        "add_tokens has an empty token: leave it out": not all(map(str.strip, given.add_tokens)),
-        "shard and merge are separate steps: run every shard, then --merge N": (
-            given.shard is not None and given.merge is not None
-        ),
-        f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": index >= number,
-    }
-    least = {"num_proc": 1, "sequence_length": 2, "merge": 1}
-    for name, minimum in least.items():
-        value = getattr(given, name)
-        fault = f"{name} is {value}: it must be at least {minimum}"
-        faults[fault] = value is not None and value < minimum
-    problems = [fault for fault, holds in faults.items() if holds]
+    """Raise ConfigurationError with every contradiction, before any file is read."""
+    problems = list(_out_of_range(given))
+    if not given.sources:
+        problems.append("sources is empty: give at least one path")
+    if given.on_overlong != "error" and given.sequence_length is None:
+        problems.append(
+            f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length"
+        )
+    if not all(map(str.strip, given.add_tokens)):
+        problems.append("add_tokens has an empty token: leave it out")
+    if given.shard is not None and given.merge is not None:
+        problems.append("shard and merge are separate steps: run every shard, then --merge N")
     try:
         check_template_variables(given.chat_template_kwargs)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise ConfigurationError(problems)
+
+
+def _out_of_range(given: PreparationArguments) -> Iterator[str]:
+    """Yield every setting that is not in its range."""
+    if not 0.0 <= given.validation_fraction < 1.0:
+        yield (
+            f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
+            "split) to below 1"
+        )
+    if not _is_date(given.template_date):
+        yield f"template_date is {given.template_date!r}: give a day as YYYY-MM-DD"
+    index, number = shard_of(given) if re.fullmatch(r"\d+/\d+", given.shard or "0/1") else (1, 0)
+    if index >= number:
+        yield f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8"
+    for name, minimum in (("num_proc", 1), ("sequence_length", 2), ("merge", 1)):
+        value = getattr(given, name)
+        if value is not None and value < minimum:
+            yield f"{name} is {value}: it must be at least {minimum}"
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
@@ -194,11 +200,11 @@ def _is_date(text: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `sources` or `eval_sources`: which records are read, as what, and how many.
+    """One entry of `sources` or `eval_sources`: its paths, format, columns and amount.
 
-    split: "train", or the name of the evaluation split that the documents go to. from_split: the
-    split to take of a folder that has several; None: that of the same name. columns: pairs
-    (name in the files, our name). subset, revision and max_files are for datasets of the Hub.
+    split: "train", or the name of the evaluation split that is written. from_split: the split to
+    read from a folder with several splits; None: the one of the same name. columns: pairs (name in
+    the files, our name). subset, revision and max_files are for datasets of the Hub.
     """
 
     paths: tuple[str, ...]
@@ -222,7 +228,7 @@ ENTRY_KEYS = (
 
 
 def sources_of(arguments: PreparationArguments) -> list[Source]:
-    """Read what to prepare; plain training paths are one source, every mapping is one of its own.
+    """Return the sources of the settings: one for all plain training paths, one for each mapping.
 
     Raises ConfigurationError with every entry that cannot be read.
     """
@@ -248,7 +254,7 @@ def sources_of(arguments: PreparationArguments) -> list[Source]:
 
 
 def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) -> Source:
-    """Read one entry; raises ValueError at what cannot be."""
+    """Return one entry as a Source; raises ValueError for an entry that cannot be read."""
     given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
     known = ("name", *ENTRY_KEYS) if is_evaluation else ENTRY_KEYS
     if unknown := sorted(given.keys() - known):

@@ -1,6 +1,6 @@
-"""The Arrow files of a token dataset as zero-copy numpy views, and what their columns mean.
+"""The Arrow files of a token dataset as zero-copy numpy views, and the meaning of their columns.
 
-An Arrow list column is a flat array of values plus offsets, so a document is a slice: no document
+An Arrow list column is a flat array of values plus offsets, so a document is a slice. No document
 is ever turned into Python objects.
 """
 
@@ -21,19 +21,19 @@ PADDING = "attention_mask"
 LABELS = "labels"
 LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 IGNORED_LABEL = -100
-# Names under which other toolkits keep what is trained on, or what is not.
+# Names of loss masks in other toolkits: of trained tokens first, then of tokens left out.
 FOREIGN_MASKS = (
     *("loss_mask", "loss_masks", "assistant_mask", "completion_masks", "response_mask"),
     *("train_mask", "target_mask", "labels_mask"),
     *("prompt_mask", "prompt_masks", "source_mask", "instruction_mask"),
 )
-# Columns of datasets whose rows hold several documents; read as one document each, those would
-# see each other.
+# Columns of datasets with several documents in a row. Read as one document, they would attend to
+# each other.
 PACKED_MARKS = ("seq_lengths", "position_ids", "seq_idx")
 
 STATE_FILE = "state.json"
-# What a complete Arrow stream ends with. A reader takes a file that was cut between two record
-# batches for a shorter dataset.
+# The end of a complete Arrow stream. Without this check, a file that was cut between two record
+# batches would be read as a shorter dataset.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 # Per segment: chunk index, start, stop.
@@ -57,21 +57,22 @@ class ListColumn:
     offsets: np.ndarray
 
     def pieces(self, bounds: Bounds) -> list[np.ndarray]:
-        """Return the values of each segment: views in the type they are stored."""
+        """Return the values of each segment, as views in the stored type."""
         values = self.values
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return where the values [start, stop) of each document lie; int64 arrays of one length.
+        """Return the bounds of the values [start, stop) of each document.
 
-        Columns that share their offsets share their bounds.
+        The arguments are int64 arrays of one length. Columns with the same offsets have the same
+        bounds.
         """
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
     def documents(self, chunk: int, first: int, last: int) -> np.ndarray:
-        """Return the flat values of the documents [first, last), which lie in one chunk."""
+        """Return the flat values of the documents [first, last) of one chunk."""
         base = self.offsets[self.first_documents[chunk]]
         return self.values[chunk][self.offsets[first] - base : self.offsets[last] - base]
 
@@ -79,8 +80,8 @@ class ListColumn:
 def find_split(path: str | Path, default_split: str = "train") -> Path:
     """Return the directory of one split.
 
-    `path` may be a split itself, or a folder of splits (a `DatasetDict`, or the output of
-    `prepare_data.py`), of which `default_split` is taken.
+    `path` is a split itself, or a folder of splits (a `DatasetDict`, or the output of
+    `prepare_data.py`). From a folder, `default_split` is used.
     """
     directory = Path(path).expanduser()
     for candidate in (directory, directory / default_split):
@@ -121,7 +122,7 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def read_json_object(path: Path) -> dict:
-    """Return the JSON object in `path`; unreadable or other content is a ConfigurationError."""
+    """Return the JSON object in `path`; raises ConfigurationError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -144,7 +145,7 @@ def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
 def open_columns(directory: Path) -> dict[str, ListColumn]:
     """Open the columns that training reads, by name; all share one set of offsets.
 
-    Raises ConfigurationError for columns that have no one meaning, and for damaged files.
+    Raises ConfigurationError for columns whose meaning is not clear, and for damaged files.
     """
     table = _read_table(directory, data_files(directory))
     names = table.schema.names
@@ -195,7 +196,7 @@ def _schema_problems(names: list[str]) -> list[str]:
 
 
 def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
-    """Map a split's files as one table, chunks kept; ConfigurationError names a damaged file."""
+    """Map a split's files as one table with their chunks; ConfigurationError for a damaged file."""
     tables = []
     for file in files:
         try:
@@ -203,7 +204,7 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
             end = mapped.read_at(len(END_OF_STREAM), max(mapped.size() - len(END_OF_STREAM), 0))
             if end != END_OF_STREAM:
                 raise pa.ArrowInvalid("no end-of-stream mark")
-            # concat_tables compares metadata too, which says nothing about the columns.
+            # Remove the metadata, which concat_tables compares and which does not matter here.
             tables.append(pa.ipc.open_stream(mapped).read_all().replace_schema_metadata())
         except (OSError, pa.ArrowException) as error:
             raise ConfigurationError(
@@ -222,9 +223,9 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 
 
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
-    """Return `column` as views; lists of integers of any width, or masks of booleans (copied).
+    """Return `column` as views: lists of integers of any width, or boolean masks (copied).
 
-    `where` names the dataset in the ConfigurationError for other types, nulls and damage.
+    Raises ConfigurationError for other types, nulls and damage, with the dataset's name `where`.
     """
     kind, are = column.type, pa.types
     is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)

@@ -1,8 +1,8 @@
-"""What is known of a split: its statistics, content fingerprint and origin, and for how long.
+"""The description of a split: its statistics, the fingerprint of its content, and its origin.
 
-stoker.json beside the files says it where Stoker prepared them; else every token is read once and
-the result kept in the disk cache. A description speaks for files of the sizes and modification
-times that it names; where these differ, the contents decide.
+For data that Stoker prepared, the description is in stoker.json next to the files. For other data
+every token is read once, and the result is saved in the disk cache. A description is valid for
+files of the sizes and modification times that it names. If these differ, the contents decide.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class Statistics:
     """Counts over all documents of a split, and the first row of every kind of fault (or None).
 
-    Rows are document indices. A document is without loss if none of its tokens but the first,
-    which has none to be predicted from, is trained on.
+    Rows are document indices. A document without loss has no trained token after its first one,
+    which nothing predicts.
     """
 
     documents: int = 0
@@ -58,7 +58,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Description:
-    """Statistics, content fingerprint and origin of one split; what is unknown is empty.
+    """Statistics, content fingerprint and origin of one split; unknown fields are empty.
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
     preparation: sources, settings and counts; JSON values.
@@ -76,7 +76,7 @@ class Description:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":
-        """Read the JSON form, which may hold more; raises KeyError or TypeError for other JSON."""
+        """Read the JSON form and ignore other keys; raises KeyError or TypeError."""
         known = {each.name: content.get(each.name) for each in fields(cls)}
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}
@@ -90,7 +90,7 @@ def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def read_description(directory: Path) -> Description | None:
-    """Return what stoker.json says, None without one."""
+    """Return the content of stoker.json; None without the file. Raises ConfigurationError."""
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None
@@ -109,9 +109,9 @@ def read_description(directory: Path) -> Description | None:
 def measure_once(
     directory: Path, files: Sequence[Path], columns: Mapping[str, ListColumn], why: str
 ) -> Description:
-    """Return `measure` of a split, from the disk cache if it has it; `why` is logged.
+    """Return `measure` of a split, from the disk cache if possible; `why` is logged.
 
-    The cache goes by the files' paths, order, sizes and modification times.
+    The key of the cache is the files' paths, order, sizes and modification times.
     """
     path = cache_path("statistics", file_states(files))
     found = read_cache(path, Description.from_dict)
@@ -124,10 +124,10 @@ def measure_once(
 
 
 def measure(columns: Mapping[str, ListColumn]) -> Description:
-    """Read every token of a split: its statistics, and the fingerprint of its content.
+    """Return the statistics of a split and the fingerprint of its content; reads every token.
 
-    The fingerprint hashes token ids, loss mask and document lengths in order with the integer
-    types, and nothing else: not the path, other columns or the division into files and batches.
+    The fingerprint hashes token ids, loss mask and document lengths in order, and their integer
+    types. It does not depend on the path, other columns or the division into files and batches.
     """
     tokens, loss_mask = columns[TOKENS], loss_mask_among(columns)
     lengths = np.diff(tokens.offsets)
@@ -170,7 +170,7 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 def _add_block(
     found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
-    """Add the documents from `first` on: `block` holds each column's values, flat."""
+    """Add the documents from `first` on to the statistics; `block`: flat values by column."""
     ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
         ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]
@@ -188,7 +188,7 @@ def _add_block(
             faults["first_bad_mask_row"] = (mask != 0) & (mask != 1)
         found.loss_tokens += int(np.count_nonzero(trained))
         sums = np.concatenate([[0], trained.cumsum()])
-        # Up to each document's end, less up to the end of its first token.
+        # The sum at each document's end minus the sum at the end of its first token.
         after_first = sums[starts[1:]] - sums[np.minimum(starts[:-1] + 1, starts[1:])]
         without = np.flatnonzero((after_first == 0) & (np.diff(starts) > 0))
         if without.size and found.first_row_without_loss is None:

@@ -16,22 +16,22 @@ from utils.data.token_dataset import TokenDataset
 from utils.launch.signals import shield_loader_worker
 from utils.support.redaction import redact
 
-# What PackedDataset assembles of B sequences of T tokens:
+# A batch from PackedDataset, of B sequences of T tokens:
 # input_ids       (B, T) int32
 # loss_mask       (B, T) bool: which tokens are trained on; never the first of a segment
-# cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, the padded tail
-#                 of a sequence being one, and then B * T; as many as there are, for flash kernels
-#                 go through each, empty ones too
+# cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, then B * T. The
+#                 padded tail of a sequence is a segment. There are no empty segments at the end,
+#                 because flash kernels work on each
 # loss_positions  int64: which of the flattened tokens predict one that is trained on
 # sequence_tokens (B,) int64: how many tokens of each sequence come before its padding
-# sources         (sources, B) bool: which source each sequence is of, where there are several
+# sources         (sources, B) bool: the source of each sequence, if there are several
 Batch = dict[str, torch.Tensor]
 
 
 def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
-    """Return a micro-batch as the model takes it, made on its device out of what is moved there.
+    """Move a micro-batch to the device and return the model's inputs, computed there.
 
-    From pinned memory nobody waits for the copies. input_ids, labels, position_ids: (B, T) int64.
+    Copies from pinned memory do not block. input_ids, labels, position_ids: (B, T) int64.
     Labels are unshifted: -100 where a token is not trained on. Positions count from 0 in each
     segment. max_length_q and _k: at least the longest segment.
     """
@@ -40,8 +40,8 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     tokens = input_ids.numel()
     segment_starts = cu_seq_lens[:-1].repeat_interleave(cu_seq_lens.diff(), output_size=tokens)
     positions = torch.arange(tokens, device=device) - segment_starts
-    # Flash kernels start work for as many tokens of each segment, and may plan anew for each bound:
-    # powers of two. The boundaries are on the host, so nobody waits.
+    # Flash kernels start work for this many tokens of each segment, and may plan again for each new
+    # bound, so it is a power of two. The boundaries are on the host: reading them does not block.
     longest = int(np.diff(batch["cu_seq_lens"].numpy()).max())
     longest = min(1 << (longest - 1).bit_length(), input_ids.shape[1])
     return {
@@ -66,10 +66,10 @@ class DocumentPart(NamedTuple):
 
 
 class PackedDataset(Dataset):
-    """The sequences of one or several packed datasets, numbered through all of them.
+    """The sequences of one or several packed datasets, with consecutive numbers over all of them.
 
-    `__getitems__` makes a whole micro-batch. pad_token_id fills a sequence behind its documents; no
-    document sees it, so any id will do.
+    `__getitems__` makes a whole micro-batch. pad_token_id fills a sequence after its documents. No
+    document attends to it, so any id works.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PackedDataset(Dataset):
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
         """Return the micro-batch of these sequences; PADDING_SEQUENCE is padding only."""
         count, length = len(sequences), self.sequence_length
-        # The segments of each source in turn, then the padded tails: which sequence each is part
-        # of, its token ids, and what is not 0 where a token is trained on.
+        # Of the segments of each source, then of the padded tails: the sequence that each belongs
+        # to, its token ids, and a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
         free = np.full(count, length)
         sources = np.zeros((len(self.plans), count), dtype=bool)
@@ -109,7 +109,7 @@ class PackedDataset(Dataset):
         order = np.concatenate(owners).argsort(kind="stable").tolist()
         tokens = [tokens[i] for i in order]
         input_ids = np.concatenate(tokens, dtype=np.int32, casting="same_kind")
-        # Of int64 masks: 0 and 1 all the same.
+        # Narrow int64 masks, which hold 0 and 1 as well.
         loss_mask = (
             np.concatenate([trained[i] for i in order], dtype=np.int8, casting="unsafe") != 0
         )
@@ -120,20 +120,20 @@ class PackedDataset(Dataset):
             "input_ids": torch.from_numpy(input_ids.reshape(count, length)),
             "loss_mask": torch.from_numpy(loss_mask.reshape(count, length)),
             "cu_seq_lens": torch.from_numpy(boundaries),
-            # Of the token before it: no sequence begins with a token that is trained on.
+            # The position before each trained token; the first token of a sequence is not trained.
             "loss_positions": torch.from_numpy(np.flatnonzero(loss_mask[1:])),
             "sequence_tokens": torch.from_numpy(length - free),
         }
 
     def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:
-        """Return how many real tokens these sequences hold of each source, int64 (sources,)."""
+        """Return the number of real tokens of each source in these sequences, int64 (sources,)."""
         tokens = np.zeros(len(self.plans), dtype=np.int64)
         for source, _, own in self._by_source(sequences):
             tokens[source] = self.plans[source].sequence_tokens[own].sum()
         return tokens
 
     def documents_in(self, sequences: np.ndarray) -> list[DocumentPart]:
-        """Return what these sequences hold, source by source."""
+        """Return the document parts in these sequences, source by source."""
         parts = []
         for source, _, own in self._by_source(sequences):
             _, segments = self.plans[source].segments_of(own)
@@ -150,10 +150,10 @@ class PackedDataset(Dataset):
 
 
 class TokenCounts:
-    """The real tokens (no padding) of all steps up to one, over all ranks and starts of a run.
+    """The real tokens (no padding) of all steps so far, over all ranks and starts of a run.
 
-    Each step is counted once, when it is asked for, and by every rank alone. `by_name` has the
-    tokens of each source, of those that the run no longer has, too.
+    Each step is counted once, by every rank for itself. `by_name` has the tokens of each source,
+    including sources that the run no longer uses.
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
@@ -175,9 +175,9 @@ class TokenCounts:
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Name datasets by the shortest ends of their paths that differ, less what all end with.
+    """Return names of datasets: the shortest ends of their paths that differ, without a common end.
 
-    Known secrets in them are masked: the names become those of metrics, and are in checkpoints.
+    Known secrets are masked, because the names appear in metrics and checkpoints.
 
     >>> source_names([Path("/data/web/train"), Path("/data/code/train")])
     ['web', 'code']
@@ -197,9 +197,9 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 class TrainLoader:
     """The training micro-batches of one rank over the whole run.
 
-    Iterating starts where its `batch_sampler` resumes and draws nothing from the global random
-    state, so that a resumed run keeps the random numbers of the uninterrupted one. `wait_s` adds
-    up the seconds that the consumer waited for batches; `tokens_seen` counts the run's tokens.
+    Iteration starts where `batch_sampler` resumes. It uses no global random numbers, so that a
+    resumed run draws the same ones as an uninterrupted run. `wait_s`: the seconds that training
+    waited for batches. `tokens_seen` counts the run's tokens.
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
@@ -212,7 +212,7 @@ class TrainLoader:
         )
 
     def __len__(self) -> int:
-        """Count the micro-batches of the whole run, wherever iteration starts."""
+        """Return the number of micro-batches of the whole run, also after a resume."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -243,7 +243,7 @@ def eval_loader(
         pin_memory=pin_memory and torch.accelerator.is_available(),
         collate_fn=dict,  # `PackedDataset.__getitems__` has made the batch already
         worker_init_fn=shield_loader_worker,
-        # Without its own generator every iterator would take a number from the global one.
+        # Without this generator every iterator would draw a number from the global one.
         generator=torch.Generator().manual_seed(seed),
         **options,
     )

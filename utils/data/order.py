@@ -1,8 +1,8 @@
-"""Which sequences each step and rank trains on: a pure function of the seed and the step.
+"""The order of training: the sequences of each step and rank, a pure function of seed and step.
 
 Samples are numbered 0, 1, 2, ... without end; global batch k (of G) is samples [kG, (k + 1)G).
-Nothing is stored or advanced, so a run resumes at any step at once and sees the same samples in
-the same global batches for every number of ranks.
+There is no state, so a run resumes at any step at once. The global batches have the same samples
+for every number of ranks.
 """
 
 import math
@@ -13,26 +13,26 @@ from functools import lru_cache
 import numpy as np
 from torch.utils.data import Sampler
 
-# Small domains mix slowly: with 24 rounds all orders of 5 or 6 items are equally likely as far as a
-# chi-squared test of 48,000 draws can tell, with 8 some come twice as often as others.
+# Small domains mix slowly. With 24 rounds, a chi-squared test of 48,000 draws finds all orders of 5
+# or 6 items equally likely. With 8 rounds, some are twice as frequent as others.
 ROUNDS = 8
 ROUNDS_BELOW_16_BITS = 24
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 BLOCK = 1024  # samples in which weighted sources are mixed
 BLOCK_KEYS = -1  # the key stream of blocks; those of sources count up from 0
-EVAL_KEYS = -2  # and that of evaluations
+EVAL_KEYS = -2  # the key stream of evaluations
 CACHED_BLOCKS = 8
 
 PADDING_SEQUENCE = -1
-# Sequences are located for several steps together: a call costs as much for 1 sample as for 500.
+# Compute the sequences of several steps together: a call costs as much for 1 sample as for 500.
 SAMPLES_AT_ONCE = 2048
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Return where each position in [0, size) goes under the permutation of its key.
+    """Return the image of each position in [0, size) under the permutation of its key.
 
-    positions: int64 (n,); keys: uint64 (n,), positions of one key share one permutation.
+    positions: int64 (n,); keys: uint64 (n,), one key for each permutation.
 
     An alternating Feistel network is a bijection on [0, 2^bits) whatever its round function;
     walking along its cycles until the value is below `size` restricts it to [0, size). Since
@@ -130,8 +130,8 @@ class SampleOrder:
     def samples_before(self, sample: int) -> list[int]:
         """Return how many of the first `sample` samples each weighted source gives, before mixing.
 
-        Of n samples source 0 gives round(n w0 / (w0 + w1 + ...)), source 1 its part of the rest,
-        and so on: each count grows by 0 or 1 with n, and shares are exact in the long run.
+        Source 0 gives round(n w0 / (w0 + w1 + ...)) of n samples, source 1 its share of the rest,
+        and so on. Each count grows by 0 or 1 with n, and the shares are exact in the long run.
         """
         counts = []
         remaining, weight = sample, sum(self.weights or ())
@@ -141,7 +141,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return of a block's samples the source, and how many came before; int64 (2, BLOCK)."""
+        """Return the source of each sample of a block, and its number in it; int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
@@ -183,7 +183,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._own = indices[:, rank].reshape(-1)
 
     def __len__(self) -> int:
-        """Count the micro-batches of the whole run, wherever iteration starts."""
+        """Return the number of micro-batches of the whole run, also after a resume."""
         return self.total_steps * self.accumulation_steps
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -195,7 +195,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             yield from sequences.reshape(-1, self.micro_batch_size).tolist()
 
     def resume_at(self, step: int) -> None:
-        """Let the next iteration start with the first micro-batch of optimizer step `step`."""
+        """Start the next iteration with the first micro-batch of optimizer step `step`."""
         self.start_step = step
 
     def sequences_of_step(self, step: int) -> np.ndarray:
@@ -217,9 +217,9 @@ def eval_batches(
 ) -> list[list[int]]:
     """Return the evaluation micro-batches of one rank: every sequence once, in order, over ranks.
 
-    `at_most` so many, drawn alike for every seed and world size: packing sorts by length, so the
-    first ones would not do. All ranks get equally many micro-batches, since they reduce together;
-    PADDING_SEQUENCE fills up.
+    With `at_most`, a random choice of so many sequences, the same for every seed and world size.
+    (Packing sorts by length, so the first ones would all be long.) Every rank gets the same number
+    of micro-batches, because the ranks reduce together; PADDING_SEQUENCE fills the rest.
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

@@ -1,6 +1,6 @@
-"""Plan how documents fill sequences of a fixed length: pure functions of lengths, never of tokens.
+"""Packing of documents into sequences of a fixed length: pure functions of the lengths.
 
-`plan_packing` is the entry; `best_fit` and `_concatenated` are the two algorithms behind it.
+`plan_packing` is the entry; `best_fit` and `_concatenated` are its two algorithms.
 """
 
 from bisect import bisect_left
@@ -33,10 +33,10 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Sequence i holds segments sequence_offsets[i] to sequence_offsets[i + 1].
+    """A division of documents: sequence i holds segments offsets[i] to offsets[i + 1].
 
-    sequence_offsets: (sequences + 1,) int64. counts: documents by what was done to them, in words
-    of the log.
+    offsets are the `sequence_offsets`, (sequences + 1,) int64. counts: the number of documents by
+    treatment (split, truncated, ...), in the words of the log.
     """
 
     sequence_length: int
@@ -62,7 +62,7 @@ class PackPlan:
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return, per segment of these sequences in order, its index in `sequences`; and them."""
+        """Return the segments of these sequences, and the index in `sequences` of each segment."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))
@@ -77,7 +77,7 @@ def plan_packing(
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None = None,
     where: str = "the dataset",
 ) -> PackPlan:
-    """Place documents of the given lengths into sequences; deterministic.
+    """Return the plan that packs documents of these lengths into sequences; deterministic.
 
     packing: best_fit (best-fit decreasing; no document is cut that fits a sequence), concat
     (documents in order, cut at the end of a sequence) or none (one piece per sequence).
@@ -113,7 +113,7 @@ def plan_packing(
             sequence_of_piece = best_fit(segments.lengths, sequence_length)
             segments = segments.take(np.argsort(sequence_of_piece, kind="stable"))
             offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence_of_piece))])
-    # 32 bits where they are enough: half the memory.
+    # Use 32 bits if they are enough, which takes half the memory.
     narrow = (
         column.astype(np.int32) if column.max(initial=0) < 2**31 else column for column in segments
     )
@@ -133,7 +133,7 @@ def _tokens_used(
     on_overlong: str,
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None,
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return how many tokens of each document are used (0: left out) and the plan's counts."""
+    """Return the number of used tokens of each document (0: left out), and the plan's counts."""
     used = np.where(lengths < 2, 0, lengths)
     counts = {}
     if on_overlong == "split":
@@ -152,7 +152,7 @@ def _tokens_used(
 
 
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
-    """Cut [0, T), [T - 1, 2T - 1), ...: each piece of T tokens brings T - 1 new targets."""
+    """Cut documents into [0, T), [T - 1, 2T - 1), ...: each piece has T - 1 new targets."""
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride
     start = ranges(np.zeros_like(counts), counts) * stride
@@ -163,11 +163,11 @@ def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) ->
 def _concatenated(
     documents: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, Segments]:
-    """Cut sequences from the documents laid end to end; return offsets and segments.
+    """Cut the concatenated documents into sequences; return offsets and segments.
 
-    lengths: (documents,) integers >= 2. A document cut at a sequence's end continues in the next
-    one from its last token again, so that no target is lost; where only its first token would fit,
-    the position stays empty.
+    lengths: (documents,) integers >= 2. A document that is cut at the end of a sequence repeats its
+    last token in the next one, so that no target is lost. If only its first token would fit, that
+    position stays empty.
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1])
@@ -213,7 +213,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # In the order of `order`: sequences that take pieces, how many each takes, for how many.
+    # For batches of pieces in the order of `order`: the sequences that take them, the number of
+    # pieces per sequence, and the number of these sequences.
     taking: list[int] = []
     each_takes: list[int] = []
     in_batch: list[int] = []

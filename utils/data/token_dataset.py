@@ -1,4 +1,4 @@
-"""A pre-tokenized dataset on disk, opened without copying a token, and what is wrong with it."""
+"""Token datasets on disk: opened without copying a token, and checked for faults."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ from utils.support.files import replace_text
 
 logger = logging.getLogger(__name__)
 
-# A held-out split with less than this has a loss whose noise is larger than most effects.
+# In a smaller held-out split the noise of the loss is larger than most effects.
 FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
 READ_AGAIN_TOKENS = 2**32  # about a minute's reading
 ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
@@ -96,9 +96,9 @@ class TokenDataset:
         return np.diff(self.columns[TOKENS].offsets)
 
     def pieces(self, segments: Segments) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return per segment its token ids, and what is not 0 where a token is trained on.
+        """Return the token ids of each segment, and a mask that is not 0 for trained tokens.
 
-        Views in the types they are stored, where that is possible.
+        Both are views in the stored types, if possible.
         """
         tokens = self.columns[TOKENS]
         bounds = tokens.bounds(*segments)
@@ -112,7 +112,7 @@ class TokenDataset:
         return tokens.pieces(bounds), mask
 
     def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
-        """Return for each document whether one of its tokens 1 to `stop` is trained on."""
+        """Tell for each document whether one of its tokens 1 to `stop` is trained on."""
         stops = np.minimum(self.lengths[documents], stop)
         if self.loss_mask is None:
             return stops >= 2
@@ -125,13 +125,13 @@ def _opened(path: Path, description: Description) -> TokenDataset:
 
 
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
-    """Open a split; of a folder of splits, `default_split`.
+    """Open a split, or `default_split` of a folder of splits.
 
-    A split without stoker.json is measured once, which reads every token; so is one whose files
-    were written to or copied since then, up to READ_AGAIN_TOKENS. Under several ranks let one open
-    it first: the others then find its statistics in the cache.
+    A split without stoker.json is measured once, which reads every token. The same happens if its
+    files were written or copied after stoker.json, up to READ_AGAIN_TOKENS. With several ranks, one
+    rank should open the split first: the others then find its statistics in the cache.
 
-    Raises ConfigurationError for what is no token dataset.
+    Raises ConfigurationError if it is not a token dataset.
     """
     directory = find_split(path, default_split)
     files, columns = data_files(directory), open_columns(directory)
@@ -161,7 +161,7 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
 
 
 def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
-    """Measure a split that was just written, write its stoker.json and return it opened.
+    """Measure a new split, write its stoker.json, and return the opened split.
 
     origin: tokenizer, chat_template_sha256 and preparation, as Description has them.
     """
@@ -176,7 +176,7 @@ def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
 def dataset_problems(
     dataset: TokenDataset, vocabulary_size: int, needs_loss_tokens: bool
 ) -> list[str]:
-    """Return what is wrong with the content of a dataset, most with the first row of its kind.
+    """Return the faults in the content of a dataset, most of them with the first such row.
 
     needs_loss_tokens: every document must have a target (fine-tuning).
     """
@@ -206,7 +206,7 @@ def dataset_problems(
 
 
 def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
-    """Warn of a held-out split whose loss says little."""
+    """Warn of a held-out split that is too small for a precise loss."""
     found = dataset.statistics
     if found.documents < FEW_DOCUMENTS or found.loss_tokens < FEW_LOSS_TOKENS:
         logger.warning(
@@ -218,10 +218,10 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
 
 
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
-    """Detect a dataset that was padded to one length and has no attention_mask that says so.
+    """Yield the fault of a dataset that is padded to one length without an attention_mask.
 
-    A twentieth of its rows, two at least, end in the same token over and over and train on it, or
-    begin with it.
+    In such a dataset at least a twentieth of the rows, and two of them, end in one repeated token
+    and train on it, or begin with it.
     """
     found = dataset.statistics
     length = found.longest_document
@@ -236,7 +236,7 @@ def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
         if not counts.size or counts.max() < max(2, 0.05 * len(rows)):
             continue
         token = values[counts.argmax()]
-        # At a beginning it is attended to, trained on or not.
+        # Padding at the beginning is attended to, even if it is not trained on.
         if where == "begin" or masks[repeated & (tokens[:, 0] == token)].any():
             yield (
                 f"every row has {length} tokens and {counts.max()} of the {len(rows)} looked at "

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, and telling two apart."""
+"""Tokenizers: loading one, and comparing two."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
 def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a folder, or by its Hub name where the machine is online.
+    """Load a tokenizer from a folder or by its Hub name.
 
-    `is_cached`: the Hub is not asked for what is in the cache, or nowhere. No code from the folder
-    or the Hub is run. Raises ConfigurationError when there is none, when it needs its own code, or
-    when it has no end-of-text token.
+    is_cached: read only the cache, without asking the Hub. No code from the folder or the Hub is
+    run. Raises ConfigurationError if the tokenizer is missing, needs its own code, or has no
+    end-of-text token.
     """
     from transformers import AutoTokenizer
 
@@ -55,7 +55,7 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
 
 
 def _check_ids(folder: Path) -> None:
-    """Raise ConfigurationError for an id that is no number: its token would be left out."""
+    """Raise ConfigurationError for an id that is not a number: its token would be left out."""
     path = folder / "vocab.json"
     if path.is_file() and not (folder / "tokenizer.json").exists():  # else it is not read
         for word, number in read_object(path).items():
@@ -74,17 +74,17 @@ def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
 
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hash of what turns text into ids; the chat template is not part of it."""
+    """Return a hash of the rules that turn text into ids, without the chat template."""
     canonical = json.dumps(_rules(tokenizer), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
-    """Return all that a tokenizer goes by, and its special tokens, as JSON values."""
+    """Return the rules of a tokenizer and its special tokens, as JSON values."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
-        # Set by the last call, not by the tokenizer: the same tokenizer may differ in both.
+        # The last call sets these two, so the same tokenizer may have different ones.
         content.pop("truncation", None)
         content.pop("padding", None)
     else:
@@ -101,16 +101,16 @@ def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 def without_training_marks(template: str) -> str:
     """Return a chat template that renders the same without {% generation %}.
 
-    Readers other than transformers do not know the tag. {% with %} has the same scope, and trims
-    the blanks around it alike.
+    Only transformers knows this tag. {% with %} has the same scope, and trims blanks in the same
+    way.
     """
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Say which id means another word in the second tokenizer; None: both share a vocabulary.
+    """Return the first id that means another word in the second tokenizer; None if there is none.
 
-    Added tokens do not count: a chat model renames reserved ones, which no text comes to.
+    Added tokens do not count. A chat model renames reserved ones, which no text contains.
     """
     mine, theirs = ({n: word for word, n in each.get_vocab().items()} for each in (one, other))
     added = one.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
@@ -123,7 +123,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Say what the first tokenizer has otherwise than the second: special tokens, words, rules."""
+    """Return the differences of the first tokenizer: its special tokens, words or rules."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"
