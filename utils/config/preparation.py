@@ -64,8 +64,8 @@ class PreparationArguments:
     tokenizer_backend: str = setting(
         "auto",
         "what tokenizes texts (chats are rendered by the tokenizer itself): tokenizers, or "
-        "gigatoken, many times faster; auto takes gigatoken where it is installed and gives the "
-        "same ids, which is checked before and meanwhile",
+        "gigatoken, many times faster; auto takes gigatoken if it is installed and gives the same "
+        "ids, which is checked at the start",
         choices=("auto", "tokenizers", "gigatoken"),
     )
     add_tokens: list[str] = setting(
