@@ -33,7 +33,7 @@ def starts(tmp_path):
         ("stoker on two hosts", ("n8", "n9"), ("n6", "n7")),
     ],
 )
-def test_of_two_starts_at_once_one_trains(
+def test_one_of_two_simultaneous_starts_trains(
     row, first, second, starts, pretraining, tmp_path, figures
 ):
     """Both start in a directory that does not exist yet, and again with a killed run in it."""

@@ -63,7 +63,7 @@ def test_other_weights_under_the_adapters_are_refused(base_model, fine_tuning, t
     assert first != second
 
 
-def test_a_run_stays_with_what_its_first_cpu_decided(pretraining, tmp_path, monkeypatch, capfd):
+def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, monkeypatch, capfd):
     """The type that one CPU chose must not change on another CPU."""
     run, longer = tmp_path / "run", {"max_steps": 2, "save_steps": 1}
     monkeypatch.setattr(cpu_precision, "has_amx", lambda: True)

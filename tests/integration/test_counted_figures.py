@@ -160,7 +160,7 @@ def test_two_ranks_count_as_one(pretraining, workspace, settings, tmp_path, coun
     assert last["tokens_seen"] == counted["train"]["tokens"]
 
 
-def test_lora_counts_what_it_multiplies(fine_tuning, workspace, tmp_path, counted):
+def test_lora_counts_frozen_and_trained_weights(fine_tuning, workspace, tmp_path, counted):
     """A frozen weight counts 4 per token, an adapter's weight 6."""
     run = tmp_path / "run"
     argv = fine_tuning(

@@ -26,7 +26,7 @@ def assert_ended(run: Path, whole: Path) -> None:
     assert max(tiny.evaluations(run, "second")) == LAST
 
 
-def test_a_run_whose_metric_gets_no_better_ends_there_however_it_got_there(
+def test_a_run_without_improvement_ends_at_the_same_step_after_any_interruption(
     start, uninterrupted, tmp_path, capsys
 ):
     whole = uninterrupted(**SETTINGS)

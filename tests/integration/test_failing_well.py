@@ -148,7 +148,7 @@ def test_a_rank_that_fails_ends_the_run_at_once(run):
     assert seen.seconds < 20
 
 
-def test_a_full_disk_is_an_ending_of_its_own(run):
+def test_a_full_disk_ends_with_74(run):
     seen = run("full:0:0")
     assert seen.codes[0] == 74, seen.output
     assert "storage error (1 problem):\n  - n7: " in seen.output

@@ -65,7 +65,7 @@ def command(pretraining, workspace, tmp_path_factory):
     return argv
 
 
-def test_the_view_comes_and_goes_and_the_log_is_all_there(command):
+def test_the_live_view_disappears_and_the_log_is_complete(command):
     argv, directory = command("terminal")
     code, shown = on_terminal(argv)
     assert code == 0

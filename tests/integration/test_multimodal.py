@@ -92,7 +92,7 @@ def test_a_model_for_images_trains_on_text(name, fine_tuning, heldout, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", "mllama"])
-def test_lora_resumes_and_spares_what_images_go_through(name, fine_tuning, heldout, tmp_path):
+def test_lora_resumes_and_does_not_adapt_towers(name, fine_tuning, heldout, tmp_path):
     base, run = make_base(name, tmp_path / "base"), tmp_path / "run"
     settings = {
         "model_name_or_path": base, "max_steps": 3, "save_steps": 2, "use_peft": True,

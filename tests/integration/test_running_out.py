@@ -90,7 +90,7 @@ def test_in_the_evaluation_of_one_of_two_ranks(starved):
     assert seen == {"train": 6, "eval": 1, "save": 1}
 
 
-def test_in_a_save_which_leaves_the_checkpoint_before(starved):
+def test_out_of_memory_in_a_save_keeps_the_previous_checkpoint(starved):
     run, done, verdict, page = starved("save:0:6", dataloader_num_workers=2)
     text = page.read_text()
     assert done.codes == (79,), done.stdout[-3000:]

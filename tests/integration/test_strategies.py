@@ -162,7 +162,7 @@ def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, wo
     assert_same_run(run, pretrained_alone)
 
 
-def test_a_launch_that_is_not_what_was_asked_is_refused(pretraining, tmp_path):
+def test_a_launch_that_differs_from_its_config_is_refused(pretraining, tmp_path):
     """FSDP and DeepSpeed on a CPU would silently become DDP, or ranks would train separately."""
     run = tmp_path / "run"
     argv = pretraining(run)

@@ -115,7 +115,7 @@ def test_trackio(tracked):
         assert len(found) > len(wanted), "trackio only appends: undone steps are there twice"
 
 
-def test_what_wandb_recorded_offline_goes_up_into_one_run(tracked, tmp_path):
+def test_an_offline_wandb_record_is_uploaded_into_one_run(tracked, tmp_path):
     """status.py --sync reads .env, and uploads the record of a killed start as far as complete."""
     run, losses, evaluations = tracked("wandb")
     killed, _ = records = sorted(run.glob("wandb/offline-run-*/*.wandb"))

@@ -53,7 +53,7 @@ def test_what_tables_and_refusals_call_ours_is_a_setting():
 @pytest.mark.parametrize(
     ("title", "at_least"), [("TRL", 3), ("axolotl", 12), ("LLaMA-Factory", 10)]
 )
-def test_what_the_importer_calls_ours_is_what_the_tables_say(title, at_least):
+def test_the_importer_agrees_with_the_tables(title, at_least):
     toolkit = TOOLKITS[title.lower().replace("-", "")]
     section = TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]

@@ -28,7 +28,7 @@ def helped(capsys):
 
 
 @BOTH
-def test_help_has_what_most_runs_set_on_two_screens_and_all_has_the_rest(parse_argv, helped):
+def test_help_fits_two_screens_and_help_all_has_every_setting(parse_argv, helped):
     short, everything = helped(parse_argv, "--seed", "x", "-h"), helped(parse_argv, "--help", "all")
     lines = short.splitlines()
     assert len(lines) <= 96
@@ -48,7 +48,7 @@ def test_help_has_what_most_runs_set_on_two_screens_and_all_has_the_rest(parse_a
     )
 
 
-def test_a_setting_is_told_with_its_story(helped, tmp_path):
+def test_help_explains_one_setting(helped, tmp_path):
     text = helped(parse_fine_tuning, "--help", "learning_rate", "--eval_steps", "save_minutes")
     assert "2e-05 (trl; transformers has 5e-05)" in text
     assert "save_minutes" not in text, "a flag ends the words"

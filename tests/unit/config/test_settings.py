@@ -64,7 +64,7 @@ def moot(values):
     return {note.split()[0] for note in values.notes if " has no effect: " in note}
 
 
-def test_a_flag_leaves_out_what_it_makes_moot(no_accelerator, started):
+def test_a_flag_disables_settings_that_it_makes_ineffective(no_accelerator, started):
     for flags, gone in {
         "--eval_strategy no": EVALUATION,
         "--eval_data none": EVALUATION - {"eval_data"} | {"eval_strategy"},
@@ -139,7 +139,7 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
             "dataloader_prefetch_factor"}),
     ],
 )  # fmt: skip
-def test_what_one_source_makes_moot_is_a_line_in_the_log(no_accelerator, started, flags, gone):
+def test_an_ineffective_setting_within_one_source_is_logged(no_accelerator, started, flags, gone):
     """This holds on one command line, in one recipe, and for a flag against a recipe."""
     words = [f"--{each}".split() for each in flags.removeprefix("--").split(" --")]
     lines = [f"{name[2:]}: {' '.join(value) or 'true'}\n" for name, *value in words]
@@ -179,7 +179,7 @@ def test_one_batch_size_follows_from_the_other(started, monkeypatch):
     assert "global_batch_size is required" in problem
 
 
-def test_when_and_by_what_to_judge_is_derived(started):
+def test_evaluation_and_best_metric_are_derived(started):
     values = started("eval_data: [data/Held-Out]\nsave_steps: 20\nsave_best: true")
     names = "eval_strategy", "eval_steps", "metric_for_best_model"
     assert [values[name] for name in names] == ["steps", 20, "eval_held_out_loss"]
@@ -195,7 +195,7 @@ def test_when_and_by_what_to_judge_is_derived(started):
     assert values["activation_checkpointing_kwargs"] == {"a": 1}
 
 
-def test_null_empties_what_has_a_default_of_nothing(started):
+def test_null_resets_a_setting_with_an_empty_default(started):
     defaults = {"eval_data": [], "max_steps": -1, "eval_strategy": "no", "use_peft": False}
     for name, value in defaults.items():
         assert started(f"{name}: null")[name] == value

@@ -24,7 +24,7 @@ def parse(*words: str):
     return parse_pretraining([*tiny.flags(**BASE | {"use_cpu": None}), *words], "")
 
 
-def test_gpus_are_read_with_their_nodes_and_what_is_known_of_them():
+def test_assumed_gpus_are_parsed_with_nodes_and_known_figures():
     gpus = assumed_gpus("2x8xa100-40gb")
     assert (gpus.nodes, gpus.per_node, gpus.world_size) == (2, 8, 16)
     assert (gpus.memory_gib, gpus.flops, gpus.link) == (39.4, 312e12, 300e9)

@@ -95,7 +95,7 @@ def check_batch(rows, numbers):
     ("packing", "mask"),
     [("best_fit", None), ("concat", "completion_mask"), ("none", "assistant_masks")],
 )
-def test_a_batch_is_what_its_rows_say_token_by_token(tmp_path, packing, mask):
+def test_a_batch_equals_its_rows_token_by_token(tmp_path, packing, mask):
     input_ids = documents(30, seed=0)
     columns = {mask: masks_for(input_ids)} if mask else {}
     rows = packed(tmp_path / "d", packing=packing, **columns)

@@ -61,7 +61,7 @@ def test_the_order_is_the_one_of_earlier_releases():
 
 
 @given(rows=st.lists(st.integers(1, 60), min_size=1), seed=SEEDS, epoch=st.integers(0, 2**40))
-def test_without_weights_every_row_of_every_source_comes_once_an_epoch(rows, seed, epoch):
+def test_without_weights_each_epoch_has_every_row_once(rows, seed, epoch):
     order = SampleOrder(rows, seed)
     total = sum(rows)
     sources, own = located(order, np.arange(epoch * total, (epoch + 1) * total))

@@ -24,7 +24,7 @@ from utils.data.token_dataset import dataset_problems, describe_split, open_toke
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def test_documents_come_back_whatever_types_lists_and_files_they_are_in(tmp_path):
+def test_documents_are_equal_from_any_types_lists_and_files(tmp_path):
     for dtype in ("uint8", "uint16", "int64"):
         documents = [[token % 256 for token in document] for document in DOCUMENTS]
         dataset = open_token_dataset(save(tmp_path / dtype, documents, dtype))

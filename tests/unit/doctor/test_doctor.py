@@ -182,7 +182,7 @@ UP = "gpu*|up|1-00:00:00|4|{}|gpu:h100:8\\n"
         ("Unable to contact slurm controller\\n", 1, "unknown Slurm could not be asked (sinfo: Un"),
     ],
 )
-def test_what_sinfo_says_is_what_the_doctor_says(alone, printed, code, begin):
+def test_the_doctor_repeats_sinfo(alone, printed, code, begin):
     stub(alone, "sbatch")
     stub(alone, "sinfo", printed, code=code)
     (alone / "root/slurm/cluster.env").touch()
@@ -237,7 +237,7 @@ def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone
     assert "wandb: a key is there" in lines_of(checks.check_tokens)[1]
 
 
-def test_the_hub_says_whose_token_it_is(alone, monkeypatch):
+def test_the_doctor_names_the_tokens_user(alone, monkeypatch):
     import huggingface_hub
     import requests
 

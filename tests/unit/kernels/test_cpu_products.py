@@ -64,7 +64,7 @@ def test_elsewhere_nothing_changes(other, monkeypatch):
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_the_check_sees_what_rounds():
+def test_the_check_detects_rounding():
     assert cpu_products._keeps_every_bit()
     with torch.autocast("cpu", torch.bfloat16):
         assert not cpu_products._keeps_every_bit()

@@ -216,7 +216,7 @@ def test_the_best_kernel_that_runs_comes_first(pretend, machine, needs, expected
         (torch.bfloat16, {"head_dim": 288}, "lacks a head dimension of 288"),
     ],
 )
-def test_a_kernel_that_lacks_what_the_model_needs_is_passed_over(pretend, dtype, needs, why):
+def test_a_kernel_without_a_needed_feature_is_skipped(pretend, dtype, needs, why):
     pretend()
     for whole_rows in (False, True):
         needed = AttentionNeeds(**{"head_dim": 64, **needs})
@@ -262,7 +262,7 @@ def test_by_row_a_gpu_computes_the_same(dtype):
     assert_rows_are_documents(kernel, dtype, "cuda", 3e-2)
 
 
-def test_a_broken_flash_attention_is_told_from_a_missing_one(monkeypatch, tmp_path):
+def test_a_broken_flash_attention_differs_from_a_missing_one(monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)

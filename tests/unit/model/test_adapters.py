@@ -45,7 +45,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_by_default_all_linear_layers_but_the_head_and_the_experts(name):
+def test_lora_adapts_linear_layers_and_experts_by_default(name):
     config = tiny_config(name)
     settings = asked()
     targets = plan_adapters(settings, config)

@@ -33,7 +33,7 @@ def digests(*names):
     return {"sha256": {name: hashlib.sha256(name.encode()).hexdigest() for name in names}}
 
 
-def test_a_directory_goes_by_its_safetensors_or_what_is_loaded_without(tmp_path):
+def test_a_directory_is_identified_by_its_safetensors_else_by_pickles(tmp_path):
     assert of(use_peft=False, model_name_or_path=str(tmp_path)) is None, "the run has its own"
     names = ("model-1.safetensors", "model-2.safetensors")
     found = directory(tmp_path / "base", "config.json", "pytorch_model.bin", *names)
@@ -55,7 +55,7 @@ def hub(tmp_path, monkeypatch):
     return repository
 
 
-def test_a_model_of_the_hub_goes_by_its_commit(hub):
+def test_a_hub_model_is_identified_by_its_commit(hub):
     assert of(model_name_or_path="some/model") == {"commit": COMMITS[0]}
     (hub / "refs" / "main").write_text(COMMITS[1])
     assert of(model_name_or_path="some/model") == {"commit": COMMITS[1]}

@@ -256,7 +256,7 @@ STARTS = {
 
 @pytest.mark.parametrize("requested", ["auto", "eager", "sdpa", NAME])
 @pytest.mark.parametrize("name", STARTS)
-def test_each_refusal_names_what_starts(name, requested):
+def test_each_refusal_names_settings_that_work(name, requested):
     make, packed, alone = STARTS[name]
     for whole_rows, batches in ((False, packed), (True, alone)):
         try:

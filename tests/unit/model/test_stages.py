@@ -49,7 +49,7 @@ def settings(init_from: Path, output_dir: Path = Path("new"), **model):
 WHOLE = ("config.json", "model.safetensors")
 
 
-def test_what_a_directory_stands_for(tmp_path):
+def test_init_from_resolves_to_a_weights_directory(tmp_path):
     run = run_directory(tmp_path / "run")
     checkpoint(run / "checkpoint-9", *WHOLE)
     checkpoint(run / "checkpoint-10", *WHOLE)

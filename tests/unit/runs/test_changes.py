@@ -87,7 +87,7 @@ OTHER_VALUES = {
 }  # fmt: skip
 
 
-def test_what_makes_another_run_is_refused_until_it_is_accepted(runs, caplog):
+def test_changes_that_make_it_another_run_must_be_accepted(runs, caplog):
     facts = {"tokenizer_sha256": None}
     problems = refused(runs, **OTHER_VALUES, facts=facts)
     assert len(problems) == len(OTHER_VALUES), "all of them at once"
@@ -126,7 +126,7 @@ def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, c
         runs.start(**{name: value}, optim="adamw_torch")  # the same optimizer, not fused
 
 
-def test_data_goes_by_its_contents(runs, caplog):
+def test_data_is_compared_by_its_contents(runs, caplog):
     record = runs.start(train_data=["elsewhere/a"])
     assert warned(caplog)[0].endswith("  train_data: data/a -> elsewhere/a (the same contents)")
     assert record == {"changed": {"train_data": ["elsewhere/a"]}, "accepted": []}
@@ -296,7 +296,7 @@ def test_an_fsdp2_run_whose_gradients_were_added_in_bf16_is_refused(runs, strate
     runs.start(facts=now)
 
 
-def test_another_strategy_is_shown_and_what_is_of_one_dry_run_is_not(runs, caplog):
+def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
     runs.has_checkpoint()  # its layout decides, see utils/checkpoints/files.py
     runs.start(strategy="fsdp2")
     assert warned(caplog) == [

@@ -90,7 +90,7 @@ def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch, 
     assert list(run.iterdir()) == []
 
 
-def test_a_file_system_that_takes_no_file_is_refused_whatever_it_says(small_disk, monkeypatch):
+def test_a_file_system_without_room_for_a_file_is_refused(small_disk, monkeypatch):
     """A quota looks like this: the disk has free space, but a write fails."""
     monkeypatch.setattr(discovery, "free_bytes", lambda _: 2**40)
     with contextlib.suppress(OSError):

@@ -113,7 +113,7 @@ def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
     assert os.environ["WANDB_X_DISABLE_META"] == "true"
 
 
-def test_wandb_gets_the_report_and_a_stopped_run_is_told_before_it_ends(tmp_path, monkeypatch):
+def test_wandb_gets_the_report_and_the_stop_before_the_run_ends(tmp_path, monkeypatch):
     told = []
     run = SimpleNamespace(
         id="a1",
@@ -140,7 +140,7 @@ def started(directory, step=0, **settings):
     return args
 
 
-def test_mlflow_finds_its_run_and_what_the_user_set_stays(tmp_path, monkeypatch):
+def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRACKIO_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", dict(os.environ))
