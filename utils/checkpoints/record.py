@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,12 @@ _WRONG = {
 class RunRecord:
     """The record in a directory. Each file is read once, when it is first needed.
 
-    All properties except `exists` and `damage` raise ConfigurationError if a file is damaged and no
-    checkpoint has a whole copy of it.
+    A file is lost if it is damaged and no checkpoint has a whole copy of it. Reading a lost file
+    raises ConfigurationError. With `lenient`, for programs that show a run, it counts as empty.
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, *, lenient: bool = False):
+        self.directory, self.lenient = directory, lenient
 
     @property
     def exists(self) -> bool:
@@ -117,11 +116,12 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the first start."""
-        return _settings(self.config)
+        text = self.config or "{}"
+        return {name: value for name, (value, _) in load_mapping(text).items()}
 
     @property
-    def config(self) -> str:
-        """The text of config.yaml."""
+    def config(self) -> str | None:
+        """The text of config.yaml; None for a lost file."""
         return self._config[0]
 
     @cached_property
@@ -148,7 +148,7 @@ class RunRecord:
         """
         for name, problem in self.damage.items():
             path = self.directory / name
-            content = self.config
+            content = self._config[0] or ""
             if name == PROVENANCE:
                 content = json.dumps(self._provenance[0], indent=2) + "\n"
             kept = f" (the damaged one is {set_aside(path, DAMAGED)})" if path.exists() else ""
@@ -171,12 +171,11 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The valid content of provenance.json, and what is wrong with the file."""
+        """The valid content of provenance.json, and the problem of the file."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
-            if own is None and (self.directory / PROVENANCE).exists():
-                raise self._lost(PROVENANCE, problem)
-            return own or {"starts": []}, ""
+            lost = own is None and (self.directory / PROVENANCE).exists()
+            return own or {"starts": []}, self._lose(PROVENANCE, problem) if lost else ""
         copy = _parse_provenance((self._copies / PROVENANCE).read_text(encoding="utf-8"))
         count = len(copy["starts"])
         if own is not None:
@@ -189,13 +188,11 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / PROVENANCE} is used instead"
 
     @cached_property
-    def _config(self) -> tuple[str, str]:
-        """The valid text of config.yaml, and what is wrong with the file."""
+    def _config(self) -> tuple[str | None, str]:
+        """The valid text of config.yaml, and the problem of the file."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
-            if own is None:
-                raise self._lost(CONFIG, problem)
-            return own, ""
+            return own, self._lose(CONFIG, problem) if own is None else ""
         copy = (self._copies / CONFIG).read_text(encoding="utf-8")
         of_another_run = self.run_id != RunRecord(self._copies).run_id
         if own is not None and (own == copy or of_another_run):
@@ -211,8 +208,8 @@ class RunRecord:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return None, f"{_WRONG[name]} ({error})"
 
-    def _lost(self, name: str, problem: str) -> ConfigurationError:
-        """Return the error for a damaged file without a whole copy."""
+    def _lose(self, name: str, problem: str) -> str:
+        """Return the problem of a lost file. Raises ConfigurationError unless `lenient`."""
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
@@ -224,10 +221,10 @@ class RunRecord:
         if weights is not None:
             then = f"start a new run from its weights: --init_from {weights} with another"
             then += " --output_dir"
-        return ConfigurationError(
-            f"{run / name} {problem}, and no checkpoint here has a whole copy: put a backup of it "
-            f"back, or {then}."
-        )
+        problem += f", and no checkpoint here has a whole copy: put a backup of it back, or {then}."
+        if self.lenient:
+            return problem
+        raise ConfigurationError(f"{run / name} {problem}")
 
 
 def is_run(directory: Path) -> bool:
@@ -239,32 +236,12 @@ def is_run(directory: Path) -> bool:
         return False
 
 
-def read_record(output_dir: Path) -> "Record":
-    """Return what can be read of a run's record; raises nothing."""
-    record = RunRecord(output_dir)
-    config, starts = None, []
-    with contextlib.suppress(ConfigurationError):
-        config = record.config
-    with contextlib.suppress(ConfigurationError):
-        starts = record.starts
-    return Record(config, starts, record.damage)
+Record = RunRecord  # for the readers of status and report
 
 
-@dataclass(frozen=True)
-class Record:
-    """The readable parts of a run's record, for programs that only show a run.
-
-    A damaged file without a whole copy counts as missing.
-    """
-
-    config: str | None
-    starts: list[dict[str, Any]]
-    damage: dict[str, str]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the first start."""
-        return _settings(self.config or "{}")
+def read_record(output_dir: Path) -> RunRecord:
+    """Return the readable parts of a run's record."""
+    return RunRecord(output_dir, lenient=True)
 
 
 # The next three are for the readers of status and report.
@@ -295,11 +272,6 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
     for name in (CONFIG, PROVENANCE):
         if (output_dir / name).is_file():
             shutil.copyfile(output_dir / name, checkpoint / RECORD / name)
-
-
-def _settings(text: str) -> dict[str, Any]:
-    """Return the settings in the text of a config.yaml."""
-    return {name: value for name, (value, _) in load_mapping(text).items()}
 
 
 def _parse_config(text: str) -> str:

@@ -76,3 +76,13 @@ def test_a_new_directory_has_no_record(tmp_path):
     assert not record.exists
     assert not is_run(tmp_path)
     assert (record.run_id, record.starts, record.damage) == (None, [], {})
+
+
+def test_a_viewer_reads_what_is_left_of_a_record(run):
+    (run / "checkpoint-2/manifest.json").unlink()
+    (run / "provenance.json").write_text("{")
+    record = RunRecord(run, lenient=True)
+    assert (record.run_id, record.starts, record.settings) == (None, [], {"seed": 1})
+    assert "no checkpoint here has a whole copy" in record.damage["provenance.json"]
+    (run / "config.yaml").write_text("[")
+    assert RunRecord(run, lenient=True).settings == {}
