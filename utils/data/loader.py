@@ -88,7 +88,7 @@ class PackedDataset(Dataset):
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
         """Return the micro-batch of these sequences; PADDING_SEQUENCE is padding only."""
         count, length = len(sequences), self.sequence_length
-        # Of the segments of each source, then of the padded tails: the sequence that each belongs
+        # For the segments of each source, then for the padded tails: the sequence that each belongs
         # to, its token ids, and a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
         free = np.full(count, length)

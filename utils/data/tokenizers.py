@@ -108,7 +108,7 @@ def without_training_marks(template: str) -> str:
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return the first id that means another word in the second tokenizer; None if there is none.
+    """Return the first id that means another word in the second tokenizer, or None.
 
     Added tokens do not count. A chat model renames reserved ones, which no text contains.
     """

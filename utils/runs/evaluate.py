@@ -3,8 +3,8 @@ r"""Benchmark the finished model of a run with lm-evaluation-harness (`pip insta
     python -m utils.runs.evaluate runs/my-run --tasks hellaswag,arc_easy
     python -m utils.runs.evaluate runs/my-run --tasks gsm8k --limit 100 --apply_chat_template
 
-`lm_eval` runs on final/ in a process of its own, on one GPU where there is one; all further flags
-are its own. The results come to lm_eval.json in the run's directory. `lm_eval_tasks: [hellaswag]`
+`lm_eval` runs on final/ in its own process, on one GPU if there is one; all further flags are
+passed to it. The results are in lm_eval.json in the run's directory. `lm_eval_tasks: [hellaswag]`
 in a recipe does the same once final/ is written.
 """
 
@@ -31,12 +31,12 @@ from utils.support.redaction import load_env_file
 
 logger = logging.getLogger(__name__)
 
-# What tells a process that it is one of several: lm_eval would wait for the others.
+# Variables of a launch with several processes, for which lm_eval would wait.
 OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate what the command line names; returns the exit code."""
+    """Evaluate the run of the command line; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Run lm_eval on final/ and keep its results; its table goes to stdout.
+    """Run lm_eval on final/ and save its results; its table goes to stdout.
 
-    Raises ConfigurationError with what to type where it cannot be run, or fails.
+    Raises ConfigurationError, which says what to type, if lm_eval cannot run or fails.
     """
     import torch
     from transformers import AutoConfig
@@ -94,7 +94,7 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
 
 
 def evaluate_at_the_end(run: Path, tasks: Sequence[str]) -> None:
-    """Evaluate a run that has ended well; a failure is a warning with what to type."""
+    """Evaluate a finished run; a failure is only a warning, with the command to type."""
     try:
         evaluate(run, tasks)
     except ConfigurationError as error:

@@ -1,7 +1,7 @@
-"""The model card: README.md of final/ and adapter/, made of what the run wrote down.
+"""The model card: README.md of final/ and adapter/, made from the records of the run.
 
-From config.yaml, provenance.json, metrics.jsonl and the descriptions of the data. It names no host
-and no absolute path, and claims nothing that is in none of these.
+The records are config.yaml, provenance.json, metrics.jsonl and the descriptions of the data. The
+card contains no host and no absolute path, and nothing that is not in these records.
 """
 
 import json
@@ -24,7 +24,7 @@ from utils.runs.publish import ADAPTER_CONFIG, CARD, HUB_NAME
 from utils.support.redaction import redact
 
 LICENSE = ("license", "license_name", "license_link")
-# What makes the numbers; shown where it is set.
+# Settings that affect the numbers; the card shows those that are set.
 SETTINGS = (
     "sequence_length", "packing", "on_overlong", "global_batch_size", "max_steps",
     "num_train_epochs", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
@@ -33,9 +33,9 @@ SETTINGS = (
     "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora",
     "use_dora", "neftune_noise_alpha", "ema_decay", "seed",
 )  # fmt: skip
-CONFIG_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of other strategies: their name
+CONFIG_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # other strategies keep their name
 SOURCES_SHOWN = 5
-# The Hub's cache keeps what it downloaded under a folder of this name.
+# The name of a download's folder in the Hub's cache.
 _IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
 _HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
 _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
@@ -50,10 +50,10 @@ def write_model_card(
     *,
     multimodal: bool = False,
 ) -> None:
-    """Write the card of the model in `directory`, called `name`, which has the weights of `step`.
+    """Write the card of the model in `directory`, called `name`, with the weights of `step`.
 
     `data` are the datasets of `train_data`. `multimodal`: AutoModelForCausalLM does not load the
-    whole model. Raises what unreadable files of the run raise.
+    whole model. Raises the errors of unreadable files of the run.
     """
     card = _Card(directory, name, run, step, data, multimodal)
     text = f"---\n{card.metadata().to_yaml()}\n---\n\n{public(chr(10).join(card.lines()))}\n"
@@ -70,7 +70,7 @@ def public(text: str) -> str:
 
 
 def shown_name(run: Path, folder: str) -> str:
-    """Return the name of a model that has none on the Hub yet: its path, as cards have it."""
+    """Return a name for a model that is not on the Hub, made from its path."""
     inside = run.resolve().is_relative_to(Path.cwd())
     return str((run.resolve().relative_to(Path.cwd()) if inside else Path(run.name)) / folder)
 
@@ -78,7 +78,7 @@ def shown_name(run: Path, folder: str) -> str:
 def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     """Return the Hub's name of the model that a run began with, if known, and its license.
 
-    Of a run that began with another run's weights it is the base of that one.
+    If the run began with another run's weights, return that run's base model.
     """
     starts = RunRecord(run).starts
     settings = in_force(run, starts)
@@ -89,7 +89,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     if name is None:
         return None, {}
     directory = Path(name)
-    if (directory.parent / CONFIG).is_file():  # final/ or a checkpoint, gone by now perhaps
+    if (directory.parent / CONFIG).is_file():  # final/ or a checkpoint, which may be deleted by now
         return base_model(directory.parent)
     if HUB_NAME.fullmatch(name) and not directory.is_dir():
         cached = try_to_load_from_cache(name, CARD, revision=settings.get("model_revision"))
@@ -99,7 +99,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def license_of(card: Path) -> dict[str, Any]:
-    """Return what a card says of the license; empty where there is no card."""
+    """Return the license fields of a card; empty without a card."""
     if not card.is_file():
         return {}
     facts = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
@@ -107,7 +107,7 @@ def license_of(card: Path) -> dict[str, Any]:
 
 
 def hub_dataset(path: str) -> str | None:
-    """Return the Hub's name of the dataset that a source file belongs to; None: not known."""
+    """Return the Hub's name of a source file's dataset, or None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
     found = _IN_THE_CACHE.search(path)
@@ -119,7 +119,7 @@ def _source_files(dataset: TokenDataset) -> list[str]:
 
 
 class _Card:
-    """What a card says; see `write_model_card`."""
+    """The content of a card; see `write_model_card`."""
 
     def __init__(
         self, directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset],
@@ -134,7 +134,7 @@ class _Card:
         self.base, self.license = base_model(run)
 
     def metadata(self) -> ModelCardData:
-        """Return what the Hub reads."""
+        """Return the card's metadata for the Hub."""
         paths = [path for each in self.data for path in _source_files(each)]
         kind = "sft" if self.fine_tuned else "pretraining"
         return ModelCardData(
@@ -148,7 +148,7 @@ class _Card:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the text for people."""
+        """Yield the lines of the card's text."""
         yield f"# {Path(self.name).parent.name}\n"
         yield self._what_it_is()
         yield "\n## Use\n"
@@ -225,7 +225,7 @@ class _Card:
         yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
     def _loading(self) -> Iterator[str]:
-        """Yield the lines that make a pipeline of the model."""
+        """Yield the lines of code that load the model."""
         name, whole = self.name, "AutoModelForMultimodalLM"
         if not self.is_adapter and not self.multimodal:
             yield "from transformers import pipeline\n"
@@ -248,9 +248,9 @@ class _Card:
         yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
 
     def _limits(self) -> tuple[bool, str]:
-        """Return whether an adapter has rows of new tokens, and what of it vLLM does not serve.
+        """Return whether an adapter has rows of new tokens, and its features that vLLM lacks.
 
-        vLLM's rules are those of its vllm/lora/peft_helper.py.
+        The rules are from vllm/lora/peft_helper.py.
         """
         if not self.is_adapter:
             return False, ""
@@ -272,7 +272,7 @@ def _shown_sources(files: Sequence[str]) -> str:
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the journal says of the run up to this step."""
+    """Yield the journal's figures of the run up to this step."""
     lines = sorted(read_journal(run / "metrics.jsonl"), key=lambda line: line["step"])
     trained = [line for line in lines if line["event"] == "train" and line["step"] <= step]
     seconds, last = 0.0, 0
@@ -293,7 +293,7 @@ def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _command(start: Mapping[str, Any]) -> str:
-    """Return the command line of a start, on any machine."""
+    """Return the command line of a start without paths of this machine."""
     launch, command = start["launch"], ["python"]
     if launch["world_size"] > 1:
         config = CONFIG_FILES.get(launch["strategy"], launch["strategy"])

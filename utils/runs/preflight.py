@@ -1,4 +1,4 @@
-"""Checks the output directory before a run: shared, writable, with room, and no one else's."""
+"""Checks the output directory before a run: shared, writable, large enough, and a run's own."""
 
 import logging
 import os
@@ -25,16 +25,16 @@ from utils.support.run_lock import FOLDER
 
 logger = logging.getLogger(__name__)
 
-MARK = ".stoker-preflight-"  # begins the name of a file that is there for a moment
+MARK = ".stoker-preflight-"  # prefix of a temporary file's name
 SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
 PROBE_BYTES = 2**14
 
 
 def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:
-    """Check that all hosts can write to one ``output_dir``, with room for checkpoints; make it.
+    """Make ``output_dir`` and check that all hosts can write to it and that checkpoints fit.
 
     Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
-    name. Each host writes a little, since quotas do not show in what is free.
+    name. Each host writes a small file, because free space does not show quotas.
     """
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
 
@@ -59,10 +59,11 @@ def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: Lau
 
 
 def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
-    """Return what is free, in words; raise StorageError if checkpoints do not fit, or nothing.
+    """Return the free space in words; raise StorageError if checkpoints do not fit.
 
-    A new run needs as many as will be there at once, a resumed one the next. What `make_room` may
-    delete counts as free. Nothing is written. Raises ConfigurationError for a file of that name.
+    A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
+    one. Space that `make_room` may free counts as free. Nothing is written. Raises
+    ConfigurationError for a file of that name.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
@@ -76,16 +77,16 @@ def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     count = 1
     if not committed:
         most = most_at_once(keep, max(1, plan.scheduled_saves))
-        # Without a limit somebody may move some away meanwhile.
+        # Without a limit somebody may move checkpoints away during the run.
         count = min(most, LEAST_KEPT) if keep is None else most
     find_room(there, run_id, keep, plan.checkpoint_bytes, count)
     return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
 
 
 def _probe(mark: Path) -> None:
-    """Find rank 0's mark from this host, and write to it."""
+    """Find rank 0's temporary file from this host, and write to it."""
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
-    # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+    # List the directory: for a single name NFS caches for a while that the file was missing.
     while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
         if time.monotonic() > end:
             raise StorageError(
@@ -102,7 +103,7 @@ def _append(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(bytes(PROBE_BYTES))
-            os.fsync(file.fileno())  # a quota may show only when the data is on its way
+            os.fsync(file.fileno())  # some quotas only fail here
     except OSError as error:
         raise _not_writable(path.parent, str(error.strerror)) from error
 
@@ -115,8 +116,8 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return whether the directory holds a run; raise when it holds something else."""
-    # Not through links in the directory of a stranger's run. A damaged file is restored.
+    """Return whether the directory holds a run; raise if it holds something else."""
+    # Do not follow links, which a stranger's run may contain. A damaged file will be restored.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
         if path.is_symlink() or (path.name == FOLDER and path.is_file()):
             kind = "a link" if path.is_symlink() else "no folder"
@@ -128,8 +129,8 @@ def known_files(output_dir: Path) -> bool:
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
-        names.discard(CONFIG)  # of a start that was killed before it wrote the rest
-    # Hidden are drafts of such a start, and what file systems put anywhere.
+        names.discard(CONFIG)  # from a start that was killed before it wrote the rest
+    # Ignore hidden files: drafts of such a start, and files of file systems.
     if others := sorted(name for name in names if not name.startswith(".")):
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "

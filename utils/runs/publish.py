@@ -3,9 +3,9 @@ r"""Upload the finished model of a run to the Hugging Face Hub, with its model c
     python -m utils.runs.publish runs/my-run OWNER/NAME
     python -m utils.runs.publish runs/my-run OWNER/NAME-lora --adapter --public --dry_run
 
-One commit of the files on ALLOWED, and of nothing else; none of them may hold a secret. The token
-is HF_WRITE_TOKEN of the environment or .env, else the one that `hf auth login` stored.
-`push_to_hub: true` in a recipe does the same at the end of a run.
+One commit with the files in ALLOWED and nothing else; no file may contain a secret. The token is
+HF_WRITE_TOKEN from the environment or .env, else the one that `hf auth login` stored. `push_to_hub:
+true` in a recipe does the same at the end of a run.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TEXTS = (
     *PROCESSOR_FILES,
 )  # fmt: skip
 ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
-# Of an earlier upload: transformers would load one whole file rather than the new parts.
+# Weights of an earlier upload. transformers would load an old single file instead of new parts.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 NO_TOKEN = (
@@ -52,7 +52,7 @@ NO_TOKEN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish what the command line names; returns the exit code."""
+    """Publish the run of the command line; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
-    """Publish final/ of a run that has ended well; a failure is a warning with what to type."""
+    """Publish final/ of a finished run; a failure is only a warning, with the command to type."""
     name = name or run.resolve().name
     try:
         files = files_to_publish(run, name)
@@ -90,7 +90,7 @@ def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
 
 
 def hub_name_fault(name: str) -> str:
-    """Return why the Hub would not take this name; empty: it would."""
+    """Return why the Hub would refuse this name, or an empty text."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -103,7 +103,7 @@ def hub_name_fault(name: str) -> str:
 def files_to_publish(
     run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
 ) -> dict[str, Path | bytes]:
-    """Return the files to upload under `name`, by their names there; logs what they are.
+    """Return the files to upload by their names on the Hub, and log them.
 
     Raises ConfigurationError for an unfinished run, a secret in a file, or an adapter whose base
     has no name on the Hub.
@@ -140,7 +140,7 @@ def files_to_publish(
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
     """Upload the files in one commit, and return the address; raises ConfigurationError.
 
-    A model that is there already keeps who may see it, its other files and its history.
+    An existing model keeps its visibility, its other files and its history.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -166,7 +166,7 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
         api.create_commit(url.repo_id, operations, commit_message="Model trained with Stoker")
     except HfHubHTTPError as error:
         raise ConfigurationError(_refusal(name, error)) from error
-    except Exception as error:  # no network, in any library's words
+    except Exception as error:  # network errors of several libraries
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigurationError(f"{name}: the upload failed: {reason}.") from error
     return str(url)
@@ -199,7 +199,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _secrets(path: Path, content: Path | bytes) -> list[str]:
-    """Return a line for each line of a text that holds a secret."""
+    """Return a problem for each line of a text that contains a secret."""
     if not _matches(path.name, TEXTS):
         return []
     raw = content if isinstance(content, bytes) else content.read_bytes()
@@ -248,7 +248,7 @@ def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:
-    """Return adapter_config.json with a base that others can load; ConfigurationError without."""
+    """Return adapter_config.json with a base that others can load, or raise ConfigurationError."""
     from huggingface_hub import ModelCard
 
     content = read_object(directory / ADAPTER_CONFIG)

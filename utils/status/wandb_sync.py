@@ -1,4 +1,4 @@
-"""Uploads what wandb recorded offline, from a machine that reaches its server."""
+"""Uploads wandb's offline records from a machine that reaches wandb's server."""
 
 import os
 import subprocess
@@ -10,16 +10,16 @@ from utils.config.errors import ConfigurationError
 from utils.status.run_state import read_status, runs_below
 from utils.support.redaction import load_env_file, redact
 
-CUT_OFF = "incomplete record"  # what wandb says of a record whose end is missing
+CUT_OFF = "incomplete record"  # wandb's message about a record without an end
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload what starts recorded and is not uploaded yet, each into its run.
+    """Upload the records of all starts that are not uploaded yet, each into its run.
 
-    Returns an exit code. A start that is still recording is left for later: wandb takes a file
-    once. Of one that was killed what is complete goes up; wandb by itself would send that again at
-    each call, and the starts behind it never. The key is WANDB_API_KEY, of `.env` too, or a login.
-    Raises ConfigurationError for what wandb does not take.
+    Returns an exit code. A start that is still recording is left for later, because wandb accepts a
+    file only once. A killed start is uploaded as far as it is complete; `wandb sync` would upload
+    it again at each call, and never reach later starts. The key is WANDB_API_KEY, also from `.env`,
+    or a login. Raises ConfigurationError for a record that wandb refuses.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()
@@ -43,7 +43,7 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
 
 
 def records(run: Path) -> list[Path]:
-    """Return what wandb recorded in a run's starts and has not uploaded, the latest last."""
+    """Return the records of a run's starts that are not uploaded yet, the latest last."""
     found = run.glob("wandb/offline-run-*/run-*.wandb")
     return sorted(file for file in found if not _marker(file).exists())
 
@@ -54,7 +54,7 @@ def _marker(file: Path) -> Path:
 
 def _upload(file: Path) -> bool:
     words = [sys.executable, "-m", "wandb", "sync", str(file)]
-    online = {**os.environ, "WANDB_MODE": "online"}  # offline is chosen for jobs
+    online = {**os.environ, "WANDB_MODE": "online"}  # jobs are offline
     cut_off = False
     with subprocess.Popen(
         words, env=online, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

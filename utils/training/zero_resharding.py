@@ -1,4 +1,4 @@
-"""ZeRO checkpoints of another number of ranks, loaded as DeepSpeed's universal checkpoints."""
+"""Loads ZeRO checkpoints of another number of ranks as DeepSpeed's universal checkpoints."""
 
 import contextlib
 import logging
@@ -35,10 +35,10 @@ EXTRACTING, MERGING = 4, 8
 
 @contextlib.contextmanager
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
-    """Give the directory that this number of ranks loads, and let DeepSpeed load it within.
+    """Yield the checkpoint directory that this number of ranks can load.
 
-    It is the checkpoint itself unless other ranks wrote it under ZeRO: then it is converted, into a
-    directory that is gone afterwards. Collective over ranks; raises StorageError on all of them.
+    It is the checkpoint itself, or, if another number of ranks wrote it under ZeRO, a temporary
+    conversion of it. Collective over ranks; raises StorageError on all of them.
     """
     here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
@@ -52,23 +52,23 @@ def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[st
     config = plugin.deepspeed_config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
     engine: Any = trainer.model_wrapped
-    if hasattr(engine, "_config"):  # it is DeepSpeed's already
+    if hasattr(engine, "_config"):  # it is already DeepSpeed's engine
         engine._config.load_universal_checkpoint = True
     yield str(scratch)
     engine = trainer.model_wrapped
     if engine.zero_optimization_stage() == 3:
         repair_stage_3(engine.optimizer.optimizer, scratch)
     config["checkpoint"]["load_universal"] = engine._config.load_universal_checkpoint = False
-    gathered(None)  # rank 0 may be done while others still read it
+    gathered(None)  # wait for ranks that still read the directory
     on_rank_0(lambda: shutil.rmtree(scratch))
 
 
 def repair_stage_3(optimizer: Any, universal: Path) -> None:
-    """Correct what DeepSpeed 0.19 loads wrongly of a universal checkpoint under ZeRO-3.
+    """Correct two errors of DeepSpeed 0.19 after loading a universal checkpoint under ZeRO-3.
 
-    `_load_universal_checkpoint_stage3` gives all groups the settings of the first one (so that
-    weight decay falls on what has none), and all parameters one tensor to count their steps in,
-    which is counted up once for each. `optimizer` is torch's own, inside DeepSpeed's.
+    `_load_universal_checkpoint_stage3` gives all groups the settings of the first one, so that all
+    parameters get weight decay. It also gives all parameters the same step counter, which then
+    grows once per parameter. `optimizer` is torch's own, inside DeepSpeed's.
     """
     (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
     loaded = torch.load(state, map_location="cpu", weights_only=True)
@@ -82,10 +82,10 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
     logger.info(f"{checkpoint} is of {ranks} ranks, not {world_size}: converting its ZeRO state")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a start that was killed here
+    shutil.rmtree(scratch, ignore_errors=True)  # leftover of a killed start
     scratch.mkdir()
     (steps,) = checkpoint.glob("global_step*")
-    shutil.copy(checkpoint / "scheduler.pt", scratch)  # of all ranks
+    shutil.copy(checkpoint / "scheduler.pt", scratch)  # the same for all ranks
     command = [
         sys.executable, "-c", CONVERTER,
         "--input_folder", str(steps.resolve()),
