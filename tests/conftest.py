@@ -1,4 +1,4 @@
-"""What every test runs under: offline, no telemetry, few threads; tiny models and tokenizers."""
+"""The setting of all tests: offline, no telemetry, few threads; options and fixtures."""
 
 import logging
 import os
@@ -17,11 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # several tests run at once
 
 import pytest
 
-LAST_LINES = 30  # of a failure that `--at-once` prints
+LAST_LINES = 30  # lines of a failure that `--at-once` prints
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--exhaustive`: every case of the proofs, not a sample of them. `--at-once`: see AtOnce."""
+    """Add `--exhaustive` (every case of the proofs, not a sample) and `--at-once` (see AtOnce)."""
     parser.addoption("--exhaustive", action="store_true", help="every case of the proofs")
     parser.addoption("--at-once", action="store_true", help="print each failure when it happens")
 
@@ -45,7 +45,7 @@ class AtOnce:
 
     def __init__(self, config: pytest.Config):
         self.terminal = config.pluginmanager.getplugin("terminalreporter")
-        self.left: dict[str, str] = {}  # how far each test came that has not ended
+        self.left: dict[str, str] = {}  # the phase of each test that has not ended
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.left |= {item.nodeid: "not begun" for item in session.items}
@@ -72,11 +72,11 @@ class AtOnce:
         self.terminal.ensure_newline()
         for line in lines:
             self.terminal.write_line(line)
-        self.terminal.flush()  # or a pipe holds them back until the end
+        self.terminal.flush()  # otherwise a pipe would buffer them until the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, and count as deselected, what `--exhaustive` alone asks for."""
+    """Deselect the tests that only `--exhaustive` runs."""
     if config.getoption("--exhaustive"):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -87,11 +87,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _restore_environment():
-    """Undo what a test (or the code under test) changed in the environment and of signals."""
+    """Undo changes of environment and signals by a test or by the code under test."""
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
-    # run_script's limit of a failed process's last seconds: it would end these tests.
+    # run_script's time limit for a failed process would end these tests.
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer) and thread.function.__name__ == "leave_at_once":
             thread.cancel()
@@ -114,7 +114,7 @@ class Disk:
         self._mount("-t", "tmpfs", "-o", self._size(), "none")
 
     def resize(self, size_kib: int, files: int) -> None:
-        """Make it larger, or as small as what is on it allows."""
+        """Make the file system larger, or as small as its files allow."""
         self.size_kib, self.files = size_kib, files
         self._mount("-o", f"remount,{self._size()}")
 
@@ -125,7 +125,7 @@ class Disk:
         return f"size={self.size_kib}k,nr_inodes={self.files}"
 
     def _mount(self, *arguments: str) -> None:
-        """Skip the test, saying why, where none can be mounted."""
+        """Skip the test with the reason if no file system can be mounted."""
         command = ["mount", *arguments, str(self.path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -134,7 +134,7 @@ class Disk:
 
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
-    """Return what mounts file systems of `size_kib` and `files`, which are gone after the test."""
+    """Return a function that mounts file systems of `size_kib` and `files` for this test."""
     made: list[Disk] = []
 
     def mount(size_kib: int, files: int) -> Disk:
@@ -148,5 +148,5 @@ def disks(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
 
 @pytest.fixture
 def small_disk(disks: Callable[..., Disk]) -> Path:
-    """A file system of 64 KiB and 16 inodes."""
+    """Mount a file system of 64 KiB and 16 inodes."""
     return disks(size_kib=64, files=16).path

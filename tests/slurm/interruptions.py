@@ -1,7 +1,7 @@
 """The table of interruptions: how each is caused, and how the job has to end.
 
-A job of two nodes with one rank each waits at a step (or has not begun) while `provoke` acts. After
-that the job trains on, is requeued, resumes with the same command, or is refused.
+A job of two nodes with one rank each waits at a step (or has not begun) while `provoke` acts. Then
+the job continues to train, is requeued, resumes with the same command, or is refused.
 """
 
 import os
@@ -47,7 +47,7 @@ class Scene:
     model: object = SETTINGS["model_config"]
     submitted: list[Job] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
-    restarts: str = "0"  # of the job when it reached the step of the interruption
+    restarts: str = "0"  # the job's restarts when it reached the step of the interruption
     other: Job | None = None  # a second job in the run directory
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Scene:
             path.unlink()
 
     def codes(self) -> list[int]:
-        """The exit code of each start whose job script reached its last line."""
+        """Return the exit code of each start whose job script reached its last line."""
         lines = self.events.read_text().splitlines() if self.events.exists() else []
         return [int(line) for line in lines]
 
@@ -112,7 +112,7 @@ class Scene:
         return Then.TRAINS_ON if fields["Restarts"] == "0" else Then.REQUEUED
 
     def exit_code(self) -> int | None:
-        """The exit code of the start that was interrupted; None if Slurm ended its script."""
+        """Return the exit code of the interrupted start; None if Slurm ended its script."""
         fields = self.slurm.fields(self.other or self.job)
         codes = [code for code in self.codes() if code]
         if fields["JobState"] == "COMPLETED":
@@ -126,7 +126,7 @@ class Scene:
         return "\n".join(job.output() for job in [*self.submitted, *others])
 
     def readable(self, line: str) -> str:
-        """A line of the log without the time, the job's number and this machine's folders."""
+        """Return a log line without the time, the job's number and this machine's folders."""
         line = re.sub(r"^\d\d:\d\d:\d\d +| AT \S+T\S+", "", line)
         line = line.replace(self.submitted[0].id, "N")
         names = {self.run: "RUN", self.disk: "DISK", self.jobs.files: "FILES", ROOT: "REPOSITORY"}
@@ -152,17 +152,17 @@ class Scene:
     # Processes
 
     def processes(self) -> Iterator[tuple[psutil.Process, list[str], Mapping[str, str]]]:
-        """The processes of the job with their command lines and environments."""
+        """Return the processes of the job with their command lines and environments."""
         for process in psutil.process_iter():
             try:
                 environment = process.environ()
                 if environment.get("SLURM_JOB_ID") == self.job.id:
                     yield process, process.cmdline(), environment
             except psutil.Error:
-                continue  # ended meanwhile
+                continue  # the process has ended
 
     def rank(self, rank: int) -> psutil.Process:
-        """A rank, not the data workers that it forks."""
+        """Return a rank, not the data workers that it forks."""
         found = {
             process.pid: process
             for process, command, environment in self.processes()
@@ -172,13 +172,13 @@ class Scene:
         return process
 
     def data_worker(self, rank: int) -> psutil.Process:
-        """The data worker of a rank."""
+        """Return the data worker of a rank."""
         parent = self.rank(rank)
         (worker,) = (child for child in parent.children() if child.cmdline() == parent.cmdline())
         return worker
 
     def launcher(self, node: int) -> psutil.Process:
-        """The launcher of the first node (0) or of the second (1)."""
+        """Return the launcher of the first node (0) or of the second (1)."""
         (process,) = (
             process
             for process, command, environment in self.processes()
@@ -187,7 +187,7 @@ class Scene:
         return process
 
     def srun(self) -> psutil.Process:
-        """The srun of the job script, not the helper that it forks."""
+        """Return the srun of the job script, not the helper that it forks."""
         (process,) = (
             process
             for process, command, _ in self.processes()
@@ -196,7 +196,7 @@ class Scene:
         return process
 
     def job_script(self) -> psutil.Process:
-        """The shell of the job script."""
+        """Return the shell of the job script."""
         (process,) = (
             process
             for process, command, _ in self.processes()
@@ -217,11 +217,11 @@ def nothing(scene: Scene) -> None:
 class Interruption:
     """A row of the table.
 
-    `code` is the exit code of the job script: None where the job trains on, ANY where Slurm ends
-    the script, which may be before its last line. `says` is a pattern of the line in the log that
-    tells the user. `lost` is the number of steps that may be done again. `before` acts before the
-    job is submitted. `mend` undoes the fault, before the same command is submitted again. With
-    `fine_tuning` LoRA takes part.
+    `code` is the exit code of the job script: None if the job continues to train, ANY if Slurm ends
+    the script, which may be before its last line. `says` is a pattern of the log line for the user.
+    `lost` is the number of steps that may be repeated. `before` acts before the job is submitted.
+    `mend` undoes the fault before the same command is submitted again. With `fine_tuning` the row
+    is also tested with LoRA.
     """
 
     name: str
@@ -243,7 +243,7 @@ class Interruption:
 
 
 def kill(process: Callable[[Scene], psutil.Process]) -> Provoke:
-    """Kill one process; the ranks that are left train on."""
+    """Kill one process; the remaining ranks continue to train."""
     return lambda scene: process(scene).kill()
 
 
@@ -261,7 +261,7 @@ def restart_slurmd(scene: Scene) -> None:
 
 
 def freeze_and_thaw(scene: Scene) -> None:
-    """Stop a rank until the other one waits in a collective, then let it go on."""
+    """Stop a rank until the other one waits in a collective, then let it continue."""
     rank = scene.rank(1)
     rank.suspend()
     scene.release()

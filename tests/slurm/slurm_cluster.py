@@ -1,12 +1,12 @@
 """A real Slurm on this machine: slurmctld and a slurmd for each node, of two cores and two GPUs.
 
-n1 and n2 are the partition `main`, which jobs get by default; n3 and n4, `other`, are for a job
-that runs beside those: most of a job that is interrupted is waiting. A job in `urgent` takes n1 and
-n2 away from a job in `main` at once, from a job in `patient` after two minutes of grace.
+n1 and n2 are the partition `main`, the default; n3 and n4, `other`, are for a second job at the
+same time, because an interrupted job mostly waits. A job in `urgent` takes n1 and n2 away from a
+job in `main` at once, and from a job in `patient` after two minutes of grace.
 
-The GPUs are empty files, so Slurm counts and hands them out but nothing can be computed on them.
-Keys, state and logs are all in one directory; munged, slurmctld and slurmd are processes of
-the test that started them, and end with it.
+The GPUs are empty files, so Slurm counts and allocates them, but nothing can be computed on them.
+Keys, state and logs are all in one directory; munged, slurmctld and slurmd are processes of the
+test that started them, and end with it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 from launching import wait_until
 
 NODES = ("n1", "n2", "n3", "n4")
-PATIENCE_S = 300.0  # until a test is given up: machines have busy minutes
+PATIENCE_S = 300.0  # after which a test gives up; machines have busy minutes
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
 _CONFIG = """\
@@ -79,7 +79,7 @@ class Job:
     log: Path
 
     def output(self) -> str:
-        """Everything written to the log so far."""
+        """Return everything in the log so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
@@ -148,7 +148,10 @@ class SlurmCluster:
         """Kill a node's slurmd and all its processes, as a power cut does."""
         slurmd = self.daemons[f"slurmd {node}"]
         processes = [slurmd.pid, *self._of_node(node)]
-        for blow in (signal.SIGSTOP, signal.SIGKILL):  # or one reports that another was killed
+        for blow in (
+            signal.SIGSTOP,
+            signal.SIGKILL,
+        ):  # stop all first, or one would report that another was killed
             for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, blow)
@@ -159,7 +162,7 @@ class SlurmCluster:
         wait_until(self._nodes_are_idle, "the nodes do not become idle", self._state)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """This process's environment for Slurm's commands, without what an outer job set."""
+        """Return the environment for Slurm's commands, without variables of an outer job."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -181,7 +184,7 @@ class SlurmCluster:
     def submit(
         self, *arguments: str, cwd: Path, log: Path, env: Mapping[str, str] | None = None
     ) -> Job:
-        """Submit a job with sbatch, its output going to `log`."""
+        """Submit a job with sbatch; its output goes to `log`."""
         done = self.run(
             "sbatch", "--parsable", f"--output={log}", *arguments, cwd=cwd, env=env, check=False
         )
@@ -189,7 +192,7 @@ class SlurmCluster:
         return Job(done.stdout.split()[-1].split(";")[0], log)
 
     def state(self, job: Job) -> str:
-        """The job's state in Slurm's words: PENDING, RUNNING, COMPLETED, FAILED ..."""
+        """Return the job's state in Slurm's words: PENDING, RUNNING, COMPLETED, FAILED ..."""
         return self.fields(job).get("JobState", "UNKNOWN")
 
     def fields(self, job: Job) -> dict[str, str]:
@@ -234,7 +237,7 @@ class SlurmCluster:
             )  # fmt: skip
 
     def _of_node(self, node: str) -> set[int]:
-        """The processes of jobs on a node: tasks, all they started, and Slurm's step daemons."""
+        """Return the job processes of a node: tasks, their children, Slurm's step daemons."""
         # Another cluster on this machine has a node of the same name.
         marks = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.config}".encode()}
         found = set()

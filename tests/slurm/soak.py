@@ -4,8 +4,8 @@
     make soak SOAK_ARGS="--minutes 3 --every 20"   a trial; the file is not written
 
 Pretraining and fine-tuning with LoRA take turns, on two nodes of one rank and one data worker each.
-When the time is over the last run ends undisturbed. Needs root, slurm-wlm and munge. Exits with 1,
-and leaves the runs and logs, when anything was lost or needed a person.
+When the time is over, the last run ends undisturbed. Needs root, slurm-wlm and munge. If anything
+was lost or needed a person, it exits with 1 and leaves the runs and logs.
 """
 
 import argparse
@@ -42,7 +42,9 @@ RESULT = ROOT / "benchmarks/results/exactness/soak.json"
 TAIL = 1500  # characters of a log, beside a problem
 FROZEN_S = 5.0
 STEPS, SAVE_STEPS = 240, 2
-MOST_STEPS = 8  # between a start and what ends it; a start may be killed only after its first step
+MOST_STEPS = (
+    8  # at most so many steps until a start is ended; it is never killed before its first step
+)
 SLOWLY = {"STOKER_TEST_STEP_DELAY_S": "0.4"}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SETTINGS: dict[str, object] = tiny.RUN | {
@@ -73,7 +75,7 @@ class Run:
     directory: Path
     argv: list[str]
     jobs: list[Job] = field(default_factory=list)
-    checkpoints: int = 0  # committed ones that were verified after a kill
+    checkpoints: int = 0  # committed checkpoints that were verified after a kill
 
     @property
     def job(self) -> Job:
@@ -84,11 +86,11 @@ class Run:
         return (self.directory / "final/model.safetensors").exists()
 
     def steps(self) -> int:
-        """How many steps were logged so far, those too that were done again."""
+        """Return how many steps were logged so far, repeated ones included."""
         return sum(line["event"] == "train" for line in raw_journal(self.directory))
 
     def newest(self) -> int:
-        """The step of the newest committed checkpoint, by its manifest alone."""
+        """Return the step of the newest committed checkpoint, reading only manifests."""
         found = numbered_checkpoints(self.directory)
         return next((step for step, path in found if (path / MANIFEST).exists()), 0)
 
@@ -102,7 +104,7 @@ class Run:
             if not (path / MANIFEST).exists():
                 continue
             problems = checkpoint_problems(path, step, run_id)
-            if path.exists():  # else rotation took it meanwhile
+            if path.exists():  # otherwise rotation has deleted it
                 assert not problems, f"{path}: {problems}"
                 whole.append(step)
         assert whole, f"{self.directory}: checkpoint-{at_least} is gone"
@@ -111,7 +113,7 @@ class Run:
 
 
 def processes(job: Job) -> list[Process]:
-    """All processes of a job on this machine, by the job id in their environment."""
+    """Return all processes of a job on this machine, by the job id in their environment."""
     mark, found = f"SLURM_JOB_ID={job.id}".encode(), []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile
@@ -203,7 +205,7 @@ class Soak:
             self.worst[name] = max([self.worst[name], *(cycle.lost_steps for cycle in found)])
 
     def comes_so_far(self, run: Run, deadline: float) -> bool:
-        """Wait for the next kill's minute and some steps; whether there is a run to kill then."""
+        """Wait for the next kill's minute and some steps; return whether the run still runs."""
         wanted = run.steps() + self.chance.randrange(1, MOST_STEPS)
 
         def due() -> bool:
@@ -224,7 +226,7 @@ class Soak:
         return True
 
     def verify(self, run: Run, name: str, newest: int) -> None:
-        """Check the run's checkpoints, without its processes where the kind ends them."""
+        """Check the run's checkpoints; if this kind ends all processes, wait for that first."""
         if name not in ("slurmd restarted", "a rank frozen for 5 s"):
             wait_until(lambda: not processes_of(run.directory), "processes are left")
         run.verify(newest)
@@ -357,7 +359,7 @@ def outcome(run: Path) -> list[object]:
 
 
 def endings(runs: list[Run]) -> collections.Counter[str]:
-    """How many starts ended in which way, by the last line of each in the jobs' logs."""
+    """Count the ways in which starts ended, by the last line of each in the jobs' logs."""
     ways = {
         "75": r"stop[^;]*; requeued, start", "76": r"; requeued, start",
         "Slurm's own requeue": "Slurm has requeued it itself", "0": r"job \d+: done",

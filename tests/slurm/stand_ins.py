@@ -110,7 +110,7 @@ class StandIns:
         return dict(pair.split("=", 1) for pair in self._words(f"{command}.environment"))
 
     def _words(self, name: str) -> list[str]:
-        # Bytes first: read_text() takes a carriage return for the end of a line.
+        # Read bytes, because read_text() treats a carriage return as the end of a line.
         return (self.directory / name).read_bytes().decode().split("\0")[:-1]
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
 """Forty hostile values through every argument and variable of the scripts in slurm/.
 
-A value arrives as it is or is refused with a message; nothing in it is executed: each one that
-could be tries to make a file whose name begins with CANARY.
+A value arrives unchanged or is refused with a message, and nothing in it is executed: each value
+that could be executed would make a file whose name begins with CANARY.
 """
 
 import json
@@ -98,7 +98,7 @@ def test_variables_arrive_at_the_node(stand_ins):
         assert done.returncode == 0, done.stdout
         arrived = stand_ins.environment("srun")
         assert {arrived.get(name, value) for name in HANDED_ON} == {value}
-        # Ours, whatever it was before: ranks write there.
+        # The scripts always set this one, because ranks write there.
         assert arrived["STOKER_NOTES_DIR"] == f"{stand_ins.root}/.stoker/job-7.0"
 
 
@@ -177,7 +177,7 @@ def test_verdicts_are_only_printed(stand_ins):
         assert value.rstrip("\n") in done.stdout
         stand_ins.leaves(75, value)
         assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 75
-        (stand_ins.directory / "exit_code").write_text(value)  # no number
+        (stand_ins.directory / "exit_code").write_text(value)  # not a number
         assert stand_ins.run("slurm/train_job.sh", "train.py").returncode == 1
 
 

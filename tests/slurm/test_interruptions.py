@@ -1,8 +1,8 @@
 """Interrupted jobs are requeued and end with the numbers of an uninterrupted run.
 
 `make test` interrupts a few jobs. `make interruptions`, a part of `make test-exhaustive`, runs each
-row of the table in interruptions.py as a job and writes what it found into
-benchmarks/results/interruptions.json, from which docs/slurm.md has its table.
+row of the table in interruptions.py as a job and writes the outcomes to
+benchmarks/results/interruptions.json, from which the table in docs/slurm.md is made.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ CASES = [
 class Outcome:
     """The outcome of an interrupted job, as in the result file.
 
-    `seconds` lie between the last new step before the interruption and the first one after it.
+    `seconds` is the time between the last new step before the interruption and the first after it.
     """
 
     exit_code: int | None
@@ -74,7 +74,7 @@ def test_an_interruption_costs_what_the_table_says(
 
 
 def interrupted(scene: Scene, row: Interruption, whole: Path | None) -> Outcome:
-    """Interrupt a job, let it come to its end, and return what the journal and the log say."""
+    """Interrupt a job, let it end, and return its outcome from the journal and the log."""
     row.before(scene)
     if row.provoke is not None:
         (scene.hold / str(row.at_step)).touch()
@@ -103,14 +103,14 @@ def interrupted(scene: Scene, row: Interruption, whole: Path | None) -> Outcome:
 
 
 def same(run: Path, uninterrupted: Path) -> bool:
-    """Compare losses, evaluations and weights: not close, the same."""
+    """Return whether losses, evaluations and weights are exactly equal."""
     tiny.assert_same_run(run, uninterrupted)
     assert tiny.evaluations(run, "heldout") == tiny.evaluations(uninterrupted, "heldout")
     return True
 
 
 def undisturbed(scene: Scene, kind: str) -> Path:
-    """Return the uninterrupted run of this kind, made once."""
+    """Return the uninterrupted run of this kind; run it once."""
     run = scene.jobs.files / kind
     if not run.exists():
         job = scene.jobs.submit(
@@ -162,7 +162,7 @@ def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_p
     print(found)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
-    # More than cycles where the limit met a start before its first step or after its last one.
+    # There may be more starts than cycles: the limit can come before a first or after a last step.
     restarts = int(jobs.slurm.fields(limited)["Restarts"])
     assert restarts == limited.output().count("; requeued, start") >= len(found)
 
@@ -180,7 +180,7 @@ def survive_causes_in_turn(scene: Scene) -> None:
     assert scene.slurm.wait(scene.job) == "COMPLETED", scene.log()
     found = cycles(scene.run)
     print(found)
-    # Slurm may end the job once more: what it meant for the lost node's old start comes late.
+    # Slurm may end the job once more, because its signal for the lost node's old start comes late.
     for name, cycle in zip(IN_TURN.values(), found[:4], strict=True):
         assert cycle.lost_steps <= ROWS[name].lost
         assert re.search(ROWS[name].says, scene.log())

@@ -1,7 +1,7 @@
 """Decisions of the job scripts, on stand-ins of Slurm's commands and on a real Slurm.
 
-On the real Slurm a stand-in for launch_node.sh writes down how it was started on each node and
-ends as its first argument says; what it launches is tested in test_training_jobs.py.
+On the real Slurm a stand-in for launch_node.sh records how it was started on each node, and ends as
+its first argument says. test_training_jobs.py tests the real one.
 """
 
 import re
@@ -56,7 +56,7 @@ def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path):
 
 
 def test_the_job_scripts_end_alike():
-    """sbatch copies each away, so they cannot share the lines that find the repository."""
+    """sbatch copies each script, so they cannot share the lines that find the repository."""
     bodies = {}
     for name in ("train", "multinode", "sweep", "prepare"):
         _, bodies[name] = (ROOT / f"slurm/{name}_job.sh").read_text().split("set -euo pipefail\n")
@@ -80,7 +80,7 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     script = [f"{stand_ins.root}/slurm/launch_node.sh", "train.py", "--hub_token", "hf_secret"]
     assert given[-4:] == script
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(given)
-    assert "--cpus-per-task=36" in given  # the smallest node's
+    assert "--cpus-per-task=36" in given  # that of the smallest node
     assert "--container-image=a b" in given
     assert "job 7, start 1: 4 node(s) n1" in done.stdout
     assert "hf_secret" not in done.stdout
@@ -89,7 +89,7 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     same = {"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "4"}
     stand_ins.run(TRAIN, "train.py", env=same)
     assert stand_ins.environment("srun")["SLURM_GPUS_PER_NODE"] == "h100:4"
-    # GPUs of the command line win over the head's.
+    # GPUs on the command line override the script's.
     stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
     assert "SLURM_GPUS_PER_NODE" not in stand_ins.environment("srun")
 
@@ -112,7 +112,7 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     ],
 )
 def test_who_is_requeued(stand_ins, state, reason, restarts, may_requeue, said):
-    stand_ins.answer(143)  # what srun says when one task ends before the others
+    stand_ins.answer(143)  # srun's code when one task ends before the others
     code = 76 if may_requeue else 75
     stand_ins.leaves(code, STOPPED)
     stand_ins.slurm_says(state, reason, restarts, may_requeue)
@@ -140,7 +140,7 @@ def test_a_requeue_that_fails_says_how_to_resume(stand_ins):
 
 
 def test_a_log_on_a_full_disk_changes_no_end(stand_ins):
-    """The exit code, the requeue, the verdict that a refusal leaves."""
+    """Exit code, requeue and the verdict of a refusal stay the same."""
     for code, requeued in ((75, True), (76, True), (74, False), (0, False)):
         stand_ins.forget()
         stand_ins.answer(code)
@@ -162,7 +162,7 @@ def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins):
         assert stand_ins.arguments("python") == ["report.py", "runs/a"], "the page of the run"
         assert str(notes) in done.stdout
         assert stat.S_IMODE(notes.stat().st_mode) == 0o700
-    # The notes of earlier starts of this job go.
+    # The notes of earlier starts of this job are deleted.
     stand_ins.run(TRAIN, "train.py", env={"SLURM_JOB_ID": "70"})
     stand_ins.run(TRAIN, "train.py", env={"SLURM_RESTART_COUNT": "1"})
     left = sorted(path.name for path in (stand_ins.root / ".stoker").iterdir())
@@ -216,7 +216,7 @@ def test_an_end_without_a_verdict_is_sruns(stand_ins):
 
 
 def test_no_progress_advises_more_time_where_time_was_short(stand_ins):
-    """The verdict has several lines, of which the first is shown for each start."""
+    """The verdict has several lines; the log shows the first one of each start."""
     (stand_ins.directory / "exit_code").write_text("75\n")
     (stand_ins.directory / "verdict.txt").write_text("SIGUSR1 before the start\nmore\n")
     for restart in range(4):
@@ -341,7 +341,7 @@ def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
-    """For each way to request GPUs. The command line overrides the heads of both scripts."""
+    """Try each way to request GPUs. The command line overrides the heads of both scripts."""
     asked = {
         "gpus-per-node": ["--gpus-per-node=2"],
         "gres": ["--gres=gpu:2"],
@@ -373,7 +373,7 @@ def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
-    """One-node jobs side by side; each ends its own way."""
+    """One-node jobs run at the same time, and each ends in another way."""
     stop = {name: jobs.submit(how="stop") for name in ("signalled", "cancelled")}
     wait_until(lambda: all(jobs.started(job, "ready") for job in stop.values()), "not up")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", stop["signalled"].id)
@@ -415,7 +415,7 @@ def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_a_node_that_cannot_start_ends_the_job_at_once(jobs):
-    """srun ends the other node's task by a signal, which is not the cause; nothing is requeued."""
+    """srun ends the other node's task by a signal, which must not count as the cause."""
     tools, cluster_env = jobs.root / "tools", jobs.root / "slurm/cluster.env"
     shutil.copy(ROOT / "slurm/launch_node.sh", jobs.root / "slurm")
     tools.mkdir()

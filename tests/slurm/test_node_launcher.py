@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
 NODE = "slurm/launch_node.sh"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
-# Writes what it is into a file of its rank, then does what its first argument says.
+# Writes its facts into a file of its rank, then does what its first argument says.
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_two_nodes_of_two_processes_are_four_ranks(slurm, worker, tmp_path):
     directories = {said["STOKER_NODE_DIR"] for said in found.values()}
     assert len(directories) == 2
     assert all(said["TRITON_CACHE_DIR"].startswith(tuple(directories)) for said in found.values())
-    assert not any(Path(directory).exists() for directory in directories)  # gone at the end
+    assert not any(Path(directory).exists() for directory in directories)  # deleted at the end
     launched = "launch: 2 process(es), CPU only, on each of 2 node(s) (n1, n2): accelerate_configs/"
     assert f"{launched}cpu.yaml" in done.output
 
@@ -147,7 +147,9 @@ def test_devices_that_torch_does_not_see_are_refused_for_both_nodes(slurm, worke
     command = (*TWO_NODES, "--gpus-per-node=2", NODE, worker, tmp_path, "reduce")
     done = srun(slurm, tmp_path, *command, CUDA_VISIBLE_DEVICES="unset", **UNSET)
     assert done.code == 69, done.output
-    assert done.srun_code == 69, done.output  # of both: neither was ended by the other's end
+    assert done.srun_code == 69, (
+        done.output
+    )  # both codes are 69: neither task was ended because of the other
     for node in ("n1", "n2"):
         message = rf"{node}: the job has 2 GPUs on this node, one process each, but torch sees 0"
         assert re.search(message, done.verdict), done.verdict

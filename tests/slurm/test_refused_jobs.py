@@ -1,4 +1,4 @@
-"""Jobs that cannot work end once, with a message that has host, reason and remedy."""
+"""Jobs that cannot work end without a requeue, and name host, reason and remedy."""
 
 import re
 import subprocess
@@ -42,7 +42,7 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
         for disk in disks.values():
             subprocess.run(["umount", str(disk)], check=True)
 
-    # Waited for at the end: it would slow down the jobs above, whose time counts.
+    # This job is awaited last, because it would slow down the timed jobs above.
     killed = {"STOKER_TEST_KILL_RANK_AT_STEP": "1:3"}
     options = ("--gpus-per-node=2", "--partition=other")
     endless = jobs.submit(tmp_path / "run", *options, script="slurm/train_job.sh", env=killed)
@@ -60,7 +60,7 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
 
     job = jobs.submit(tmp_path / "wrong", *TWO_NODES, lerning_rate="1e-3")
     log = refused(jobs, job, 2, "lerning_rate.*learning_rate")
-    assert log.count("lerning_rate") <= 6, log  # not once a rank
+    assert log.count("lerning_rate") <= 6, log  # not once per rank
 
     # A run that makes no progress between its restarts.
     assert jobs.slurm.wait(endless) == "FAILED", endless.output()

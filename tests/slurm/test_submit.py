@@ -23,7 +23,7 @@ HEAD = """\
 echo
 #SBATCH --nodes=1
 """
-# Options and variables; what the check has of it: nodes, GPUs of each, the limit, requeued or not.
+# Options and variables; expected result: nodes, GPUs per node, time limit, requeue.
 SPELLINGS = [
     (["-N1", "--gres=gpu:2"], {}, (1, 2, "1:00:00", True)),
     (
@@ -48,7 +48,7 @@ def queue(slurm) -> list[str]:
 def test_the_check_has_what_slurm_understood(slurm, submit, tmp_path):
     script, plan = tmp_path / "job.sh", tmp_path / "plan.py"
     script.write_text(HEAD)
-    # In place of a script's dry run, and refused.
+    # Replaces a script's dry run, and refuses.
     plan.write_text("raise SystemExit(2)  # dry_run\n")
     for words, environment, (nodes, gpus, limit, requeued) in SPELLINGS:
         done = submit(*words, str(script), str(plan), "a b", **environment)

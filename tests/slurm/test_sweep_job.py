@@ -1,4 +1,4 @@
-"""A sweep as a job array on a real Slurm: one point fails, submitted again only that one trains."""
+"""A sweep as a job array on a real Slurm: one point fails; a second submission only trains it."""
 
 import pytest
 import tiny
@@ -40,7 +40,7 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(jobs, call, idle, tmp_
     directories = [sweep.output_dir / name for name in sweep.points]
     log = f"--output={tmp_path}/%a.log"
 
-    # One index more than there are points.
+    # One index more than points.
     done = call("sbatch", *OPTIONS, log, "--array=0-2", "slurm/sweep_job.sh", str(file))
     assert done.returncode == 2, "sbatch --wait returns the worst code of the array"
     logs = [(tmp_path / f"{index}.log").read_text() for index in range(3)]

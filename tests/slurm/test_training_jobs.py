@@ -12,9 +12,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def alone(jobs: TrainingJobs, tmp_path_factory):
-    """The run in one process, without launcher and Slurm."""
+    """Make the run in one process, without launcher and Slurm."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    torch.set_num_threads(1)  # beside other tests two would wait for each other
+    torch.set_num_threads(1)  # two threads would wait for each other beside other tests
     pretrain.main(jobs.flags(run, use_cpu="true", per_device_train_batch_size=2))
     return run
 

@@ -1,4 +1,4 @@
-"""On a real Slurm: status.py joins the queue with the run, and the user's command is told."""
+"""On a real Slurm status.py shows queue and run, and the user's command gets the events."""
 
 import pytest
 from launching import wait_until

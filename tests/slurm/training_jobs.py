@@ -1,4 +1,4 @@
-"""Hands training jobs in with the shipped scripts, and reads what became of them."""
+"""Submits training jobs with the shipped scripts, and reads their results."""
 
 import contextlib
 import json
@@ -15,9 +15,13 @@ from launching import CPU_ENVIRONMENT, ROOT, quiet_environment, wait_until
 from slurm_cluster import Job, SlurmCluster
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# Forty steps with evaluations between them; four ranks take them in four seconds, undelayed.
+# Forty steps with evaluations; without a delay four ranks take four seconds.
 STEPS = 40
-SMALL = ("--cpus-per-task=2", "--mem=3G", "--time=10")  # what a node of the test's Slurm has
+SMALL = (
+    "--cpus-per-task=2",
+    "--mem=3G",
+    "--time=10",
+)  # the resources of a node of the tests' Slurm
 SETTINGS: dict[str, object] = {
     "model_config": ROOT / "recipes/model/llama_6m.yaml",
     "sequence_length": 64,
@@ -41,7 +45,7 @@ LORA: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Cycle:
-    """One interruption as the journal saw it: steps done again, seconds without a new step."""
+    """An interruption in the journal: repeated steps, and seconds without a new step."""
 
     lost_steps: int
     seconds: float
@@ -52,13 +56,13 @@ def job_environment(env: Mapping[str, str] | None = None, config: str = "cpu") -
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "STOKER_PROCESSES_PER_NODE": "2",
-        "STOKER_MAIN_ADDRESS": "127.0.0.1",  # n1 and n2 are no names of hosts
+        "STOKER_MAIN_ADDRESS": "127.0.0.1",  # n1 and n2 are not real host names
     }
     return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
 
 
 class TrainingJobs:
-    """Two nodes of two CPU processes each, unless told otherwise."""
+    """Jobs on two nodes of two CPU processes each, by default."""
 
     def __init__(self, slurm: SlurmCluster, files: Path):
         self.slurm = slurm
@@ -68,7 +72,7 @@ class TrainingJobs:
     def flags(
         self, output_dir: Path, training: str = "pretrain.py", **changes: object
     ) -> list[str]:
-        """The command line of `pretrain.py`, or of `sft_train.py` with LoRA."""
+        """Return the command line of `pretrain.py`, or of `sft_train.py` with LoRA."""
         data = {
             "train_data": self.files / "documents",
             "eval_data": f"heldout={self.files / 'heldout'}",
@@ -81,7 +85,7 @@ class TrainingJobs:
         return tiny.flags(**(SETTINGS | data | changes))
 
     def base(self) -> Path:
-        """A model with random weights, to fine-tune."""
+        """Make a model with random weights for fine-tuning."""
         directory = self.files / "base"
         if not directory.exists():
             torch.manual_seed(0)
@@ -95,7 +99,7 @@ class TrainingJobs:
         training: str = "pretrain.py", config: str = "multi_gpu",
         env: Mapping[str, str] | None = None, **changes: object,
     ) -> Job:  # fmt: skip
-        """Hand a training script in; its log is a file of its own."""
+        """Submit a training script with a separate log file."""
         log = self.files / f"job-{len(self.handed_in)}.log"
         chosen = {"ACCELERATE_CONFIG": f"accelerate_configs/{config}.yaml"} | dict(env or {})
         job = self.slurm.submit(
@@ -106,13 +110,13 @@ class TrainingJobs:
         return job
 
     def remove_notes(self) -> None:
-        """Remove what failed jobs left in the repository for their users."""
+        """Remove the reports that failed jobs wrote into the repository."""
         for job in self.handed_in:
             for notes in (ROOT / ".stoker").glob(f"job-{job.id}.*"):
                 shutil.rmtree(notes)
 
     def finished(self, config: str) -> Path:
-        """The directory of a whole run on four ranks that nothing disturbed, made once a config."""
+        """Return an undisturbed run on four ranks; run it once per config."""
         run = self.files / config
         if not run.exists():
             job = self.submit(run, "--nodes=2", "--gpus-per-node=2", config=config)
@@ -120,7 +124,7 @@ class TrainingJobs:
         return run
 
     def wait_for_step(self, output_dir: Path, step: int, job: Job) -> None:
-        """Wait until the journal holds this step; raises with the log if it never does."""
+        """Wait until the journal has this step; raises with the log if it never does."""
 
         def reached() -> bool:
             state = self.slurm.state(job)
@@ -131,14 +135,14 @@ class TrainingJobs:
 
 
 def raw_journal(output_dir: Path) -> list[dict]:
-    """Every whole line of the journal, those too that a later start undid."""
+    """Return every complete line of the journal, including rolled-back ones."""
     path = output_dir / "metrics.jsonl"
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]
     found = []
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):  # the disk became full in a line
+        with contextlib.suppress(json.JSONDecodeError):  # the disk became full within a line
             found.append(json.loads(line))
     return found
 

@@ -1,4 +1,4 @@
-"""Memory of each rank by phase, the rank that has the least, and what would still fit on it."""
+"""Memory of each rank by phase, the rank with the least, and the micro-batch that would fit."""
 
 import logging
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from utils.callbacks.memory import GIB, MemoryMonitor, fullest_rank
 
 
 class Gpu:
-    """Stands in for a GPU of 80 GiB: the numbers that torch.cuda tells, in GiB."""
+    """A stand-in for torch.cuda on a GPU of 80 GiB; numbers are in GiB."""
 
     def __init__(self, monkeypatch):
         self.peak, self.resident, self.free = 50.0, 20.0, 8.0
@@ -71,7 +71,7 @@ def test_each_line_has_the_peak_of_its_own_phase(monkeypatch):
     gpu.use(30)  # an evaluation without a training log before it
     monitor.measure()
     line()
-    monitor.measure()  # of another split
+    monitor.measure()  # another split
     line()
     gpu.use(45)  # a save
     monitor.measure()

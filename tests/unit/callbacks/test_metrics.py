@@ -1,4 +1,4 @@
-"""Speed on a clock of our own."""
+"""Speeds, measured with a simulated clock."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from utils.data.loader import TokenCounts
 
 
 class Run:
-    """Plays Trainer's events; step k holds 1000 + k tokens."""
+    """Plays Trainer's events; step k has 1000 + k tokens."""
 
     def __init__(self, start_step=0, world_size=1):
         self.now = 100.0
@@ -78,7 +78,7 @@ def test_forward_and_backward_passes_of_training_are_a_ranks_own_time(monkeypatc
     own = OwnTime(model, torch.device("cpu"))
     for _ in range(2):
         model(torch.tensor([1]))["loss"].backward()
-        clock.pass_by(10)  # the others' turn
+        clock.pass_by(10)  # the other ranks' turn
     with torch.no_grad():
         model.eval()(torch.tensor([1]))
     assert own.take() == (12, 0)
@@ -97,7 +97,7 @@ def test_sharded_ranks_time_a_product(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "slowest", "cost"),
     [
-        # Elapsed, waits for data, own passes, a product: in seconds.
+        # Seconds: elapsed, waits for data, own passes, a product.
         ([(10, 0.1, 6.0, 0), (10, 0.1, 7.0, 0), (10, 0.1, 6.0, 0)], 1, 0.1),
         ([(10, 2.0, 6.0, 0), (10, 0.1, 6.0, 0), (10, 0.3, 6.0, 0)], 0, 0.18),
         ([(10, 0.0, 0, 0.0020), (10, 0.0, 0, 0.0025)], 1, 0.2),
@@ -131,7 +131,7 @@ def test_evaluation_and_saving_are_left_out():
     figures = run.callback.metrics()
     assert figures["first_step_time_s"] == pytest.approx(2.0)
     assert figures["step_time_s"] == pytest.approx(0.5)
-    # The log comes before the evaluation at the same step, too.
+    # At the same step the log also comes before the evaluation.
     run.event("on_evaluate", 30.0)
     run.step(0.5)
     assert run.callback.metrics()["step_time_s"] == pytest.approx(0.5)
@@ -152,7 +152,7 @@ def test_mfu_is_the_share_of_a_known_peak_and_compilation_is_told(monkeypatch):
 
     compile_one(2)  # slows this step
     run.step(9.0)
-    compile_one(3)  # an evaluation's, whose time is left out
+    compile_one(3)  # in an evaluation, whose time does not count
     run.event("on_evaluate", 9.0)
     assert run.callback.metrics()["graphs_compiled"] == 1
     run.step(0.5)

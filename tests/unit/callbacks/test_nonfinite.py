@@ -1,4 +1,4 @@
-"""Steps that are not finite: seen without a wait for the device, named, agreed on by all ranks."""
+"""Steps that are not finite are found without waiting for the device, and all ranks agree."""
 
 import json
 import math
@@ -20,7 +20,7 @@ ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=
 
 
 class Sampler:
-    """Three micro-batches of two sequences on each of two ranks, numbered as they come."""
+    """Three micro-batches of two sequences on each of two ranks, numbered in order."""
 
     accumulation_steps, micro_batch_size = 3, 2
 
@@ -29,7 +29,7 @@ class Sampler:
 
 
 def documents_in(sequences: np.ndarray) -> list[DocumentPart]:
-    """Each sequence is a document of its own."""
+    """Return one document per sequence."""
     return [DocumentPart(Path("/data/x"), int(sequence), 0, 9) for sequence in sequences]
 
 
@@ -38,10 +38,10 @@ LOADER = SimpleNamespace(batch_sampler=Sampler(), dataset=DATASET)
 
 
 class Run:
-    """What Trainer does with the guard, step by step."""
+    """Plays Trainer's steps with the guard."""
 
     def __init__(self, run: Path):
-        PartialState()  # as a Trainer makes it
+        PartialState()  # as Trainer does
         self.guard = NonFiniteGuard(run)
         self.state, self.control = TrainerState(), TrainerControl()
         self.event("on_train_begin", train_dataloader=LOADER)
@@ -69,7 +69,7 @@ def test_a_norm_of_minus_1_is_deepspeeds_nan_and_ends_the_run_a_step_later(tmp_p
 
 
 class SlowDevice:
-    """An event of a device that has not come so far, unless somebody waits for it."""
+    """A device event that is not reached yet, unless somebody waits for it."""
 
     passed = False
 

@@ -18,7 +18,7 @@ def damage(directory, name="optimizer.pt"):
 
 
 def test_the_newest_committed_one_is_taken_by_its_number(tmp_path):
-    """Older ones are not read; names that only look alike are left alone."""
+    """Older ones are not read; similar names are ignored."""
     commit(tmp_path, 9, 10, 2)
     damage(tmp_path / "checkpoint-9")
     write_files(tmp_path, 18).rename(tmp_path / "checkpoint-18-backup")
@@ -117,7 +117,7 @@ def test_rotation_leaves_what_is_not_a_checkpoint_of_this_run(tmp_path):
 
 @pytest.fixture
 def disk(monkeypatch):
-    """Sets what is free; deleting gives back what was deleted."""
+    """Set the free space; a deletion adds the deleted bytes."""
     free = [0]
     real = discovery.delete
 
@@ -137,7 +137,7 @@ def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk, monk
         store(tmp_path).begin(5)
     disk(1000)
     make_room(tmp_path, RUN, None, 1000)
-    monkeypatch.setattr(discovery, "RESERVE_BYTES", 1)  # for the notes of a next start
+    monkeypatch.setattr(discovery, "RESERVE_BYTES", 1)  # room for the records of the next start
     with pytest.raises(StorageError):
         make_room(tmp_path, RUN, None, 1000)
     commit(tmp_path, 2)
@@ -150,7 +150,7 @@ def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk, monk
     [
         ((2, 4, 6), 3, None, 10_000, (4, 6)),
         ((2, 4, 6, 8), 3, None, 10_000, (4, 6, 8)),  # no more than the save needs
-        ((2, 4, 6), 2, 2, 10_000, (2, 6)),  # the best is one of the two that stay
+        ((2, 4, 6), 2, 2, 10_000, (2, 6)),  # the best one counts as one of the two
         ((2, 4), 2, None, 10_000, None),  # two stay until the next is there
         ((2, 4, 6), 3, None, 10, None),  # nothing is deleted if it would not help
     ],

@@ -1,4 +1,4 @@
-"""A checkpoint that a stranger made reaches nothing outside of its folder."""
+"""A checkpoint from a stranger cannot read or write outside of its folder."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ BEST = {"best_model_checkpoint": "/gone/run/checkpoint-4"}
 
 @pytest.fixture
 def theirs(tmp_path):
-    """Return the newest checkpoint of a stranger's run; beside it the best one."""
+    """Make a stranger's run; return its newest checkpoint. The best one is in the same folder."""
     run = tmp_path / "theirs"
     commit(run, 4)
     directory = write_files(run, 6)
@@ -56,7 +56,7 @@ def theirs(tmp_path):
 
 
 def vouch(checkpoint: Path, names: tuple[str, ...] = (), **changes) -> None:
-    """Write the manifest that an attacker would: it fits all files, and holds more names."""
+    """Write an attacker's manifest: it matches all files, and has additional names."""
     manifest = read_manifest(checkpoint.with_name("checkpoint-4"))
     files = flush_and_record(checkpoint, list_files(checkpoint))
     files |= {name: FileRecord(6, "00" * 32) for name in names}
@@ -64,7 +64,7 @@ def vouch(checkpoint: Path, names: tuple[str, ...] = (), **changes) -> None:
 
 
 def everything(root: Path) -> dict[str, bytes]:
-    """Return all files below a folder but those of the new run, and what they hold."""
+    """Return all files below a folder, except those of the new run, with their contents."""
     files = (path for path in root.rglob("*") if path.is_file() and "mine" not in path.parts)
     return {str(path): path.read_bytes() for path in files}
 
@@ -77,7 +77,7 @@ def adopt(theirs: Path, **options) -> Path:
 
 
 def refused(theirs: Path, said: str) -> None:
-    """The checkpoint is refused, and nothing in sight has changed."""
+    """Check that the checkpoint is refused, and that no file has changed."""
     before = everything(theirs.parents[1])
     with pytest.raises(ConfigurationError, match=said):
         adopt(theirs)
@@ -115,7 +115,7 @@ def test_a_manifest_that_names_what_is_not_in_its_folder_is_refused(name, theirs
     with pytest.raises(DamagedCheckpointError):
         read_manifest(theirs)
     refused(theirs, "checkpoint-6: it is no committed checkpoint, .*manifest.json ")
-    # Nor does it count where somebody copied it into the run directory.
+    # It is also ignored if somebody copied it into the run directory.
     assert not [each for each, _ in committed_checkpoints(theirs.parent, RUN) if each == theirs]
     assert resume_point(theirs.parent, RUN) == theirs.with_name("checkpoint-4")
 
@@ -184,7 +184,7 @@ def test_a_manifest_of_another_shape_is_refused(committed, said, theirs, monkeyp
 
 
 def test_what_changes_while_it_is_copied_is_not_taken(theirs, monkeypatch):
-    """The copy is compared with the manifest, whatever the source holds by now."""
+    """The copy is compared with the manifest, not the source, which may have changed."""
     copied = shutil.copyfile
 
     def copy_and_change(source, target, **options):

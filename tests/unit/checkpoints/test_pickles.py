@@ -45,7 +45,7 @@ def test_cut_files_archives_of_code_and_metadata_of_another_shape_are_refused(tm
 
 
 def test_nothing_is_imported_for_a_name_and_the_check_is_needed(tmp_path, monkeypatch):
-    """A package that is on the path because the job started there is not imported for its name."""
+    """A package in the job's working directory is not imported because a pickle names it."""
     touched = tmp_path / "touched"
     (tmp_path / "intruder.py").write_text(f"open({str(touched)!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)

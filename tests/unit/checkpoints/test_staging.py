@@ -1,4 +1,4 @@
-"""Checkpoints that wait in memory: private, given back, and never taken from a living process."""
+"""Checkpoints staged in memory: private, freed, and never taken from a living process."""
 
 import os
 import stat
@@ -31,7 +31,7 @@ def test_a_directory_is_for_its_user_alone_as_long_as_its_process_lives(memory, 
     assert not list(memory.iterdir())
     own.close()
     directory = own.make_directory()
-    os.close(own.lock)  # as a kill does
+    os.close(own.lock)  # like a kill
     own.directory = None
     remove_leftovers()
     assert not directory.exists()
@@ -39,7 +39,7 @@ def test_a_directory_is_for_its_user_alone_as_long_as_its_process_lives(memory, 
 
 
 def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
-    """Another user's directory, a link to one, a file, another program's directory."""
+    """These are another user's directory, a link to one, a file, another program's directory."""
     target = tmp_path.parent / f"{tmp_path.name}-target"
     (target / "inner").mkdir(parents=True)
     (memory / f"{PREFIX}link").symlink_to(target)
@@ -60,7 +60,7 @@ def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
 
 
 def test_each_staged_file_is_copied_by_one_rank(monkeypatch):
-    """By its owner where it has it (several ranks may write one), else by whoever has it."""
+    """The owner copies it if it has it (several ranks may write one), else any rank that has it."""
     staged = [
         ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth"],
         ["model.safetensors", "rng_state_1.pth", "extra"],
@@ -75,7 +75,10 @@ def test_each_staged_file_is_copied_by_one_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("rooms", "short_of_room"),
     [
-        ([("n1", 1000, 1021), ("n2", 1000, 1021)], None),  # what a rank writes is not known yet
+        (
+            [("n1", 1000, 1021), ("n2", 1000, 1021)],
+            None,
+        ),  # the size of a rank's files is not known yet
         ([("n1", 400, 900), ("n1", 500, 900), ("n2", 90, 100)], "n1"),
         ([("n1", 400, 900), ("n2", 100, 101)], "n2"),  # it may grow a little
     ],

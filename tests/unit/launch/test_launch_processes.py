@@ -1,4 +1,4 @@
-"""Launches: what is wrong with one, the first collective of all ranks, the strategy that runs."""
+"""Launches: their faults, the first collective of all ranks, the strategy that runs."""
 
 import subprocess
 import sys

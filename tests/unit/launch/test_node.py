@@ -1,4 +1,4 @@
-"""slurm/launch_node.sh outside of Slurm; tests/slurm/test_node_launcher.py has it inside."""
+"""slurm/launch_node.sh outside of Slurm; tests/slurm/test_node_launcher.py tests it in Slurm."""
 
 import argparse
 import os
@@ -99,7 +99,7 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
     output, _ = process.communicate()
     assert process.returncode == 76, output
     assert "found" not in output  # the worker was not asked to save
-    # It was killed, and the process that adopts orphans has to reap it.
+    # It was killed; the process that adopts orphans must reap it.
     wait_until(lambda: not remains.exists(), "the worker is left")
     assert not list(tmp_path.glob("stoker-*"))
 
@@ -107,7 +107,7 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["launch_node.sh", "accelerate", "torchrun"])
 def test_no_rank_outlives_its_launcher(worker, tmp_path, launcher):
-    """With SIGKILL, which leaves the launcher no time to end its ranks."""
+    """SIGKILL leaves the launcher no time to end its ranks."""
     up = ("stop", str(tmp_path / "up"))
     modules = {
         "accelerate": [
@@ -123,13 +123,13 @@ def test_no_rank_outlives_its_launcher(worker, tmp_path, launcher):
     process = start(tmp_path, worker, command, STOKER_NODE_DIR=str(tmp_path))
     rank = psutil.Process(int((tmp_path / "up").read_text()))
     process.kill()
-    process.communicate(timeout=600)  # a rank that still starts on a busy machine ends after that
+    process.communicate(timeout=600)  # on a busy machine a rank may end only after its start
     wait_until(lambda: not rank.is_running() or rank.status() == "zombie", "a rank is left")
 
 
 @pytest.mark.slow
 def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
-    """The signal comes as soon as the node's directory exists: nothing is left of that either."""
+    """The signal comes as soon as the node's directory exists, which is removed as well."""
     made = f"""
 import os, signal, sys, tempfile
 from utils.launch import node
@@ -156,7 +156,7 @@ def test_what_is_no_file_is_not_launched(tmp_path):
 
 
 def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_path):
-    """Signals and the exit code pass; tests/slurm/test_hostile_values.py has all words."""
+    """Signals and the exit code are passed on; test_hostile_values.py tests all arguments."""
     root, tools = tmp_path / "repository", tmp_path / "tools"
     script, cluster_env = root / "slurm/launch_node.sh", root / "slurm/cluster.env"
     shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("cluster.env"))
@@ -182,7 +182,7 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
     code, output = started(path)
     assert code == 69
     assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or set" in output
-    # In a job each refusal is left for the job script; the first verdict stays.
+    # In a job refusals are written for the job script; the first verdict stays.
     notes = tmp_path / "job's notes"
     for line, said in {
         "STOKER_CONTAINER=(no-such)": "n2: there is no no-such on PATH",
@@ -214,7 +214,7 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
 
 @pytest.mark.slow
 def test_strategy_cpu_means_the_cpu_and_a_refusal_is_the_last_word(tmp_path):
-    """Two processes refuse the same settings: one message, and no output of torchrun."""
+    """Two processes refuse the same settings with one message, without output of torchrun."""
     done = launch(
         tmp_path, "pretrain.py", "--epochs", "3", "--strategy", "cpu",
         ACCELERATE_USE_CPU="", ACCELERATE_CONFIG="",
@@ -262,7 +262,7 @@ TAKEN_PORT = caused(RendezvousConnectionError("see inner"), DistNetworkError("na
     ],
 )
 def test_a_lost_launcher_is_no_unfit_cluster(monkeypatch, tmp_path, error, nodes, code, text):
-    """The nodes met before the start. Only a fault of this node's launch is the cluster's."""
+    """The nodes met before the start. Only a fault of this node's launch counts as unfit."""
 
     def fail(_arguments: object) -> None:
         raise error

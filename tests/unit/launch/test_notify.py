@@ -1,4 +1,4 @@
-"""A webhook gets what became of a job, and no secret; one that fails says so without its URL."""
+"""A webhook gets a job's outcome without secrets; a failure is logged without its URL."""
 
 import http.server
 import json
@@ -13,7 +13,7 @@ EVENT = ["failed", "runs/a", "7", 'rank 3 on n2 failed: ValueError: "canary-0123
 
 @pytest.fixture
 def webhook():
-    """A server on this machine; `status` is what it answers, `requests` what it got."""
+    """Run a server on this machine that answers with `status` and records `requests`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -67,7 +67,7 @@ def test_a_webhook_that_is_not_there_is_one_line(url, monkeypatch, capsys):
 
 
 def test_without_a_job_script_the_run_tells_itself(webhook, tmp_path, monkeypatch, capsys):
-    """tests/integration/test_run_report.py has runs that do, with a command."""
+    """tests/integration/test_run_report.py tests whole runs with a command."""
     monkeypatch.setenv("STOKER_ON_EVENT", f"http://127.0.0.1:{webhook.server_port}/T0/secret")
     for code, text in ((0, "done"), (75, "stopped with a checkpoint"), (78, "step 3\nmore")):
         tell(tmp_path, code, text)

@@ -19,9 +19,9 @@ ALONE = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
 
 @pytest.fixture
 def port():
-    """The first of two neighbouring ports that are free, below those of outgoing connections.
+    """Return the first of two adjacent free ports, below those of outgoing connections.
 
-    A connection to a free one of those can be to itself, which then takes it.
+    A connection to a free port of that range may connect to itself and so occupy it.
     """
     while True:
         number = random.randrange(20000, 32000)
@@ -71,11 +71,11 @@ def test_nodes_hear_of_each_other_and_strangers_are_ignored(port):
     first, second = meet(port, gpus=1)
     assert first == second == [first[0]]
     assert "n2: the job has 1 GPUs on this node" in first[0]
-    listen("n1", port + 1).close()  # free again
+    listen("n1", port + 1).close()  # the port is free again
 
 
 def test_a_taken_port_and_a_time_that_is_none_are_refused(port, monkeypatch):
-    for taken in (port, port + 1):  # rank 0's, and the one where the nodes meet
+    for taken in (port, port + 1):  # rank 0's port, and the port of the rendezvous
         with listen("n1", taken), pytest.raises(UnfitClusterError, match=f"n1: port {taken} is in"):
             check_nodes(node(0, port), FACTS)
     monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", "nan")

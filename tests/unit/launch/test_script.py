@@ -1,4 +1,4 @@
-"""How a script begins and ends: log lines, switches, what is shown, the note, the exit code."""
+"""The beginning and the end of a script: log lines, switches, messages, note, exit code."""
 
 import errno
 import io
@@ -31,7 +31,7 @@ from utils.support.notes import read_notes
 
 @pytest.fixture(autouse=True)
 def notes(tmp_path, monkeypatch) -> Path:
-    """This process is rank 0 on n1, and its notes are read."""
+    """Pretend to be rank 0 on n1, with a directory for notes."""
     directory = tmp_path / "notes"
     directory.mkdir()
     monkeypatch.setenv("STOKER_NOTES_DIR", str(directory))
@@ -91,7 +91,7 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
     assert read_notes(notes) == []
     assert run_script(lambda: ExitCode.STOPPED) == 75
     assert the_note(notes)[:2] == ("stopped", 75)
-    # To torchrun, which would kill the other ranks otherwise, a stop is a success.
+    # torchrun sees a stop as success, because it would kill the other ranks otherwise.
     monkeypatch.setenv("STOKER_NODE_DIR", "/tmp")
     assert run_script(lambda: ExitCode.STOPPED) == 0
     (notes / "rank-0.json").unlink()
@@ -109,7 +109,7 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
 
 
 def test_storage_that_fails_in_any_words_is_a_storage_error(capsys, notes, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")  # not all raise it: whoever does shows it
+    monkeypatch.setenv("LOCAL_RANK", "3")  # not all ranks raise it, so each shows it
     for error, said in [
         # tokenizers raises a plain Exception.
         (Exception("No space left on device (os error 28)"), r"device \(Exception: No spa.*\)\."),
@@ -215,7 +215,7 @@ def test_a_python_without_the_packages_says_so(monkeypatch):
 @pytest.fixture
 def fresh_logging(monkeypatch):
     """Undo what configure_logging changes in this process."""
-    logging.captureWarnings(False)  # on from an earlier run in this process, it would do nothing
+    logging.captureWarnings(False)  # if it was on from an earlier run, it would do nothing
     root = logging.getLogger()
     handlers, level, factory = list(root.handlers), root.level, logging.getLogRecordFactory()
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -246,7 +246,7 @@ def logged() -> list[str]:
 def test_rank_0_tells_all_in_one_line_an_event_other_ranks_their_warnings(
     fresh_logging, monkeypatch
 ):
-    configure_logging()  # a second time doubles no line
+    configure_logging()  # a second call doubles no line
     lines = [line.split("  ", 1) for line in logged()]
     assert [len(clock) for clock, _ in lines] == [len("12:34:56")] * 3
     messages = [message for _, message in lines]

@@ -24,7 +24,7 @@ while not signals.stop_request():
     time.sleep(0.05)
 print(f"asked: {signals.stop_request()}", flush=True)
 """
-# Blocked outside of the interpreter, as in a collective: no Python handler would ever run.
+# Blocked outside of the interpreter, as in a collective, so no Python handler can run.
 STUCK_IN_C = """
 ends = os.pipe()
 ctypes.CDLL(None).read(ends[0], ctypes.create_string_buffer(1), 1)

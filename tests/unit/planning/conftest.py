@@ -1,4 +1,4 @@
-"""What is kept between starts is kept away from the user's own."""
+"""A cache directory for these tests, apart from the user's."""
 
 import pytest
 

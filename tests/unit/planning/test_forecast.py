@@ -1,4 +1,4 @@
-"""The forecast: FLOPs as they are counted elsewhere, shares as they were measured."""
+"""The forecast uses FLOPs as counted elsewhere, and measured shares of the peak."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ from utils.planning.forecast import (
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu"
 ONE_H200 = assumed_gpus("1xH200-141GB")
 STEP = Step(2, 4, 4096, 4096.0, "none", compiled=True, bf16=True)
-# What was measured: its shape, rank of LoRA, width.
+# Measured runs: shape, rank of LoRA, width.
 MEASURED = {
     "gpt2_124m": (GPT2_124M, 0, 768),
     "qwen3_600m_sft": (QWEN3_600M, 0, 1024),

@@ -8,5 +8,5 @@ from made_up_run import write_run
 
 @pytest.fixture
 def made_up_run(tmp_path: Path) -> Path:
-    """A run directory with three starts."""
+    """Make a run directory with three starts."""
     return write_run(tmp_path / "runs" / "made-up")

@@ -1,4 +1,4 @@
-"""Made-up run directories: one killed, stopped, finished; one of eight GPUs, of which one is slow.
+"""Made-up run directories: one killed, stopped and finished; one with a slow GPU of eight.
 
 python tests/unit/report/made_up_run.py DIRECTORY    # the second one, of the pictures in docs/
 """
@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 BEGIN = 1_800_000_000.0
-# Of each start: when it begins, the step it resumes at (None: anew), its last step, its last event.
+# Starts: begin, step at which it resumes (None: a new run), last step, last event.
 STARTS = ((0, None, 60, None), (1000, 40, 100, "stopped"), (2000, 100, 160, "summary"))
 SPIKE = 130
 
 
 def loss(step: int) -> float:
-    """A falling loss with a little noise, and one spike."""
+    """Return a falling loss with a little noise and one spike."""
     return 9.0 if step == SPIKE else 2 + 3 * math.exp(-step / 40) + 0.01 * math.sin(7 * step)
 
 
@@ -33,7 +33,7 @@ def train_line(step: int, time: float, **more: object) -> dict[str, object]:
 
 
 def lines_of(begin: float, done: int | None, last: int, end: str | None) -> list[dict]:
-    """The lines of one start: a step takes 2 s, the first 5 s, an evaluation 7 s, a save 1 s."""
+    """Return a start's lines: a step takes 2 s, the first 5 s, an evaluation 7 s, a save 1 s."""
     event = "started" if done is None else "resumed"
     lines = [{"event": event, "step": done or 0, "max_steps": 160, "time": begin + 10}]
     time = begin + 10
@@ -62,7 +62,7 @@ def iso(time: float) -> str:
 
 
 def write_run(run: Path) -> Path:
-    """Write what a run leaves, as its three starts would have."""
+    """Write a run directory as its three starts would."""
     (run / ".lock").mkdir(parents=True)
     (run / "final").mkdir()
     entries, text = [], ""
@@ -105,7 +105,7 @@ SLOW, FULL = 5, 2  # ranks of eight
 
 
 def memory(noise: random.Random, peak: float) -> list[dict[str, object]]:
-    """What eight ranks on two hosts say; FULL needs 6 GiB more."""
+    """Return the memory of eight ranks on two hosts; FULL needs 6 GiB more."""
     ranks = []
     for rank in range(8):
         gib = peak + 0.4 * noise.random() + 6 * (rank == FULL)
@@ -115,7 +115,7 @@ def memory(noise: random.Random, peak: float) -> list[dict[str, object]]:
 
 
 def write_run_of_ranks(run: Path, logs: int = 400) -> Path:
-    """A mixture on eight GPUs in two starts; ten steps a log."""
+    """Write a mixture run on eight GPUs in two starts, with ten steps per log."""
     noise, run = random.Random(0), write_run(run)
     half, lines, time = logs // 2, [], BEGIN + 10
     for index in range(1, logs + 1):

@@ -1,4 +1,4 @@
-"""The page as text: escaped, without secrets, below its limits; and what the command refuses."""
+"""The page's text is escaped, without secrets, and below its limits; refusals of the command."""
 
 import json
 import re

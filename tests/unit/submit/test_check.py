@@ -1,4 +1,4 @@
-"""slurm/submit.sh holds a job, checks it, and releases or cancels it; what the check refuses."""
+"""slurm/submit.sh holds a job, checks it, and releases or cancels it; the check's refusals."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from utils.config.strategy import SUBMITTING
 from utils.submit import check as checking
 
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
-# Each command notes its words; python and sbatch end as the test says.
+# Each command records its arguments; python and sbatch end as the test says.
 STUB = """\
 #!/bin/bash
 name=${0##*/}
@@ -35,7 +35,7 @@ ENDINGS = {"SBATCH_ANSWER": "123", "SBATCH_CODE": "0", "PYTHON_CODE": "0"}
 
 @pytest.fixture
 def stubs(tmp_path):
-    """Call slurm/submit.sh with commands that only note what they are given."""
+    """Call slurm/submit.sh with commands that only record their arguments."""
     directory = tmp_path / "stubs"
     directory.mkdir()
     for name in ("python", "sbatch", "squeue", "scontrol", "scancel"):
@@ -72,12 +72,12 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     done = stubs("job.sh", SBATCH_ANSWER="77;far")
     assert done.stdout == "Submitted batch job 77\n"
     assert stubs.words("scontrol") == ["--clusters=far", "release", "77"]
-    # Its own refusal, and --test-only, which has no job.
+    # sbatch's own refusal, and --test-only, which makes no job.
     for code in (3, 0):
         done = stubs("job.sh", SBATCH_ANSWER="", SBATCH_CODE=str(code))
         assert (done.returncode, done.stdout) == (code, "")
         assert [call[0] for call in stubs.calls()] == ["sbatch"]
-    stubs("sweep_job.sh", "a b.yaml")  # an array of its unfinished points
+    stubs("sweep_job.sh", "a b.yaml")  # an array of the unfinished points
     assert stubs.words("sbatch")[2:] == ["--array=0,2", "sweep_job.sh", "a b.yaml"]
     stubs("sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
     assert "--array=0,2" not in stubs.words("sbatch")
@@ -97,7 +97,7 @@ SHOWN = {
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Check a job of which squeue shows this, in the repository."""
+    """Check a job with this output of squeue, in the repository."""
     monkeypatch.chdir(ROOT)
     for name in [name for name in os.environ if name.startswith(("SBATCH_", "STOKER_"))]:
         monkeypatch.delenv(name)
@@ -114,7 +114,7 @@ def check(tmp_path, monkeypatch):
 
 
 def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, monkeypatch, capfd):
-    script = tmp_path / "stand_in.py"  # for pretrain.py
+    script = tmp_path / "stand_in.py"  # stands in for pretrain.py
     script.write_text(
         "import json, os, sys  # parse_pretraining\n"
         f"open({str(tmp_path / 'got.json')!r}, 'w').write(\n"
@@ -122,7 +122,7 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
         "sys.exit(int(os.environ.get('CODE', '0')))\n"
     )
     monkeypatch.setenv("ACCELERATE_CONFIG", "accelerate_configs/fsdp2.yaml")
-    monkeypatch.setenv("RANK", "5")  # of whatever this was started in
+    monkeypatch.setenv("RANK", "5")  # from an outer launch
     head = "--nodes=2 --signal=B:USR1@300 # ours"
     assert check(str(script), *HOSTILE, head=head) == 0
     arguments, environment = json.loads((tmp_path / "got.json").read_text())

@@ -1,4 +1,4 @@
-"""A sweep file becomes points: every combination once, each with a directory of its own."""
+"""A sweep file becomes points: every combination once, each with its own directory."""
 
 import pytest
 from launching import ROOT

@@ -1,4 +1,4 @@
-"""One rank's answer or refusal is everyone's, in real processes over gloo."""
+"""All ranks get one rank's answer or refusal, in real processes over gloo."""
 
 import multiprocessing
 

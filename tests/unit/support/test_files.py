@@ -1,4 +1,4 @@
-"""Names that foreign files hold; a file is the old one or the new one, whatever ended a write."""
+"""Paths in foreign files; and writes that leave the old file or the new one, never a part."""
 
 import os
 
@@ -22,7 +22,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Return a folder with one good file, and with everything that leads out of it."""
+    """Make a folder with one good file, and with all kinds of paths out of it."""
     folder = tmp_path / "real"
     (folder / "part").mkdir(parents=True)
     for path in (folder / "file", folder / "part" / "inner", tmp_path / "outside"):
@@ -31,7 +31,7 @@ def foreign(tmp_path):
     (folder / "away").symlink_to(tmp_path)
     (folder / "broken").symlink_to("nowhere")
     os.mkfifo(folder / "pipe")
-    (tmp_path / "linked").symlink_to(folder)  # the user's own way to it
+    (tmp_path / "linked").symlink_to(folder)  # a link by the user is allowed
     return tmp_path / "linked"
 
 

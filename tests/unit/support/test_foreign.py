@@ -1,4 +1,4 @@
-"""Errors of libraries at foreign files, and the limits on their time and memory."""
+"""Errors of libraries that read foreign files, and limits on their time and memory."""
 
 import errno
 import resource
@@ -13,7 +13,7 @@ from utils.support.foreign import foreign, limits
 
 
 class PanicException(BaseException):
-    """As the tokenizers library raises it."""
+    """Like the exception of the tokenizers library."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_limits_end_a_computation_and_leave_the_process_as_it_was(monkeypatch):
         while True:
             try:
                 sum(range(1000))
-            except Exception:  # as a library goes on
+            except Exception:  # like a library that continues
                 raise AssertionError from None
 
     with (

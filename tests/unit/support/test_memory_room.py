@@ -34,7 +34,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("files", [VERSION_2, VERSION_1], ids=["version 2", "version 1"])
 def test_the_tightest_group_counts_and_file_pages_do_not(tmp_path, files):
-    """Slurm limits the job and the step within it."""
+    """Slurm limits the job, and the step within the job."""
     files |= {"proc/meminfo": f"MemAvailable: {99 * 2**20} kB\n"}
     write(tmp_path, files)
     assert memory_room_bytes(tmp_path) == GIB + GIB // 2
@@ -57,7 +57,7 @@ def test_the_tightest_group_counts_and_file_pages_do_not(tmp_path, files):
     ids=["version 2", "of the job", "version 1", "container", "no groups"],
 )
 def test_kills_are_counted_in_the_nearest_group(tmp_path, files):
-    """The groups around it and the host count those of other jobs as well."""
+    """Outer groups and the host also count kills of other jobs."""
     others = {
         "sys/fs/cgroup/memory.events": "oom_kill 7\n",
         "sys/fs/cgroup/memory/slurm/memory.oom_control": "oom_kill 7\n",

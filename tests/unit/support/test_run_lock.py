@@ -1,4 +1,4 @@
-"""One job per run directory, against real processes that race, end, die and are suspended."""
+"""One job per run directory, with real processes that race, end, die and are suspended."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ HERE = {
 }  # fmt: skip
 ELSEWHERE = HERE | {"host": "n9", "machine": "another boot", "pid": 4711}
 
-# Takes the lock and does as told; its machine is another one where argv names it.
+# Takes the lock and obeys commands; argv may name another machine.
 HOLD = """
 import os, pathlib, sys, time
 from utils.support import run_lock
@@ -46,7 +46,7 @@ exec(end)
 def _quick(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
-    monkeypatch.setattr(run_lock, "WATCH_S", 60)  # a beat comes before, also on a slow machine
+    monkeypatch.setattr(run_lock, "WATCH_S", 60)  # long enough for a heartbeat on a slow machine
     monkeypatch.setattr(run_lock, "LOOK_S", 0.02)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
@@ -57,7 +57,7 @@ def _quick(monkeypatch, caplog):
 
 @pytest.fixture
 def _impatient(monkeypatch):
-    """For tests in which no living owner is watched: silence is noticed soon."""
+    """Shorten the watch, for tests without a living owner."""
     monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
 
 
@@ -82,17 +82,17 @@ def holder(tmp_path):
 
 
 def owned_by(output_dir: Path, owner: dict, number: int = 1, beat: int = 0) -> Path:
-    """A lock as that owner would have left it."""
+    """Write a lock as this owner would."""
     folder = output_dir / run_lock.FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"owner-{number}"
-    draft = output_dir / f"draft-{number}"  # whole at once, as an owner's one call writes it
+    draft = output_dir / f"draft-{number}"  # appears complete, like an owner's single write
     draft.write_text(json.dumps({"owner": owner, "beat": beat, "left": False}))
     return draft.rename(path)
 
 
 def waits_to_take(output_dir: Path, caplog) -> bool:
-    """Take the lock; return whether that watched for a heartbeat of the last owner."""
+    """Take the lock; return whether that waited for a heartbeat of the last owner."""
     caplog.clear()
     take_run_lock(output_dir)
     return "for its heartbeat" in caplog.text
@@ -102,7 +102,7 @@ def test_a_second_job_is_refused_and_told_whose_it_is(holder, tmp_path, monkeypa
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     process = holder()
     named = rf"{tmp_path} is in use by process {process.pid} on \S+ \(Slurm job 42\), since 20"
-    for _ in range(2):  # being refused changes nothing
+    for _ in range(2):  # a refusal changes nothing
         with pytest.raises(ConfigurationError, match=rf"{named}.*touch \S+/STOP"):
             take_run_lock(tmp_path)
     assert process.poll() is None
@@ -110,7 +110,7 @@ def test_a_second_job_is_refused_and_told_whose_it_is(holder, tmp_path, monkeypa
 
 
 def test_a_process_that_ends_leaves_the_lock(holder, tmp_path, caplog):
-    """Even where nobody could see that it is gone: it ran on another machine."""
+    """This also holds for a process on another machine, whose end nobody could see."""
     holder("sys.exit(3)", machine="another").wait()
     for _ in range(3):  # the same process may start again
         assert not waits_to_take(tmp_path, caplog)
@@ -135,7 +135,7 @@ def test_another_users_living_process_is_not_taken_for_gone(tmp_path, monkeypatc
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("written", [True, False])
 def test_an_owner_without_a_heartbeat_is_taken_over(written, tmp_path, caplog):
-    """Its pid may be another process's by now; or it was killed before it wrote its name."""
+    """Its pid may belong to another process now, or it was killed before it wrote its name."""
     path = owned_by(tmp_path, HERE)
     named = f"process {os.getpid()} on n1, since 2026-01-01 00:00:00+00:00"
     if not written:
@@ -196,7 +196,7 @@ def test_others_wait_while_the_owner_lives(tmp_path):
 
 @pytest.mark.usefixtures("_impatient")
 def test_others_do_not_wait_for_a_silent_owner(tmp_path):
-    owned_by(tmp_path, ELSEWHERE)  # whose beats never change
+    owned_by(tmp_path, ELSEWHERE)  # its heartbeat never changes
     run_lock.wait_until_left(tmp_path)
 
 
@@ -204,13 +204,13 @@ def test_a_removed_lock_is_lost(tmp_path):
     take_run_lock(tmp_path)
     (tmp_path / ".lock" / "owner-1").unlink()
     assert "was taken over" in taken_over(tmp_path)
-    owned_by(tmp_path, ELSEWHERE)  # the number is the same one
+    owned_by(tmp_path, ELSEWHERE)  # with the same number
     leave_run_lock(tmp_path)
     assert not json.loads((tmp_path / ".lock" / "owner-1").read_text())["left"], "it is not ours"
 
 
-# Takes the lock again and again, and leaves it; whoever has it makes a link that must not be there
-# unless its maker was killed. Looks long before it acts, now and then.
+# Takes and releases the lock again and again. The owner makes a link, which must not exist before,
+# unless its maker was killed. Sometimes it waits long between looking and acting.
 RACER = """
 import os, pathlib, random, sys, time
 from utils.support import run_lock
@@ -250,7 +250,7 @@ while True:
 
 @pytest.mark.slow
 def test_of_many_racing_processes_one_alone_gets_the_lock(tmp_path):
-    """24 of them; they are killed, inside and outside, and replaced."""
+    """24 processes are killed, with and without the lock, and replaced."""
     log = tmp_path / "log"
     log.touch()
 
@@ -269,7 +269,7 @@ def test_of_many_racing_processes_one_alone_gets_the_lock(tmp_path):
     for killed in range(24):
         wait_for(lambda: len(log.read_text().splitlines()) > killed)  # noqa: B023 - called at once
         time.sleep(random.random() * 0.2)
-        # Half of the time whoever is inside: its lock is found dead by all the others at once.
+        # Half of the kills hit the owner, so all others find its lock dead at the same time.
         victim = None
         if random.random() < 0.5:
             with contextlib.suppress(OSError):

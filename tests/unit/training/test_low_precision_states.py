@@ -1,4 +1,4 @@
-"""Rounding at random loses nothing on average, follows from its keys alone, and keeps what fits."""
+"""Stochastic rounding is unbiased, depends only on its keys, and keeps representable values."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def noise_of(shape: torch.Size, *keys: int):
 
 
 def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return values as they are kept: without keys they are rounded to the nearest."""
+    """Return values as stored; without keys they are rounded to the nearest."""
     if kind != torch.bfloat16:
         values = values.view(-1, 256)
     part = {"m": torch.empty(values.shape, dtype=kind)}
@@ -40,7 +40,7 @@ def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16
 def test_the_mean_of_many_roundings_is_the_number_itself():
     values = torch.rand(4096, generator=torch.Generator().manual_seed(1)) * 2 - 1
     mean = sum(rounded(values, 7, step).double() for step in range(REPEATS)) / REPEATS
-    gap = torch.exp2(values.abs().log2().floor() - 7)  # between the two bfloat16 neighbours
+    gap = torch.exp2(values.abs().log2().floor() - 7)  # the gap between the two bfloat16 neighbours
     share = values.abs() / gap % 1
     spread = gap * (share * (1 - share)).sqrt()
     errors = ((mean - values) / spread * REPEATS**0.5)[share * (1 - share) > 1e-3]
@@ -58,7 +58,7 @@ def test_noise_is_independent_and_that_of_the_first_start():
         together = (up[distance:] * up[:-distance]).mean()
         assert together == pytest.approx(0.25**2, abs=0.01), distance
     first = noise_of(values.shape, 1, 2, 3)(16)
-    # Written down: a checkpoint may be older than this version.
+    # Constants, because a checkpoint may be older than this version.
     assert first[:4].tolist() == [12434, 28981, 23699, 1304]
     for keys in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
         assert (first == noise_of(values.shape, *keys)(16)).double().mean() < 0.001

@@ -1,4 +1,4 @@
-"""Random states continue exactly, or are new ones that depend on seed, step and rank alone.
+"""Random states continue exactly, or are derived from seed, step and rank only.
 
 Whole runs are in tests/exactness/test_world_sizes.py and test_resume_equality.py.
 """
@@ -21,7 +21,7 @@ def arguments(rank=0, world_size=1, device="cpu", seed=42) -> SimpleNamespace:
 
 
 def draws() -> tuple:
-    """The next numbers of every generator."""
+    """Return the next numbers of every generator."""
     numbers = np.random.random(700).tolist()
     return random.random(), random.gauss(0, 1), numbers, torch.rand(700).tolist()
 
@@ -39,7 +39,7 @@ def commit(tmp_path):
 def test_saved_states_continue_exactly_on_as_many_ranks(commit, caplog):
     checkpoint = commit(2)
     draws()
-    random.gauss(0, 1)  # leaves a second number behind, which is part of the state
+    random.gauss(0, 1)  # stores a second number, which is part of the state
     np.random.normal()
     save_random_states(checkpoint, arguments(1, 2))
     expected = draws(), np.random.normal()
@@ -58,7 +58,7 @@ def test_saved_states_continue_exactly_on_as_many_ranks(commit, caplog):
 def test_other_ranks_get_new_states_of_their_own(commit, caplog):
     checkpoint, drawn = commit(4), [draws()]
     for rank in range(4):
-        save_random_states(checkpoint, arguments(rank, 4))  # a file of rank 1, but not for this one
+        save_random_states(checkpoint, arguments(rank, 4))  # a file of rank 1, but not of this rank
     for rank, step, seed in [(0, 3, 42), (1, 3, 42), (1, 4, 42), (1, 3, 43), (1, 1, 42)]:
         with caplog.at_level(logging.INFO):
             load_random_states(checkpoint, arguments(rank, 2, seed=seed), step)

@@ -1,4 +1,4 @@
-"""ZeRO checkpoints of another number of ranks: converted aside, or a refusal that says the way."""
+"""ZeRO checkpoints of another number of ranks are converted, or refused with advice."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from utils.training.zero_resharding import loadable_checkpoint, repair_stage_3
 
 
 def trainer_of(world_size: int) -> SimpleNamespace:
-    """A Trainer with DeepSpeed's engine at stage 2, as far as it is looked at."""
+    """Return a stand-in for a Trainer with DeepSpeed's engine at stage 2."""
     plugin = SimpleNamespace(deepspeed_config={})
     return SimpleNamespace(
         is_deepspeed_enabled=True,
@@ -23,7 +23,7 @@ def trainer_of(world_size: int) -> SimpleNamespace:
 
 
 def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(tmp_path, monkeypatch):
-    """Rank 0 once took it away while others were still reading the scheduler."""
+    """Rank 0 once deleted it while others were still reading the scheduler."""
     checkpoint = tmp_path / "checkpoint-3"
     (checkpoint / "global_step3").mkdir(parents=True)
     (checkpoint / "scheduler.pt").write_text("schedule")
@@ -36,7 +36,7 @@ def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(tmp_path, mon
         loadable_checkpoint(trainer_of(4), str(checkpoint)),
     ):
         pass
-    program = "import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()"  # what DeepSpeed's would do
+    program = "import sys, pathlib; pathlib.Path(sys.argv[4]).mkdir()"  # in place of DeepSpeed's
     monkeypatch.setattr(zero_resharding, "CONVERTER", program)
     scratch = checkpoint.with_name("resharded.checkpoint-3")
     (scratch / "of a start that was killed").touch()

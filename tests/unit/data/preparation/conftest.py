@@ -1,4 +1,4 @@
-"""A source of short texts and a tokenizer, which most tests of preparation begin with."""
+"""A source of short texts and a tokenizer for most tests of preparation."""
 
 import preparation_samples as samples
 import pytest
@@ -9,7 +9,7 @@ from utils.data.prepare import units, work_plan
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    """Let the few documents here make several units."""
+    """Make work units small, so that few documents make several."""
     monkeypatch.setattr(work_plan, "SMALLEST_UNIT_BYTES", 2000)
 
 
@@ -25,7 +25,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def two(tmp_path):
-    """Two sources of texts whose rows have a language and a score."""
+    """Make two sources of texts with a language and a score."""
     for name in ("a", "b"):
         rows = [
             {"text": f"{name} {i} " + "word " * 8, "language": ("en", "de")[i % 2], "score": i % 5}
@@ -49,14 +49,14 @@ def prepare(tmp_path, tokenizer):
 
 @pytest.fixture
 def workers_for_little(monkeypatch):
-    """Let the few documents here be enough work for worker processes."""
+    """Start worker processes even for few documents."""
     worth = dict.fromkeys(units.LEAST_BYTES_A_WORKER, 1)
     monkeypatch.setattr(units, "LEAST_BYTES_A_WORKER", worth)
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A stand-in for the Hub with the datasets of the recipes."""
+    """Run a stand-in for the Hub with the datasets of the recipes."""
     with stand_in_hub() as served:
         publish_all(served, tmp_path_factory.mktemp("qwen3"))
         yield served
@@ -64,7 +64,7 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def preparer(hub, tmp_path_factory):
-    """A process that runs prepare_data.py against it; its HF_HOME is `preparer.home`."""
+    """Start a process that runs prepare_data.py with that Hub; its HF_HOME is `preparer.home`."""
     home = tmp_path_factory.mktemp("home")
     process = Preparer(hub.url, home)
     process.home = home

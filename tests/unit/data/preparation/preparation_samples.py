@@ -78,19 +78,19 @@ def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
 
 
 def prepare(sources, output_dir: Path, **settings) -> None:
-    """Do what prepare_data.py does."""
+    """Prepare like prepare_data.py."""
     sources = [source if isinstance(source, dict) else str(source) for source in sources]
     arguments = PreparationArguments(sources=sources, output_dir=str(output_dir), **settings)
     Preparation(arguments).run()
 
 
 def description(split: Path) -> dict:
-    """Return what stoker.json says of a split."""
+    """Return the stoker.json of a split."""
     return json.loads((split / "stoker.json").read_text())
 
 
 def data_bytes(folder: Path) -> dict[str, bytes]:
-    """Return what a preparation wrote, but for stoker.json (it has a date and paths)."""
+    """Return the files of a preparation, except stoker.json, which has a date and paths."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -99,7 +99,7 @@ def data_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def document(dataset: TokenDataset, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a document's token ids, and which of them are trained on."""
+    """Return a document's token ids and its loss mask."""
     whole = Segments(*(np.array([n]) for n in (index, 0, dataset.lengths[index])))
     (tokens,), (mask,) = dataset.pieces(whole)
     return tokens, mask.astype(bool)

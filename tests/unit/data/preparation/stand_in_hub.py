@@ -25,7 +25,7 @@ TOKEN = "hf_thisTokenOpensTheGate0000"
 
 @dataclass
 class Repository:
-    """Files by commit, and commits by branch; `gated` ones answer to TOKEN alone."""
+    """Files by commit, and commits by branch; a `gated` one requires TOKEN."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class StandInHub:
         return self.repositories.setdefault(name, Repository(**options)).commit(files, ref)
 
     def downloads(self) -> list[str]:
-        """Return the files whose content was asked for since the last call, and forget requests."""
+        """Return the files that were downloaded since the last call, and forget requests."""
         lines = [line.split("/resolve/")[1] for line in self.asked if line.startswith("GET /d/")]
         self.asked.clear()
         return sorted(line.partition("/")[2] for line in lines)
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         name, verb, rest = "/".join(parts[:3]), (parts[3:4] or [""])[0], parts[4:]
         repository = self.hub.repositories.get(name)
         if repository is None:
-            return self._refuse(401, "RepoNotFound")  # as the Hub answers without a token
+            return self._refuse(401, "RepoNotFound")  # the Hub's answer without a token
         sha = self._sha(repository, rest[0] if rest else "main")
         if sha is None:
             return self._refuse(404, "RevisionNotFound")
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json([*listed, *(_entry(path, data) for path, data in inside.items())])
 
     def _file(self, parts: list[str]) -> None:
-        """Tell size and digest, and where the content is, as of files in the Hub's storage."""
+        """Answer with size, digest and location of a file, like the Hub's storage."""
         is_content = parts[0] == "d"
         parts = parts[1:] if is_content else parts
         kind = "datasets" if parts[0] == "datasets" else "models"
@@ -175,7 +175,7 @@ def stand_in_hub() -> Iterator[StandInHub]:
     server.server_close()
 
 
-# --- what is published there: subsets and their files as of November 2026
+# --- the published datasets: subsets and files as of November 2026
 
 QUESTIONS = [f"What is two and {n}? Think about it for as long as you like." for n in range(30)]
 CHATS = [samples.chat(question, "4") | {"source": "tests"} for question in QUESTIONS]
@@ -185,7 +185,7 @@ SAID = [
     {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "4"}]}
     for question in QUESTIONS
 ]
-Subsets = dict[str, dict[str, str]]  # by name, the pattern of each split's files
+Subsets = dict[str, dict[str, str]]  # subset -> split -> pattern of its files
 CARDS: dict[str, Subsets] = {
     "HuggingFaceTB/smoltalk": {
         name: {"train": f"data/{name}/train-*", "test": f"data/{name}/test-*"}
@@ -228,7 +228,7 @@ def card(subsets: Subsets) -> bytes:
 
 
 def publish(hub: StandInHub, name: str, subsets: Subsets, rows: list[dict]) -> str:
-    """Publish a dataset of two files a split, which differ; return the commit."""
+    """Publish a dataset with two different files per split; return the commit."""
     files = {"README.md": card(subsets), ".gitattributes": b""}
     for pattern in [pattern for splits in subsets.values() for pattern in splits.values()]:
         for number in range(2):
@@ -257,7 +257,7 @@ def publish_all(hub: StandInHub, folder: Path) -> None:
     hub.add("models/Qwen/Qwen3-8B", loads | weights | {name: name.encode() for name in other})
 
 
-# --- who asks
+# --- the client
 
 
 _LOOP = """
@@ -279,7 +279,7 @@ for line in sys.stdin:
 
 
 class Preparer:
-    """A process with an HF_HOME of its own that runs prepare_data.py again and again."""
+    """A process with its own HF_HOME that runs prepare_data.py repeatedly."""
 
     def __init__(self, url: str, home: Path, **environment: str):
         own = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "SLURM_"))}

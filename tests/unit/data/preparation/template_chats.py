@@ -1,4 +1,4 @@
-"""33 kinds of chats that a chat template is tried with; each word occurs in one message alone."""
+"""33 kinds of chats for testing chat templates; each word occurs in only one message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ TWO = calls(STRING, NUMBER)
 
 
 def _rounds(*made: dict[str, Any], last: bool = False) -> list[dict[str, Any]]:
-    """Return a chat that calls, gets answers and says something; last: it ends with the call."""
+    """Return a chat with calls, their answers and a text; with `last` it ends with the call."""
     chat = [ASK]
     for number, turn in enumerate(made):
         chat.append(turn)
@@ -60,7 +60,7 @@ def _rounds(*made: dict[str, Any], last: bool = False) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of chat; twin: the same with words of their own where this one has others'."""
+    """A kind of chat; twin: the same chat with unique words where this one repeats words."""
 
     messages: Sequence[dict[str, Any]]
     tools: bool = False

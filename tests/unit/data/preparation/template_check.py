@@ -4,9 +4,9 @@ Each text, argument, number and key of a chat is a word that occurs nowhere else
 by itself where each message is. For every trained turn the check states:
 
 - all words of the turn are in its span, and no word of another message is in any span;
-- generation is given what stands before the span: not less, not more;
-- the span ends with a special token, and in the same way when the chat ends there;
-- behind the last turn stand blanks, the end of the chat or a header that is always printed.
+- the text before the span is exactly the generation prompt;
+- the span ends with a special token, and in the same way if the chat ends there;
+- the last turn is followed by blanks, the end of the chat, or a header that is always printed.
 """
 
 import re
@@ -221,7 +221,7 @@ class TemplateCheck:
             return None
 
     def _behind_words(self, chat: ChatDocument, stop: int, text: str) -> str:
-        """Return what follows the words of the messages before `stop` in a text."""
+        """Return the text after the words of the messages before `stop`."""
         found = places(all_words(chat.messages[:stop]), text)
         return text[found[-1][1] if found else 0 :]
 
@@ -248,7 +248,7 @@ class TemplateCheck:
             yield f"message {turn}: no prompt: given {given!r} for {opening!r}"
 
     def _openers(self, chat: ChatDocument) -> set[str]:
-        """Return the first token of what the prompt adds, or that a chat begins with."""
+        """Return the first token of the generation prompt, or of a chat."""
         found = set()
         stop = 1 + (chat.messages[0]["role"] == "system")
         prompt, bare = self._rendered(chat, stop, True), self._rendered(chat, stop, False)
@@ -288,7 +288,7 @@ class TemplateCheck:
         yield from self._as_last(chat, turn, said)
 
     def _as_last(self, chat: ChatDocument, turn: int, said: str) -> Iterator[str]:
-        """Compare the end of a turn with that of the same turn where the chat ends with it."""
+        """Compare the end of a turn with its end when the chat ends with this turn."""
         messages = list(chat.messages)
         try:
             cut = self.masks(ChatDocument(messages[: turn + 1], PLACE, chat.tools, None, turn))
@@ -297,7 +297,7 @@ class TemplateCheck:
                 yield f"message {turn}: alone it is refused: {error}"
             return
         own = said_words(messages[turn])
-        # Some templates print the number of a call only where its answer follows.
+        # Some templates only print the number of a call if its answer follows.
         said, alone = (
             re.sub(r', "id": "\w+"', "", one) for one in (said, cut.text[slice(*cut.spans[0])])
         )
@@ -334,7 +334,7 @@ SHOWN = ("system, two turns", "one turn", "call, string", "call, nested", "thoug
 
 
 def renderings(template: str) -> str:
-    """Return what a template prints for some chats; "" if it takes none of them."""
+    """Return a template's output for some chats, or "" if it accepts none of them."""
     rendered = ChatTemplate(byte_tokenizer(template, "", "</s>"), "2026-01-02")
     texts = []
     for name, tools, prompt in product(SHOWN, (True, False), (True, False)):

@@ -1,4 +1,4 @@
-"""Chat templates of every structure that published ones have, in short."""
+"""Short chat templates with every structure of published ones."""
 
 from collections.abc import Mapping
 
@@ -14,10 +14,10 @@ def template(
     system: str = "",
     calls: tuple[str, str, str] = ("", "", ""),
 ) -> str:
-    """Return a template made of what it prints for each role.
+    """Return a template made from the text for each role.
 
-    call: one call, as `c`. calls: what stands before, between and behind the calls of a turn.
-    prompt: the generation prompt. end: what is printed where a chat ends, without a prompt.
+    call: one call, as `c`. calls: the text before, between and after the calls of a turn. prompt:
+    the generation prompt. end: the text at the end of a chat without a prompt.
     """
     opening, between, closing = calls
     between = f"{{% if not loop.last %}}{between}{{% endif %}}" if between else ""

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: named or skipped, never silently."""
+"""Rows that cannot be used are named or skipped, never silently."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Loss masks are the assistant's words and what ends them, in 15 kinds of chats."""
+"""Loss masks cover the assistant's words and the end of its turns, in 15 kinds of chats."""
 
 import re
 from functools import cache
@@ -51,7 +51,7 @@ def byte_tokenizer(template):
 
 
 def masked(masks, messages, *more):
-    """Return what is trained on of messages; more: tools, template options, first_trained."""
+    """Return the loss tokens of messages; more: tools, template options, first_trained."""
     return masks(ChatDocument(messages, PLACE, *more))
 
 
@@ -111,7 +111,7 @@ CALLS = {
     "call without arguments": [user("Weather?"), call({}), result("rain"), says("Rain.")],
 }
 KINDS = {
-    kind: document_fields({"messages": chat}, "messages")["messages"]  # as rows give them
+    kind: document_fields({"messages": chat}, "messages")["messages"]  # in the form that rows have
     for kind, chat in {**PLAIN, **OTHER, **CALLS}.items()
 }
 
@@ -119,7 +119,7 @@ SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 ORIGINALS = [path for path in SHIPPED if not path.stem.endswith("_training")]
 TRAINING = [path for path in SHIPPED if path.stem.endswith("_training")]
 CHATML = Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja"
-# What may stand between a turn's start and its words: tags, channels, nothing that is a role.
+# Allowed between a turn's start and its words: tags and channels, but no role.
 GLUE = re.compile(r"</?think>|<\|?channel\|?>|(?:final|analysis|thought|to=(?:self|user))\b|\s")
 REASONS = (
     r"leaves out its (reasoning|tool calls|content)|roles must alternate|[Rr]oles? (are|not) supp"
@@ -136,7 +136,7 @@ def prepared(template):
 
 
 def said_in(template, kind):
-    """Return a chat of that kind with what is trained on; its tokens say the same."""
+    """Return the trained texts of a chat of this kind; its tokens must agree."""
     tokenizer, masks = prepared(template)
     found = masked(masks, KINDS[kind], TOOLS if kind in CALLS else None)
     encoded = tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)
@@ -152,7 +152,7 @@ def words_of(message):
 
 
 def check_turn(message, text):
-    """Check one turn: its words, before them nothing but glue, behind them special tokens."""
+    """Check one turn: its words, only tags before them, and special tokens after them."""
     words = words_of(message)
     assert words in text
     for call in message.get("tool_calls") or []:
@@ -162,7 +162,7 @@ def check_turn(message, text):
     thought = message.get("reasoning_content") or "I add."
     if not message.get("tool_calls"):
         left = GLUE.sub("", SPECIAL.sub(" ", before.replace(thought, "")))
-        assert left in ("", "assistant"), before  # gpt-oss says its second header itself
+        assert left in ("", "assistant"), before  # gpt-oss generates its second header itself
         assert not SPECIAL.sub("", GLUE.sub("", behind)).removesuffix("</s>"), behind
     assert SPECIAL.search(behind)
 
@@ -180,7 +180,7 @@ def check_start(template):
 
 @pytest.mark.parametrize("path", [*ORIGINALS, *TRAINING, CHATML], ids=lambda path: path.stem)
 def test_what_is_trained_is_the_assistants_words_and_their_end(path):
-    """Every template that TRL ships: originals are derived, training versions say it themselves."""
+    """Use every template of TRL: masks of originals are derived, training versions have markers."""
     template = path.read_text()
     refused = {}
     for kind, chat in KINDS.items():
@@ -190,7 +190,7 @@ def test_what_is_trained_is_the_assistants_words_and_their_end(path):
             refused[kind] = str(error)
             continue
         answers = [message for message in chat if message["role"] == "assistant"]
-        if path in TRAINING:  # their markers may stand around several parts of a turn
+        if path in TRAINING:  # their markers may enclose several parts of a turn
             assert all(words_of(answer) in "".join(texts) for answer in answers)
             continue
         for answer, text in zip(answers, texts, strict=True):
@@ -226,12 +226,12 @@ LLAMA_CALL = f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>'
 THOUGHT = "<think>\n\n</think>\n\n"
 HELLO, YES = "Hello, friend.", "Yes,\nmore."
 END = "<end_of_utterance>"
-# What is trained on, with what is particular to a family.
+# The trained texts for each family with its peculiarities.
 EXPECTED = [
     ("mistral", "call", [MISTRAL_CALL, "Sun.</s>"]),
-    # no token ends a turn: the next message's does
+    # no token ends a turn, only that of the next message
     ("glm4moe", "call", [GLM_CALL, "\n<think></think>\nSun.<|user|>"]),
-    # one token ends the chat and another a turn within; channels; the function in the header
+    # different tokens end the chat and a turn within; channels; the function in the header
     ("gptoss", "two turns", [f"{FINAL}{HELLO}<|end|>", f"{FINAL}{YES}<|return|>"]),
     ("gptoss", "call", [CALL, f"{FINAL}Sun.<|return|>"]),
     # arguments go in as strings; contents as lists of parts
@@ -335,7 +335,7 @@ def test_a_turn_of_blanks_alone_is_delimited_like_others():
 
 
 def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
-    """Not two more for every turn, which made a chat of 100 turns quadratic."""
+    """Two more for every turn would make a long chat quadratic."""
     masks = ChatMasks(byte_tokenizer(DERIVED["gemma"]))
     rendered = []
     given = masks.template._given

@@ -1,4 +1,4 @@
-"""Chats and completions: what is trained on, what is refused, and those that are too long."""
+"""Chats and completions: loss tokens, refusals, and documents that are too long."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def prepared(folder, rows, template=CHATML, **settings):
 
 
 def documents(folder):
-    """Return of each document of folder/out its text, and what is trained on."""
+    """Return the text and the trained text of each document of folder/out."""
     dataset, tokenizer = open_token_dataset(folder / "out" / "train"), samples.tiny_tokenizer()
     found = [samples.document(dataset, index) for index in range(len(dataset))]
     return [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in found]

@@ -1,4 +1,4 @@
-"""What is held out: by content alone, whole, and unseen by the tokenizer."""
+"""Held-out documents are chosen only by content, and stay whole."""
 
 import json
 import random

@@ -1,6 +1,6 @@
-"""Datasets and models of the Hub by name: what is fetched, what is recorded, what is refused.
+"""Datasets and models of the Hub by name: downloads, records and refusals.
 
-The real clients run against a stand-in on loopback, whose datasets are laid out as published.
+The real clients run against a stand-in on loopback with the layout of published datasets.
 """
 
 import json
@@ -15,7 +15,7 @@ from stand_in_hub import CHATS, TOKEN, Preparer, parquet, publish
 from utils.config.errors import StorageError
 from utils.data.prepare import fetch
 
-NOBODY = "http://127.0.0.1:9"  # discard: nothing answers there
+NOBODY = "http://127.0.0.1:9"  # nothing answers at this port
 SMOLTALK = {"path": "HuggingFaceTB/smoltalk", "subset": "all"}
 QWEN = "Qwen/Qwen3-8B"
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Write a recipe with a source, and smoltalk's test split where that is the source."""
+    """Write a recipe with a source; for smoltalk also with its test split."""
 
     def written(*sources: dict, **settings) -> str:
         held_out = (
@@ -75,7 +75,7 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
     samples.prepare(local, tmp_path / "local", tokenizer_name_or_path=tokenizer)
     assert samples.rows(tmp_path / "local/train") == samples.rows(tmp_path / "a/train")
 
-    # Once more; then in a job, in another folder; then where the Hub is out of reach.
+    # Prepare again; then in a job, in another folder; then without a connection to the Hub.
     code, told = preparer("--config", config, "--models", QWEN, "--output_dir", tmp_path / "a")
     assert "already prepared" in told
     assert hub.downloads() == []

@@ -1,4 +1,4 @@
-"""Prompts with their completions, and long documents: the ids are those of the text as a whole."""
+"""Prompts with completions, and long documents, get the ids of the whole text."""
 
 import random
 
@@ -37,7 +37,7 @@ GIGATOKEN = ("byte_level_cl100k", "metaspace_first", "metaspace_always", "prepen
 
 
 def pairs(number=60):
-    """Return random prompts and completions, and those of the report."""
+    """Return random prompts and completions, and some that once failed."""
     choose = random.Random(1)
     found = [
         ("Answer:\n", "yes"),

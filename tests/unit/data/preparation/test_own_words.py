@@ -14,7 +14,7 @@ from utils.data.prepare.values import BadRow, Location, Record
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-# Names of ours that a message may have only where the row has them.
+# Our names, which a message may only contain if the row has them.
 OURS = {*COLUMNS, "role", "content", "from", "value"} - {"system"}  # a role, too
 
 
@@ -31,7 +31,7 @@ def calls(*, of):
     return [*TURNS, {"role": "assistant", "content": "b", of: [1]}]
 
 
-# (columns, a good row, what a bad row has instead (None: the column is missing), named)
+# (columns, a good row, values of the bad row (None: the column is missing), expected names)
 TEXT = ("body=text", {"body": "some words"})
 CHAT = ("dialog=messages persona=system kw=chat_template_kwargs fns=tools", {"dialog": TURNS})
 SHAREGPT = ("", {"conversations": SHARED})

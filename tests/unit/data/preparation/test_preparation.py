@@ -1,4 +1,4 @@
-"""What a preparation writes, whichever way it went; what is in its way; the merge of shards."""
+"""The files of a preparation, obstacles in its folder, and the merge of shards."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +65,7 @@ def test_an_example_marks_what_is_trained_on_and_escapes_what_steers_a_terminal(
 @pytest.mark.slow
 @pytest.mark.usefixtures("workers_for_little")
 def test_a_mixture_is_the_same_however_the_work_is_divided(tmp_path, prepare, two):
-    shards = 15  # more than there are work units
+    shards = 15  # more than work units
     other = samples.text_source(tmp_path / "other.jsonl", 40, seed=9)
     given = {
         "sources": [

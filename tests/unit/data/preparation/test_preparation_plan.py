@@ -1,4 +1,4 @@
-"""What a preparation is to do, before any work: formats, entries of recipes, splits of folders."""
+"""The plan of a preparation: formats, entries of recipes, splits of folders."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
             "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         },
         "renamed": {"question": "q", "answer": "a"},
-        "alpaca": {"instruction": "i", "output": "o", "text": "t"},  # what comes before decides
+        "alpaca": {"instruction": "i", "output": "o", "text": "t"},  # the earlier format decides
     }
     paths = [samples.write_jsonl(tmp_path / f"{name}.jsonl", [rows[name]]) for name in rows]
     sources = [{"path": str(path)} for path in paths]
@@ -140,7 +140,7 @@ def test_the_documented_recipes_are_read():
 
 
 def hub_folder(folder, **splits):
-    """Write files as on the Hub, as many of each split as it has letters."""
+    """Write files as on the Hub; a split has as many as its name has letters."""
     (folder / "data").mkdir(parents=True)
     for split, texts in splits.items():
         for number, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Rows as published datasets have them: taken as they are, with a flag that is named, or refused.
+"""Rows of published datasets are read directly, or with a suggested flag, or refused.
 
 The rows are invented; their columns, keys and types are those of the datasets in the comments.
 """
@@ -34,7 +34,7 @@ def shares(*pairs):
 
 
 def said(document):
-    """Return what a document says, in the shortest form."""
+    """Return a document in a short form."""
     if isinstance(document, BadRow):
         return str(document)
     if isinstance(document, CompletionDocument):
@@ -54,7 +54,7 @@ def said(document):
 
 
 def documents(path, **settings):
-    """Return the documents that the settings make of a file; unread: counts what is not read."""
+    """Return the documents of a file with these settings; `unread` counts unread columns."""
     unread = settings.pop("unread", Counter())
     arguments = PreparationArguments(
         sources=settings.pop("sources", [settings.pop("source", str(path))]),

@@ -1,4 +1,4 @@
-"""Files as they are read: every record once, wherever a file is cut, and what cannot be read."""
+"""Reading files: every record once, at any division of a file; and unreadable files."""
 
 import gzip
 import json
@@ -77,7 +77,7 @@ def test_a_zstd_file_of_any_window_and_of_several_frames_is_read(tmp_path):
     wide = zstandard.ZstdCompressor(compression_params=parameters)
     frames = [b'{"text": "%d"}\n' % number for number in range(3)]
     path = tmp_path / "a.jsonl.zst"
-    # Without its size in the header, a frame asks for its whole window.
+    # Without a size in its header, a frame needs its whole window.
     begun = wide.compressobj()
     path.write_bytes(
         begun.compress(frames[0])

@@ -1,4 +1,4 @@
-"""The same rows give the same tokens from every kind of file that can hold them."""
+"""The same rows give the same tokens from every kind of file."""
 
 import csv
 import gzip
@@ -12,7 +12,7 @@ import zstandard
 
 
 def written(folder, rows):
-    """Write rows as every kind of file; those called struct cannot hold a null as it was meant."""
+    """Write rows as every kind of file; those named struct cannot represent a real null."""
     plain = samples.write_jsonl(folder / "a.jsonl", rows)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (folder / "a.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
@@ -25,10 +25,10 @@ def written(folder, rows):
             [json.dumps(row[name]) if name in row else "" for name in names] for row in rows
         )
     complete = [{name: row.get(name) for name in names} for row in rows]
-    # What pyarrow and pandas write: one struct with the keys of all rows.
+    # pyarrow and pandas write one struct with the keys of all rows.
     structs = pa.Table.from_pylist(complete)
     pq.write_table(structs, folder / "struct.parquet", row_group_size=1)
-    # Written in another order, which its indices mapping puts right.
+    # Written in another order, which an indices mapping corrects.
     order = range(len(rows) - 1, -1, -1)
     datasets.Dataset(structs.take(list(order))).select(order).save_to_disk(folder / "struct")
     features = datasets.Features({name: datasets.List(datasets.Json()) for name in names})
@@ -38,7 +38,7 @@ def written(folder, rows):
     return list(folder.iterdir())
 
 
-# With tools and calls as they are, so that every key and null of them shows in the tokens.
+# The template prints tools and calls unchanged, so that every key and null shows in tokens.
 TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages -%}
 <|im_start|>{{ m.role }}
 {% if m.role == "assistant" -%}
@@ -50,7 +50,7 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages
 
 
 def described(tmp_path, rows, kinds=""):
-    """Prepare rows from each kind of file whose name begins so; return what describes the data."""
+    """Prepare rows from each kind of file with this prefix; return descriptions of the data."""
     (folder := tmp_path / "rows").mkdir()
     tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     found = []

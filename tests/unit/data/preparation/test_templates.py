@@ -1,6 +1,6 @@
 """Every kind of template with every kind of chat: the structural check finds nothing wrong.
 
-STOKER_TEMPLATES=FOLDER checks every *.jinja there, too, and prints what was trained and refused.
+STOKER_TEMPLATES=FOLDER also checks every *.jinja there, and prints the results.
 """
 
 import os
@@ -43,7 +43,7 @@ def checked(template, kinds=KINDS):
     return [TemplateCheck(template, end, printed).run(kinds) for end in ends]
 
 
-# Structures of which some chats have no end or are changed.
+# Structures with which some chats have no end or are changed.
 REFUSED = {
     "EOS behind the last turn alone": "no special token ends it",
     "no special token at all": "no special token ends it",
@@ -161,7 +161,7 @@ def test_a_template_that_needs_tools_is_taken_at_the_start():
 
 
 def test_numbers_and_names_of_calls_add_no_work():
-    """Chats that differ by them cost two renderings each."""
+    """Chats that only differ in these cost two renderings each."""
     check = TemplateCheck(STRUCTURES["no header"], "</s>")
     rendered = []
     given = check.masks.template._given

@@ -1,4 +1,4 @@
-"""Thoughts in chats: empty ones are left to the prompt or counted, and the defaults stay."""
+"""Thoughts in chats: empty ones belong to the prompt or are counted; defaults are saved."""
 
 import preparation_samples as samples
 import pytest
@@ -10,7 +10,7 @@ from utils.data.prepare.tokenization import EMPTY_THOUGHT
 from utils.data.prepare.tokenizer import template_with_defaults
 from utils.data.token_dataset import open_token_dataset
 
-# As Qwen3's: the last answer has a thought, and the prompt an empty one where thinking is off.
+# As in Qwen3: the last answer has a thought; with thinking off the prompt has an empty one.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n"
@@ -25,7 +25,7 @@ OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
 
 @pytest.fixture
 def trained(tmp_path, prepare):
-    """Prepare one row of a chat; return its trained text and what was counted."""
+    """Prepare one chat; return its trained text and the counts."""
 
     def prepared(name, row, source=None, **settings):
         path = samples.write_jsonl(tmp_path / f"{name}.jsonl", [row])

@@ -22,7 +22,7 @@ def tokenize(tokenizer, document):
 
 
 def adding(tokenizer, template):
-    """Let a tokenizer add special tokens to each text."""
+    """Make a tokenizer add special tokens to each text."""
     special_tokens = [("<|im_start|>", 2), ("<|im_end|>", 3), ("<|endoftext|>", 0)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=template, special_tokens=special_tokens

@@ -1,4 +1,4 @@
-"""Tokenizers of the families that models are published with, trained on a few sentences."""
+"""Tokenizers of the published families, trained on a few sentences."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-BLANK = "\u2581"  # what SentencePiece writes for a blank
+BLANK = "\u2581"  # SentencePiece's character for a blank
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -34,9 +34,9 @@ def _bpe(**options):
 
 
 def _sentencepiece(*, prepend_scheme=None):
-    """BPE with bytes for what it does not know; the blank from Metaspace or a normalizer.
+    """Return a BPE with byte fallback; the blank comes from Metaspace or a normalizer.
 
-    Trained on words, as SentencePiece does, and used without cutting a text into them.
+    It is trained on words, like SentencePiece, and used without splitting a text into words.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True))
     lines = pre_tokenizers.Split("\n", "isolated")
@@ -68,7 +68,7 @@ def _byte_level(*, pattern=None, **options):
 
 
 def _trimming():
-    """Return a tokenizer whose offsets leave out the blanks of a token, as RoBERTa's."""
+    """Return a tokenizer whose offsets exclude a token's blanks, as in RoBERTa."""
     tokenizer = _byte_level(add_prefix_space=True)
     tokenizer.post_processor = ByteLevel(trim_offsets=True)
     return tokenizer
@@ -115,7 +115,7 @@ def _serialized(family):
 
 
 def tokenizer_of(family, template=f"{BEGIN} $A"):
-    """Return a tokenizer of a family that adds what `template` says to each text."""
+    """Return a tokenizer of a family that adds the tokens of `template` to each text."""
     tokenizer = Tokenizer.from_str(_serialized(family))
     numbers = [(token, tokenizer.token_to_id(token)) for token in (BEGIN, END)]
     if template != "$A":
