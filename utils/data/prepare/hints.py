@@ -1,9 +1,5 @@
-"""Advice for rows that fit no format, and the list of columns and keys that are not read.
+"""Advice for rows that fit no format: flags that would read them, each tried on the row."""
 
-Advice names a flag only after trying it on the row.
-"""
-
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,8 +7,6 @@ from typing import Any
 from utils.config.preparation import Source
 from utils.data.prepare.messages import (
     ABOUT_A_ROW,
-    OWN_ROLES,
-    READ,
     ROLES,
     are_messages,
     check_answers,
@@ -184,40 +178,3 @@ def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
     except UnusableRowError as error:
         return str(error)
     return ""
-
-
-# --- what is not read
-
-_OF_MESSAGES = "message key "
-
-
-def column_label(name: str) -> str:
-    """Return the name under which an unread column is counted."""
-    return f"column {name}"
-
-
-def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every key and role in messages that only a chat template may read."""
-    for message in messages:
-        if message["role"] not in OWN_ROLES:
-            yield f"role {message['role']}, which is context only"
-        yield from (f"{_OF_MESSAGES}{key}" for key in message if key not in READ)
-
-
-def list_unread(counts: Mapping[str, int], template: str) -> str:
-    """Return the labels with their counts, without the keys that the chat template reads."""
-    return ", ".join(
-        f"{label} ({number:,})"
-        for label, number in sorted(counts.items())
-        if not _template_reads(template, label)
-    )
-
-
-def _template_reads(template: str, label: str) -> bool:
-    """Tell whether a template reads a key of messages, according to its source."""
-    key = re.escape(label.removeprefix(_OF_MESSAGES))
-    taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
-    of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
-    return label.startswith(_OF_MESSAGES) and any(
-        not of_calls.search(match[1].lower()) for match in taken.finditer(template)
-    )

@@ -18,7 +18,6 @@ from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.columns import TOKENS, ListColumn, loss_mask_among, open_columns
 from utils.data.prepare.encoding import choose_backend
-from utils.data.prepare.hints import list_unread
 from utils.data.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
 from utils.data.prepare.units import UnitWorker, content_digest, read_documents, run_units
 from utils.data.prepare.values import BadRow
@@ -28,6 +27,7 @@ from utils.data.prepare.workspace import (
     TRAINED_WRONGLY,
     UnitCounts,
     Workspace,
+    list_unread,
     token_features,
 )
 from utils.data.token_dataset import describe_split, warn_of_small_split

@@ -134,17 +134,11 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A zstd file with a window of any size (`zstd --long=31`); pyarrow's reader stops at 128 MiB.
-
-    Reading raises OSError if the file is damaged or ends inside a frame.
-    """
+    """A zstd file with a window of any size (`zstd --long=31`); pyarrow stops at 128 MiB."""
 
     def __init__(self, path: str):
-        self._file = Path(path).open("rb")  # noqa: SIM115 - close() closes it
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame = self._decompressor.decompressobj()
-        self._is_begun = False
-        self._waiting = memoryview(b"")
+        self._blocks = _zstd_blocks(path)
+        self._left = memoryview(b"")
 
     def readable(self) -> bool:
         """Return True."""
@@ -152,28 +146,32 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer and return the number of bytes; 0 at the end of the file."""
-        while not self._waiting:
-            given = b""
-            if self._frame.eof:
-                given, self._frame = self._frame.unused_data, self._decompressor.decompressobj()
-                self._is_begun = False
-            if not (given := given or self._file.read(1 << 17)):
-                if self._is_begun:
-                    raise OSError("the compressed stream is incomplete")
+        while not self._left:
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-            self._is_begun = True
-            try:
-                self._waiting = memoryview(self._frame.decompress(given))
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
-        size = min(len(buffer), len(self._waiting))
-        buffer[:size], self._waiting = self._waiting[:size], self._waiting[size:]
+            self._left = memoryview(block)
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
         return size
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
+
+def _zstd_blocks(path: str) -> Iterator[bytes]:
+    """Yield the text of a zstd file; raises OSError if it is damaged or ends inside a frame."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    with Path(path).open("rb") as file:
+        while compressed := file.read(1 << 17):
+            while compressed:
+                frame = frame or decompressor.decompressobj()
+                try:
+                    yield frame.decompress(compressed)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
+                compressed = frame.unused_data
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise OSError("the compressed stream is incomplete")
 
 
 # --- paths to files

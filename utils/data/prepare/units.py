@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.config.preparation import TRAIN
-from utils.data.prepare.hints import column_label, unread_keys
 from utils.data.prepare.records import read_records
 from utils.data.prepare.rows import (
     ChatDocument,
@@ -33,7 +32,9 @@ from utils.data.prepare.workspace import (
     TokenFileWriter,
     UnitCounts,
     Workspace,
+    column_label,
     token_features,
+    unread_keys,
 )
 from utils.support.host import memory_kills
 

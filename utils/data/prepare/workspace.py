@@ -7,9 +7,10 @@ preparation may be killed at any moment and several shards may write at the same
 import json
 import logging
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ import pyarrow as pa
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN
 from utils.data.description import read_description
+from utils.data.prepare.messages import OWN_ROLES, READ
 from utils.data.prepare.tokenization import MASK_COLUMNS, TokenizedDocument
 from utils.data.prepare.values import FILTERED, BadRow
 from utils.support.files import replace_text
@@ -219,6 +221,9 @@ def partial_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
 
 
+# --- the files of documents
+
+
 class TokenFileWriter:
     """Writer of tokenized documents to one Arrow stream; the documents alone decide its bytes."""
 
@@ -273,3 +278,40 @@ def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
         name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
         for name, dtype in types.items()
     }
+
+
+# --- columns and keys that are not read
+
+_OF_MESSAGES = "message key "
+
+
+def column_label(name: str) -> str:
+    """Return the name under which an unread column is counted."""
+    return f"column {name}"
+
+
+def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a label for every key and role in messages that only a chat template may read."""
+    for message in messages:
+        if message["role"] not in OWN_ROLES:
+            yield f"role {message['role']}, which is context only"
+        yield from (f"{_OF_MESSAGES}{key}" for key in message if key not in READ)
+
+
+def list_unread(counts: Mapping[str, int], template: str) -> str:
+    """Return the labels with their counts, without the keys that the chat template reads."""
+    return ", ".join(
+        f"{label} ({number:,})"
+        for label, number in sorted(counts.items())
+        if not _template_reads(template, label)
+    )
+
+
+def _template_reads(template: str, label: str) -> bool:
+    """Tell whether a template reads a key of messages, according to its source."""
+    key = re.escape(label.removeprefix(_OF_MESSAGES))
+    taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
+    of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
+    return label.startswith(_OF_MESSAGES) and any(
+        not of_calls.search(match[1].lower()) for match in taken.finditer(template)
+    )

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from utils.data.prepare.hints import list_unread, naming_hint, unread_keys
+from utils.data.prepare.hints import naming_hint
 from utils.data.prepare.messages import check_answers
 from utils.data.prepare.rows import RowSettings, document_fields
 from utils.data.prepare.values import UnusableRowError
+from utils.data.prepare.workspace import list_unread, unread_keys
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
