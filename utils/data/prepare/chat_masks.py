@@ -82,7 +82,7 @@ class ChatMasks:
         if self.template.has_markers:
             spans = _spans_of_blocks(marked, turns, blocks)
         else:
-            spans, closing = self._derived(marked, turns)
+            spans, closing = self._derived_spans(marked, turns)
             text += closing
         trained = [
             turn
@@ -105,7 +105,9 @@ class ChatMasks:
         trained_text = "".join(text[slice(*span)] for span in spans)
         written = json.dumps(chat.messages[turn], ensure_ascii=False).count(self._turns.stop)
         ending = text[slice(*spans[-1])].rstrip() if spans else ""
-        unsaid = [word for word in _called(chat.chat.messages[turn]) if word not in trained_text]
+        unsaid = [
+            word for word in _words_of_calls(chat.chat.messages[turn]) if word not in trained_text
+        ]
         problem, reason = "", "mask_incomplete"
         if not all(any(low <= index <= high for low, high in spans) for index in words):
             problem = "some of its words would not be trained on"
@@ -124,7 +126,9 @@ class ChatMasks:
 
     # --- delimiting turns
 
-    def _derived(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
+    def _derived_spans(
+        self, chat: MarkedChat, turns: Sequence[int]
+    ) -> tuple[dict[int, list[Span]], str]:
         """Return the span of each turn in the plain rendering, and a text to append to the chat."""
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -132,14 +136,14 @@ class ChatMasks:
             low, first, behind, high = chat.bounds(turn)
             tags = LEADING_TAGS.match(chat.text, first, behind)
             gap, following = chat.text[low : tags.end() if tags else first], chat.text[behind:high]
-            header, length, closing = self._delimited(chat, turn, gap, following)
+            header, length, closing = self._delimiters_of(chat, turn, gap, following)
             start, last = max(low + header, last), behind + length
             if closing and last != len(chat.text):
                 raise chat.refused(turn, "nothing ends it")
             spans[turn] = [(start, last + len(closing))]
         return spans, closing
 
-    def _delimited(
+    def _delimiters_of(
         self, chat: MarkedChat, turn: int, gap: str, following: str
     ) -> tuple[int, int, str]:
         """Return the lengths of a turn's header and of its end, and a text to append to it."""
@@ -148,7 +152,7 @@ class ChatMasks:
         texts = (
             re.sub(names, lambda found: "0" * len(found[0]), text) for text in (gap, following)
         )
-        key = (*texts, _context(chat, turn))
+        key = (*texts, _kinds_around(chat, turn))
         found = self._delimiters.get(key)
         if found is None:
             start = self._turns.header_length(chat, turn, gap)
@@ -160,24 +164,24 @@ class ChatMasks:
         return found
 
 
-def _called(message: Message) -> Iterator[str]:
+def _words_of_calls(message: Message) -> Iterator[str]:
     """Yield the names, keys and numbers of a message's calls; these have no marks."""
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
-        yield from _unmarked(call["function"]["arguments"])
+        yield from _keys_and_numbers(call["function"]["arguments"])
 
 
-def _unmarked(value: Any) -> Iterator[str]:
+def _keys_and_numbers(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         yield from value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield json.dumps(value)
     elif isinstance(value, (Mapping, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _unmarked(item)
+            yield from _keys_and_numbers(item)
 
 
-def _context(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
+def _kinds_around(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
     """Return the cache key of a turn, apart from the text around it: the kinds of messages."""
     given = chat.chat
     keys = ("content", "tool_calls", "reasoning_content")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # The names of a message's reasoning; templates read the first and the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 PROBE = Location("a probe")  # the location of the chats that try a template
+PROBE_ID = "abcdefghi"  # of a call; Mistral's templates take nine letters only
 # A tool for these chats, because some templates print no chat without tools.
 PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
@@ -63,15 +64,15 @@ class ChatTemplate:
         Exception if it refuses the chat.
         """
         with limits(self._origin, RENDERING_BYTES):
-            return str(self._compiled.render(**self._given(chat, generation_prompt)))
+            return str(self._compiled.render(**self._variables_of(chat, generation_prompt)))
 
     def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
         """Return (rendering, [(start, stop) of each {% generation %} block]), in characters."""
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
-        return _render_with_assistant_indices(self._compiled, **self._given(chat, False))
+        return _render_with_assistant_indices(self._compiled, **self._variables_of(chat, False))
 
-    def _given(self, chat: ChatDocument, generation_prompt: bool) -> dict[str, Any]:
+    def _variables_of(self, chat: ChatDocument, generation_prompt: bool) -> dict[str, Any]:
         options = {
             name: value
             for name, value in (chat.template_options or {}).items()
@@ -106,15 +107,14 @@ class ChatTemplate:
         """Whether the template prints contents only if they are lists of parts."""
         text = "stoker probes"
         parts = [{"type": "text", "text": text}]
-        return text not in self._try({"content": text}) and text in self._try({"content": parts})
+        as_text, as_parts = (self._render_reply({"content": each}) for each in (text, parts))
+        return text not in as_text and text in as_parts
 
     @cached_property
     def _reads_objects(self) -> bool:
         """Whether the template reads arguments of calls as objects; if not, as JSON strings."""
-        function = {"name": "f", "arguments": {"stoker": "probe"}}
-        call = {"type": "function", "id": "abcdefghi", "function": function}
         for as_object in (True, False):
-            text = self._try({"content": "", "tool_calls": [_adapted_call(call, as_object)]})
+            text = self._render_call({"stoker": "probe"}, as_object)
             # Neither an object in Python's notation, nor a string that is encoded twice.
             if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
                 return as_object
@@ -123,12 +123,15 @@ class ChatTemplate:
     @cached_property
     def prints_ids(self) -> bool:
         """Whether the template prints ids of calls instead of names, as Kimi's functions.NAME:0."""
-        function = {"name": "stoker", "arguments": {}}
-        call = {"type": "function", "id": "probe_id", "function": function}
-        text = self._try({"content": "", "tool_calls": [_adapted_call(call, self._reads_objects)]})
-        return "stoker" not in text and "probe_id" in text
+        text = self._render_call({}, self._reads_objects)
+        return "look_up" not in text and PROBE_ID in text
 
-    def _try(self, reply: Message) -> str:
+    def _render_call(self, arguments: Mapping[str, Any], as_object: bool) -> str:
+        function = {"name": "look_up", "arguments": arguments}
+        call = _adapted_call({"type": "function", "id": PROBE_ID, "function": function}, as_object)
+        return self._render_reply({"content": "", "tool_calls": [call]})
+
+    def _render_reply(self, reply: Message) -> str:
         contents = "x", [{"type": "text", "text": "x"}]
         for content, tools in product(contents, (None, [TOOL])):
             question = {"role": "user", "content": content}
@@ -194,7 +197,7 @@ class MarkedChat:
         for marks_empty in (True, False) if not template.has_markers else (False,):
             self._marks_empty = marks_empty
             self.expected: Counter[tuple[int, int]] = Counter()
-            self._bracketed: list[tuple[int, int, str]] = []
+            self._marked_texts: list[tuple[int, int, str]] = []
             self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
             try:
                 rendering = template.render(replace(chat, messages=self.messages))
@@ -287,16 +290,16 @@ class MarkedChat:
                 thinks = thinks if tag is None or kind != CONTENT else not tag[1]
             elif core := piece.strip():
                 of = REASONING if thinks else kind
-                pieces[number] = piece.replace(core, self._in_marks(core, index, of), 1)
+                pieces[number] = piece.replace(core, self._surrounded(core, index, of), 1)
         if len(pieces) > 1:
             mark = self._mark(index, kind)
             pieces[0] += "" if pieces[0].strip() else mark
             pieces[-1] = ("" if pieces[-1].strip() else mark) + pieces[-1]
         return "".join(pieces)
 
-    def _in_marks(self, text: str, index: int, kind: int) -> str:
+    def _surrounded(self, text: str, index: int, kind: int) -> str:
         self.expected[index, kind] += 2
-        self._bracketed.append((index, kind, text))
+        self._marked_texts.append((index, kind, text))
         return self._mark(index, kind) + text + self._mark(index, kind)
 
     def _mark(self, index: int, kind: int) -> str:
@@ -308,8 +311,8 @@ class MarkedChat:
         function["arguments"] = self._value(function["arguments"], index)
         if self.expected[index, CALL] == before:
             if call.get("id") and self._template.prints_ids:
-                return {**call, "id": self._in_marks(call["id"], index, NAME)}
-            function["name"] = self._in_marks(function["name"], index, NAME)
+                return {**call, "id": self._surrounded(call["id"], index, NAME)}
+            function["name"] = self._surrounded(function["name"], index, NAME)
         return {**call, "function": function}
 
     def _value(self, value: Any, index: int) -> Any:
@@ -324,7 +327,7 @@ class MarkedChat:
 
     def _check_words(self, rendering: str) -> None:
         """Raise UnusableRowError if the template changes the words of a message."""
-        for index, kind, text in self._bracketed:
+        for index, kind, text in self._marked_texts:
             mark = self._mark(index, kind)
             if f"{mark}{text}{mark}" in rendering or mark not in rendering:
                 continue

@@ -67,7 +67,7 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     """
     value = decoded(value)
     if isinstance(value, Mapping):
-        value = _of_columns(value)
+        value = _messages_of_object(value)
     if not isinstance(value, list):
         raise wrong_type(column, "a list of messages", value)
     if not value:
@@ -76,7 +76,7 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     for turn, given in enumerate(value):
         where = f"message {turn} of {column}"
         for message in _single_messages(where, given, turn):
-            _add(found, _message(where, message), role_word(message) in CALL_ROLES)
+            _append(found, _message(where, message), role_word(message) in CALL_ROLES)
     return found
 
 
@@ -114,7 +114,7 @@ def check_answers(
 # --- one message
 
 
-def _of_columns(value: Mapping[str, Any]) -> Any:
+def _messages_of_object(value: Mapping[str, Any]) -> Any:
     """Return the messages of an object, which is one message or has a list for each key.
 
     Older versions of `datasets` write a sequence of objects as an object of lists.
@@ -135,22 +135,22 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
         return
     if isinstance(message, list) and len(message) == 2:
-        yield from _of_list(where, message)
+        yield from _two_texts(where, message)
         return
     if not isinstance(message, Mapping):
         raise wrong_type(where, "an object", message)
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" not in message:
-        yield from _pair(where, message)
+        yield from _question_and_answer(where, message)
         return
     content = message.get("content")
     if isinstance(content, list) and any(_kind(part) == "tool_result" for part in content):
-        yield from _results_apart(message, content)
+        yield from _split_tool_results(message, content)
     else:
         yield message
 
 
-def _of_list(where: str, texts: list[Any]) -> Iterator[dict[str, Any]]:
+def _two_texts(where: str, texts: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a list of two texts: role and content, or question and answer."""
     for text in texts:
         check_text(where, text)
@@ -161,7 +161,7 @@ def _of_list(where: str, texts: list[Any]) -> Iterator[dict[str, Any]]:
         yield {"role": ASSISTANT, "content": texts[1]}
 
 
-def _pair(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the two messages of an object that holds a question and its answer."""
     spelled = {key.lower(): key for key in message}
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
@@ -183,7 +183,9 @@ def _kind(part: Any) -> Any:
     return part.get("type") if isinstance(part, Mapping) else None
 
 
-def _results_apart(message: Mapping[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _split_tool_results(
+    message: Mapping[str, Any], parts: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
     """Yield a tool's message for each `tool_result` of Anthropic; other parts stay in messages."""
     rest: list[Any] = []
     for part in parts:
@@ -200,7 +202,7 @@ def _results_apart(message: Mapping[str, Any], parts: Sequence[Any]) -> Iterator
         yield {**message, "content": rest}
 
 
-def _add(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
+def _append(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
     """Append a message; a call that is a separate message joins the assistant's previous turn."""
     before: dict[str, Any] = found[-1] if found else {"role": ""}
     if is_call and before["role"] == ASSISTANT and before.get("weight") == message.get("weight"):
@@ -221,7 +223,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
         is_trained = trained_parts(where, parts) if found["role"] == ASSISTANT else {}
-        said = _content_of_parts(where, parts, found["role"])
+        said = _read_parts(where, parts, found["role"])
         if both := [key for key in said if key != "content" and found.get(key)]:
             message_text = f"{where} has {both[0]!r} and the same among its parts: keep one of them"
             raise UnusableRowError("wrong_type", message_text)
@@ -249,7 +251,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
     """Return the checked thought of a message, under its own key and as `reasoning_content`."""
-    given = {key: _joined(message[key]) for key in REASONING if message.get(key)}
+    given = {key: _thought_text(message[key]) for key in REASONING if message.get(key)}
     for key, thought in given.items():
         check_text(f"{key!r} of {where}", thought)
     if len(set(given.values())) > 1:
@@ -259,7 +261,7 @@ def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
     return given if thought is None else given | {"reasoning_content": thought}
 
 
-def _joined(said: Any) -> Any:
+def _thought_text(said: Any) -> Any:
     """Return the text of a thought that is a list of texts or text parts (Mistral, OpenAI)."""
     if not isinstance(said, list):
         return said
@@ -319,7 +321,7 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
     return {"role": ROLES.get(role, role if role in OWN_ROLES else given), **found}
 
 
-def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
+def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
     """Return the text of a list of parts; thoughts and calls go to the keys that templates read."""
     texts, thoughts, calls = [], [], []
     for part in parts:
@@ -328,7 +330,7 @@ def _content_of_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, 
             kind = "thinking" if part.get("thought") is True else part.get("type", "text")  # Gemini
             names = (kind, "text", "value", "content")
             said = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking") and isinstance(thought := _joined(said), str):
+        if kind in ("reasoning", "thinking") and isinstance(thought := _thought_text(said), str):
             thoughts.append(thought)
         elif kind in _CALL_PARTS:
             calls.append(part if said is None else said)

@@ -189,7 +189,7 @@ class Preparation:
         folder, tokenizer = self.output_dir / split, self.tokenizer
         features = token_features(id_type(tokenizer), self.plan.settings.document_format)
         units = [index for index in counts if counts[index].documents[split]]
-        self._move_files(folder, units, features)
+        self._assemble_files(folder, units, features)
         columns = open_columns(folder)
         figures = split_figures(split, total, np.diff(columns[TOKENS].offsets))
         example = decoded_example(columns, tokenizer)
@@ -207,7 +207,7 @@ class Preparation:
             preparation={
                 "settings_sha256": self.digest,
                 "settings": asdict(self.plan.settings),
-                "sources": self._origin(split, counts),
+                "sources": self._sources_of(split, counts),
                 **figures,
                 "example": example,
                 "loss_masks": masks_from(tokenizer) if is_chat else None,
@@ -232,7 +232,7 @@ class Preparation:
             f"{lengths['max']:,}"
         )
 
-    def _move_files(self, folder: Path, units: Sequence[int], features: dict[str, Any]) -> None:
+    def _assemble_files(self, folder: Path, units: Sequence[int], features: dict[str, Any]) -> None:
         """Move the Arrow files of a split to its folder, and add the JSON files of `datasets`.
 
         This can be repeated: files that an interrupted run has moved stay. Each split has its own
@@ -258,7 +258,7 @@ class Preparation:
         for name, content in (("dataset_info.json", info), ("state.json", state)):
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
-    def _origin(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
+    def _sources_of(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
         """Return the files and counts of a split's sources; validation has those of train."""
         origin = split if split in self.plan.sources else TRAIN
         files = self.plan.sources[origin]

@@ -43,7 +43,7 @@ class FilePart:
 Records = Iterator[Record | BadRow]
 
 
-def cut(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
+def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
     """Cut a file into parts of about `part_bytes`, as far as its kind allows.
 
     Raises ArrowException, OSError or ValueError when the file cannot be opened.

@@ -258,9 +258,9 @@ def document_fields(
     refuse_media("the row", fields)
     extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
     if row_format == "prompt_completion":
-        return _pair(fields, extras) | extras
+        return _prompt_and_completion(fields, extras) | extras
     if row_format == "alpaca":
-        messages = list(_alpaca(fields))
+        messages = list(_alpaca_turns(fields))
     else:
         (name,) = NEEDED[row_format]
         messages = messages_of(fields.shown(name), fields[name])
@@ -271,7 +271,7 @@ def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list) or are_messages(decoded(prompt))
 
 
-def _pair(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt_and_completion(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return prompt and completion, checked: both texts, or both lists of messages.
 
     The completion of a prompt of messages may be the text of the answer.
@@ -308,7 +308,7 @@ def _pair(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion}
 
 
-def _alpaca(fields: _Row) -> Iterator[dict[str, Any]]:
+def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
 
     `history` holds earlier turns, such as pairs (instruction, output). In a row with tools, an

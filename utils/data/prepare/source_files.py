@@ -95,8 +95,8 @@ def list_sources(
     for given in paths:
         before = len(files) + len(problems) + skipped["given twice"]
         try:
-            found = _without_readmes(given, list(_expand(given)), skipped)
-            found = _of_split(given, found, split, is_named)
+            found = _without_readmes(given, list(_files_of_path(given)), skipped)
+            found = _files_of_one_split(given, found, split, is_named)
         except ValueError as error:
             problems.append(f"{given}: {error}")
             continue
@@ -177,7 +177,7 @@ def _zstd_blocks(path: str) -> Iterator[bytes]:
 # --- paths to files
 
 
-def _expand(given: str) -> Iterator[str]:
+def _files_of_path(given: str) -> Iterator[str]:
     """Yield the files of a path or pattern; raises ValueError if there are no files."""
     if os.path.lexists(given):
         yield from _walk(given)
@@ -231,7 +231,7 @@ def _holds_records(path: str) -> bool:
 # --- files of one split
 
 
-def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
+def _files_of_one_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
     """Return the paths of a split, if the names of files or folders show several splits.
 
     Raises ValueError if the split is not one of them.
@@ -252,7 +252,7 @@ def _of_split(given: str, paths: list[str], split: str, is_named: bool) -> list[
                 f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
                 f"another: --eval_sources NAME={given}"
             )
-        return _in_one_format(given, by_split[wanted])
+        return _files_of_one_format(given, by_split[wanted])
     if is_named or not glob.has_magic(given):
         raise ValueError(
             f"has no split {split!r}; its files are of {', '.join(named) or 'no split'}: name "
@@ -280,7 +280,7 @@ def _split_name(path: str, given: str) -> str:
     return ""
 
 
-def _in_one_format(given: str, paths: list[str]) -> list[str]:
+def _files_of_one_format(given: str, paths: list[str]) -> list[str]:
     """Return the files of one format, because some datasets publish a split in several."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:

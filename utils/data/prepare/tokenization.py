@@ -126,7 +126,7 @@ class DocumentTokenizer:
                 message = f"empty document: {document.column!r} has special tokens alone"
                 found.append(BadRow("empty", message, document.location))
             else:
-                found.append(self._made(whole, None))
+                found.append(self._tokenized(whole, None))
         return found
 
     def _encode_in_pieces(self, text: str) -> np.ndarray:
@@ -151,7 +151,7 @@ class DocumentTokenizer:
     def _completions(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
         pairs = [(document.prompt, document.completion) for document in documents]
         found: list[TokenizedDocument | BadRow] = []
-        for document, (ids, start, held) in zip(documents, self._joined(pairs), strict=True):
+        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
             if self._special.are_all(ids[start:]):
                 message = f"empty document: {document.column!r} has special tokens alone"
                 found.append(BadRow("empty", message, document.location))
@@ -160,17 +160,19 @@ class DocumentTokenizer:
             whole = np.concatenate([before, ids, behind])
             mask = np.arange(len(whole)) >= len(before) + start
             notes = Counter([BLANK_HELD if held.isspace() else WORDS_HELD] if held else [])
-            found.append(self._checked(document, whole, mask, notes))
+            found.append(self._with_target(document, whole, mask, notes))
         return found
 
-    def _joined(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[np.ndarray, int, str]]:
+    def _joined_ids(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, int, str]]:
         """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
 
         start: the index of the completion's first token. held: the end of the prompt that this
         token holds as well.
         """
         if self._is_exact:
-            yield from self._joined_by_offsets(pairs)
+            yield from self._joined_ids_by_offsets(pairs)
             return
         wholes = self._encode([before + behind for before, behind in pairs])
         prompts = self._encode([before for before, _ in pairs])
@@ -178,12 +180,12 @@ class DocumentTokenizer:
             if np.array_equal(whole[: len(prompt)], prompt):
                 yield whole, len(prompt), ""
             elif self.tokenizer.is_fast:
-                yield from self._joined_by_offsets([pair])
+                yield from self._joined_ids_by_offsets([pair])
             else:  # without offsets, the first token that differs holds the boundary
                 alike = whole[: len(prompt)] == prompt[: len(whole)]
                 yield whole, int(np.argmin([*alike, False])), pair[0][-1]
 
-    def _joined_by_offsets(
+    def _joined_ids_by_offsets(
         self, pairs: Sequence[tuple[str, str]]
     ) -> Iterator[tuple[np.ndarray, int, str]]:
         texts = [before + behind for before, behind in pairs]
@@ -210,7 +212,7 @@ class DocumentTokenizer:
             ids, offsets = next(encoded)
             try:
                 mask = token_mask(chat, offsets)
-                found.append(self._checked(document, ids, mask, self._notes(document, chat)))
+                found.append(self._with_target(document, ids, mask, self._notes(document, chat)))
             except UnusableRowError as error:
                 found.append(BadRow(error.reason, str(error), document.location))
         return found
@@ -224,7 +226,7 @@ class DocumentTokenizer:
                 any(start < end and begin < stop for start, stop in chat.spans)
                 for begin, end in empty
             ),
-            thoughts_after_closed_prompts=int(self._thinks_unasked(document)),
+            thoughts_after_closed_prompts=int(self._thinks_after_closed_thought(document)),
             special_tokens_in_answers=sum(
                 message["role"] == ASSISTANT and message.get("weight") != 0
                 for message in document.messages[document.first_trained :]
@@ -238,7 +240,7 @@ class DocumentTokenizer:
         words = filter(None, self.tokenizer.all_special_tokens)
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
-    def _thinks_unasked(self, document: ChatDocument) -> bool:
+    def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
         """Tell whether the last answer has a thought and its prompt closes an empty one."""
         last = len(document.messages) - 1
         message = document.messages[last]
@@ -253,10 +255,10 @@ class DocumentTokenizer:
             return any(thought.end() == len(prompt) for thought in EMPTY_THOUGHT.finditer(prompt))
         return False
 
-    def _checked(
+    def _with_target(
         self, document: Document, ids: np.ndarray, mask: np.ndarray, notes: Counter[str]
     ) -> TokenizedDocument | BadRow:
-        found = self._made(ids, mask.astype(np.int8), notes)
+        found = self._tokenized(ids, mask.astype(np.int8), notes)
         if not found.has_target:
             message = "no assistant token: nothing in this conversation is trained on"
             if isinstance(document, ChatDocument) and all(
@@ -268,7 +270,7 @@ class DocumentTokenizer:
             return BadRow("no_assistant_tokens", message, document.location)
         return found
 
-    def _made(
+    def _tokenized(
         self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str] | None = None
     ) -> TokenizedDocument:
         notes = Counter() if notes is None else notes

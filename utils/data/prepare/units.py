@@ -188,7 +188,7 @@ class UnitWorker:
         for batch in _batches(self._documents(unit, counts)):
             found = self._tokenize([document for _, document in batch])
             for (split, document), tokenized in zip(batch, found, strict=True):
-                fitted = self._fitted(document, tokenized, counts)
+                fitted = self._within_length(document, tokenized, counts)
                 if isinstance(fitted, BadRow):
                     counts.drop(fitted)
                 else:
@@ -214,7 +214,7 @@ class UnitWorker:
             for _ in range(copies):
                 yield split, document
 
-    def _fitted(
+    def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
         """Apply on_bad_row and on_overlong; texts stay whole, because training splits them."""

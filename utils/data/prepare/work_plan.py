@@ -21,7 +21,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
 from utils.data.prepare.hints import misreading, naming_hint
 from utils.data.prepare.hub import HubCache, cached_files
-from utils.data.prepare.records import FilePart, cut, read_records
+from utils.data.prepare.records import FilePart, cut_file, read_records
 from utils.data.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
@@ -194,7 +194,7 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
         size = 0
         for file in files:
             try:
-                parts = list(cut(file, unit_bytes))
+                parts = list(cut_file(file, unit_bytes))
             except (pa.ArrowException, OSError, ValueError) as error:
                 problems.append(f"{file.path}: cannot be opened ({error})")
                 continue
@@ -204,7 +204,7 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
                     size = 0
                 groups[-1].append(part)
                 size += part.size
-        for group, max_tokens in _capped(groups, source.max_tokens):
+        for group, max_tokens in _share_of_tokens(groups, source.max_tokens):
             size = sum(part.size for part in group)
             units.append(WorkUnit(len(units), source.split, tuple(group), size, number, max_tokens))
     if problems:
@@ -212,7 +212,7 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
     return units
 
 
-def _capped(
+def _share_of_tokens(
     groups: Sequence[list[FilePart]], max_tokens: int | None
 ) -> list[tuple[list[FilePart], int | None]]:
     """Return the groups to read, each with its share of `max_tokens`.
