@@ -44,7 +44,7 @@ if [[ -z $point ]]; then
 fi
 
 mapfile -d '' -t arguments < <(slurm/run_python.sh -m utils.submit.sweep point "$sweep" "$point")
-wait "$!" # ends this script too if the command failed
+wait "$!" # if the command failed, this ends the script as well
 sweep_name="${sweep##*/}"
 export WANDB_RUN_GROUP="${WANDB_RUN_GROUP:-${sweep_name%.yaml}}" # the points are one group
 # shellcheck disable=SC2034 # training_job.sh reads it

@@ -219,7 +219,7 @@ class RunLock:
         return number
 
     def _is_gone(self, other: dict[str, Any]) -> bool:
-        """Whether an owner is known to be gone. False: only its heartbeat can tell."""
+        """Check whether an owner is known to be gone. If not, only its heartbeat can tell."""
         if _is_dead(other):
             return True
         # Slurm starts a job again once every process of the earlier start is gone.
