@@ -52,7 +52,7 @@ def meet(port: int, between=lambda: None, **facts) -> list[object]:
     between()
     threads[1].start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     return told
 
 
