@@ -164,8 +164,8 @@ def test_numbers_and_names_of_calls_add_no_work():
     """Chats that only differ in these cost two renderings each."""
     check = TemplateCheck(STRUCTURES["no header"], "</s>")
     rendered = []
-    given = check.masks.template._given
-    check.masks.template._given = lambda *more: rendered.append(1) or given(*more)
+    variables = check.masks.template._variables_of
+    check.masks.template._variables_of = lambda *more: rendered.append(1) or variables(*more)
     for number in range(100, 120):
         turn = calls({"days": number})
         turn["tool_calls"][0]["id"] = f"callid{number}"
