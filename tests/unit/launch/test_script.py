@@ -101,10 +101,20 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
 
 def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     monkeypatch.setenv("HF_TOKEN", "correcthorsebattery")
-    run_script(raising(RuntimeError("sent correcthorsebattery")))
-    run_script(raising(ConfigurationError("sent correcthorsebattery")))
-    run_script(raising(OSError(errno.ENOSPC, "No space left", "/no/correcthorsebattery")))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(notes / "of-torchrun"))
+    in_the_lock: list[str] = []
+    monkeypatch.setattr(script, "note_error", in_the_lock.append)
+    for error in (
+        RuntimeError("sent correcthorsebattery"),
+        ConfigurationError("sent correcthorsebattery"),
+        OSError(errno.ENOSPC, "No space left", "/no/correcthorsebattery"),
+    ):
+        run_script(raising(error))
+        assert "***" in (notes / "of-torchrun").read_text()
+        assert "correcthorsebattery" not in (notes / "of-torchrun").read_text()
     assert "correcthorsebattery" not in capsys.readouterr().err
+    assert ["***" in text for text in in_the_lock] == [True, True, True]
+    assert "correcthorsebattery" not in "".join(in_the_lock)
     assert "sent *** (" in the_note(notes)[2]
 
 

@@ -14,6 +14,7 @@ from launching import ROOT
 from utils.config.errors import ConfigurationError
 from utils.support.files import replace_text
 from utils.support.journal_file import strict_json
+from utils.support.notes import NOTES_DIR, VERDICT, leave_note, leave_verdict, read_notes
 from utils.support.redaction import MASK, load_env_file, redact, redacted
 
 CANARY = "canary-1234567890abcdef"
@@ -179,6 +180,11 @@ def test_files_are_written_without_secrets(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "file").read_text()) == {"error": "died of ***!"}
     replace_text(tmp_path / "file", secret, exact=True)
     assert (tmp_path / "file").read_text() == secret
+    monkeypatch.setenv(NOTES_DIR, str(tmp_path))
+    leave_note("failed", 1, f"died of {secret}!")
+    leave_verdict(f"rank 3 died of {secret}!", 1)
+    assert [note.text for note in read_notes(tmp_path)] == ["died of ***!"]
+    assert (tmp_path / VERDICT).read_text() == "rank 3 died of ***!\n"
 
 
 LEAKY = """
