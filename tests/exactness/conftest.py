@@ -33,7 +33,7 @@ def exhaustive(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """Return a dict of figures by the name of a proof, for the tests to fill.
+    """Return a dict, by the name of a proof, that the tests fill with figures.
 
     They are printed after the module. An exhaustive run writes them to
     benchmarks/results/exactness/NAME.json, which the documents quote.

@@ -228,7 +228,7 @@ def _changes(name: str, arguments: str) -> bool:
 
 
 def _file(arguments: str, directory: Path) -> str | None:
-    """Return the file below a directory that a call names, or has open, as -P sees it."""
+    """Return the file below a directory that a call names or has open, as strace -P sees it."""
     found = re.search(re.escape(str(directory)) + r"(?:/([^\">]*))?[\">]", arguments)
     return _CHANGING.sub("*", found[1] or "") if found else None
 

@@ -34,7 +34,7 @@ from utils.support import run_lock
 HOST_WATCH_S = 3.0  # thirty heartbeats, because one may wait for a core
 
 torch.set_num_threads(1)
-# Once, for all children.
+# Imported once, before the children are forked.
 for name in PRELOADED:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

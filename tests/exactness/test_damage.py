@@ -1,4 +1,4 @@
-"""Proof 3: any damage to a file of a checkpoint is found, and nothing of it is loaded."""
+"""Proof 3: any damage to a file of a checkpoint is found before the file is loaded."""
 
 import shutil
 import warnings

@@ -100,7 +100,7 @@ SAMPLE = {
 
 @pytest.fixture
 def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
-    """Return how a dry run and a start of one step end, and the output of the later one."""
+    """Return the endings of a dry run and of a start of one step, and the last one's output."""
 
     def forked(main, argv: list[str]) -> int:
         process = os.fork()

@@ -232,7 +232,7 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
 
 
 def _gathered(value: torch.Tensor) -> Any:
-    """Return a context in which, under ZeRO-3, rank 0 has the whole parameter and may change it."""
+    """Return a context that gathers a parameter of ZeRO-3, so that rank 0 may change it."""
     if not hasattr(value, "ds_id"):
         return contextlib.nullcontext()
     from deepspeed import zero

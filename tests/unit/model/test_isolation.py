@@ -141,7 +141,7 @@ def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
 
 
 TRITON = "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
-GPU = torch.device("cpu")  # another object than CPU, which stands in for a GPU
+GPU = torch.device("cpu")  # another object than CPU, used as if it was a GPU
 
 
 def kernels_of_gpus(monkeypatch):

@@ -1,9 +1,9 @@
-"""A structural check of loss masks that knows nothing of how they are derived.
+"""A structural check of loss masks, independent of the way they are derived.
 
 Each text, argument, number and key of a chat is a word that occurs nowhere else. A rendering shows
 by itself where each message is. For every trained turn the check states:
 
-- all words of the turn are in its span, and no word of another message is in any span;
+- all words of the turn are in its span, and a span never has words of another message;
 - the text before the span is exactly the generation prompt;
 - the span ends with a special token, and in the same way if the chat ends there;
 - the last turn is followed by blanks, the end of the chat, or a header that is always printed.
@@ -334,7 +334,7 @@ SHOWN = ("system, two turns", "one turn", "call, string", "call, nested", "thoug
 
 
 def renderings(template: str) -> str:
-    """Return a template's output for some chats, or "" if it accepts none of them."""
+    """Return a template's output for some chats, or "" if it refuses all of them."""
     rendered = ChatTemplate(byte_tokenizer(template, "", "</s>"), "2026-01-02")
     texts = []
     for name, tools, prompt in product(SHOWN, (True, False), (True, False)):
