@@ -338,8 +338,10 @@ def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
     """Two more for every turn would make a long chat quadratic."""
     masks = ChatMasks(byte_tokenizer(DERIVED["gemma"]))
     rendered = []
-    given = masks.template._given
-    monkeypatch.setattr(masks.template, "_given", lambda *a: rendered.append(1) or given(*a))
+    variables = masks.template._variables_of
+    monkeypatch.setattr(
+        masks.template, "_variables_of", lambda *a: rendered.append(1) or variables(*a)
+    )
     turns = [turn for i in range(200) for turn in (user(f"q{i}"), says(f"answer {i}" * 3))]
     assert said(masked(masks, turns))[7] == "answer 7" * 3 + "<end_of_turn>"
     assert len(rendered) < 30
