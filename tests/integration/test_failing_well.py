@@ -87,9 +87,13 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(run, tmp_path):
     assert "\n    ranks 0, 2 on n7: in #" in under_way, under_way
     assert "\n    rank 1 on n7: in none; completed #" in under_way
     assert "MISMATCH" not in under_way
-    assert waiting.startswith("ranks 0, 2 on n7: beat 7, waits for other ranks\n  MainThread\n")
+    assert waiting.startswith(
+        "ranks 0, 2 on n7: training, beat 7, waits for other ranks\n  MainThread\n"
+    )
     assert " in all_reduce" in waiting.splitlines()[-1]
-    assert asleep.startswith("rank 1 on n7: beat 7, waits for no other rank\n  MainThread\n")
+    assert asleep.startswith(
+        "rank 1 on n7: training, beat 7, waits for no other rank\n  MainThread\n"
+    )
     assert " in sleep_a_while" in asleep.splitlines()[-1]
     record = json.loads((tmp_path / "run" / "hang" / "rank-2.json").read_text())
     assert not record["collectives"][-1]["retired"], "the one under way"

@@ -14,6 +14,7 @@ import tiny
 from launching import ROOT, quiet_environment
 
 from utils.callbacks import live
+from utils.callbacks.progress import Progress
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # A checkpoint's size varies with the digits of the times in its files.
@@ -113,6 +114,6 @@ def test_a_dumb_terminal_gets_no_view_nor_does_who_turns_it_off(monkeypatch):
         {"disable_tqdm": True, "process_index": 0},
         {"disable_tqdm": None, "process_index": 1},
     ):
-        view = live.LiveView([], lambda: None)
+        view = live.LiveView(Progress(), lambda: None)
         view.on_train_begin(SimpleNamespace(**args), None)
         assert not hasattr(view, "state")

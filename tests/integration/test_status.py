@@ -67,11 +67,11 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, 
     assert status.because == f"at step {status.step} with a checkpoint"
 
     phases = []
-    monkeypatch.setattr("utils.callbacks.journal.note_phase", phases.append)
+    monkeypatch.setattr("utils.callbacks.progress.note_phase", phases.append)
     assert pretrain.main(argv) == 0
     shown = [phase for phase, _ in itertools.groupby(phases)]
-    assert shown[:2] == ["in its first step", "training"]
-    assert {(one, next_one) for one, next_one in itertools.pairwise(shown[1:])} == {
+    assert shown[:3] == ["loading a checkpoint", "in its first step", "training"]
+    assert {(one, next_one) for one, next_one in itertools.pairwise(shown[2:])} == {
         ("training", "evaluating"), ("evaluating", "saving"), ("saving", "training"),
         ("saving", "finishing"),
     }  # fmt: skip

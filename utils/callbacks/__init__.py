@@ -1,5 +1,6 @@
 """Callbacks: what happens at the events of training beside it; utils/runs/finish.py orders them.
 
+progress       the phase, step and micro-batch of this rank, for pages and views
 journal        metrics.jsonl and the log's lines
 live           on a terminal, a view below the log's lines
 metrics        figures of training logs: speed, MFU, a mixture's sources

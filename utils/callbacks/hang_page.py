@@ -22,8 +22,8 @@ MISMATCH = ": MISMATCH, ranks do different things"
 _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")  # threads beside the main one
 
 
-def leave_record(output_dir: Path, note: Note) -> None:
-    """Write this rank's note, the stacks of its threads, its last collectives. Raises OSError."""
+def leave_record(output_dir: Path, note: Note, phase: str) -> None:
+    """Write this rank's note, phase, threads' stacks and last collectives. Raises OSError."""
     stacks = {}
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
@@ -33,6 +33,7 @@ def leave_record(output_dir: Path, note: Note) -> None:
     entries = collectives()
     known = {
         "note": dataclasses.asdict(note),
+        "phase": phase,
         "stacks": stacks,
         "groups": last_and_pending(entries),
     }
@@ -107,7 +108,7 @@ def write_page(
     alike: dict[str, list[int]] = {}
     for rank, record in sorted(records.items()):
         waits = "waits for other ranks" if record["note"]["waiting"] else "waits for no other rank"
-        part = [f"beat {record['note']['beats']}, {waits}"]
+        part = [f"{record['phase']}, beat {record['note']['beats']}, {waits}"]
         part += ["\n    ".join([f"  {name}", *stack]) for name, stack in record["stacks"].items()]
         alike.setdefault("\n".join(part), []).append(rank)
     lines += [f"\n{_named(ranks, hosts)}: {text}" for text, ranks in alike.items()]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
 from utils.callbacks.memory import MemoryMonitor, fullest_rank
@@ -23,7 +23,7 @@ from utils.support.journal_file import (
     skipped,
     strict_json,
 )  # fmt: skip
-from utils.support.run_lock import known_loss, note_phase
+from utils.support.run_lock import known_loss
 
 __all__ = ["Journal", "read_journal", "readable_line"]
 
@@ -58,7 +58,6 @@ class Journal(TrainerCallback):
         self.resumed_at = state.global_step
         event = "resumed" if self.resumed_at else "started"
         self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
-        note_phase("in its first step")
 
     def _end_last_line(self) -> None:
         """Let new lines begin a line: a process may have died within the last one.
@@ -75,26 +74,6 @@ class Journal(TrainerCallback):
         except (IsADirectoryError, PermissionError) as error:
             name = set_aside(self.path, DAMAGED)
             logger.warning("%s: %s; set aside as %s", self.path, error.strerror, name)
-
-    @override
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Tell status.py what comes next, as `on_evaluate`, `on_save` and `on_train_end` do."""
-        if control.should_evaluate:
-            note_phase("evaluating")
-        else:
-            self._note_next(control)
-
-    @override
-    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        self._note_next(control)
-
-    def _note_next(self, control: TrainerControl) -> None:
-        ended = control.should_training_stop
-        note_phase("saving" if control.should_save else "finishing" if ended else "training")
-
-    @override
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        note_phase("finishing")
 
     @override
     def on_log(
@@ -124,15 +103,12 @@ class Journal(TrainerCallback):
         logger.info("%s", readable_line(line, self.limit_s()))
 
     @override
-    def on_save(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Measure memory, collective over ranks; write what each new checkpoint took."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory
             self._write_saves()
-            self._note_next(control)
 
     def _write_saves(self) -> None:
         for save in self.checkpoints.saves[self.saves_written :]:

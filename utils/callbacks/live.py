@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -20,25 +20,24 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from utils.callbacks.journal import readable_line
+from utils.callbacks.progress import Phase, Progress
 from utils.support.journal_file import duration
 
 LEVELS = "▁▂▃▄▅▆▇█"
+LONG_S = 5.0  # a phase that takes longer shows its time
 
 
 class LiveView(TrainerCallback):
-    """Draws what the last log and event said, in rich's thread: it computes and waits for nothing.
+    """Draws the progress and the last log in rich's thread: it computes and waits for nothing.
 
-    `splits` are what is evaluated, in order; `limit_s` is Journal's. `disable_tqdm` turns it off.
-    It stays until `close`, or the process ends.
+    `limit_s` is Journal's. `disable_tqdm` turns the view off. It stays until `close`, or until the
+    process ends.
     """
 
-    def __init__(self, splits: Sequence[str], limit_s: Callable[[], float | None]):
-        self.splits, self.limit_s, self.live = splits, limit_s, contextlib.ExitStack()
+    def __init__(self, progress: Progress, limit_s: Callable[[], float | None]):
+        self.progress, self.limit_s, self.live = progress, limit_s, contextlib.ExitStack()
         self.figures: dict[str, Any] = {}
         self.losses: deque[float] = deque(maxlen=24)  # in the sparkline
-        self.split = self.batches = 0
-        self.trained = False
-        self._now("first step")
 
     @override
     def on_train_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
@@ -60,38 +59,9 @@ class LiveView(TrainerCallback):
                 self.live.callback(handler.setStream, before)
         atexit.register(self.live.close)  # after an error or Ctrl-C
 
-    @override
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.trained = True
-        self._now("finishing")
-
     def close(self) -> None:
         """Give the terminal back."""
         self.live.close()
-
-    def _now(self, what: str) -> None:
-        self.now, self.since, self.batches = what, time.monotonic(), 0
-
-    @override
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self.figures:  # the first step compiles
-            self._now("training")
-
-    @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_evaluate or control.should_save:
-            self._now("evaluating" if control.should_evaluate else "saving")
-        elif self.trained:  # after the last evaluation
-            self._now("finishing")
-
-    on_evaluate = on_step_end
-
-    @override
-    def on_prediction_step(self, *_: Any, eval_dataloader: Any = None, **__: Any) -> None:
-        self.batches, name = self.batches + 1, self.splits[self.split % len(self.splits)]
-        self.now = f"evaluating {name} {self.batches}/{len(eval_dataloader)}"
-        if self.batches == len(eval_dataloader):
-            self.split, self.batches = self.split + 1, 0
 
     @override
     def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
@@ -100,14 +70,20 @@ class LiveView(TrainerCallback):
             self.losses += [logs["loss"]] if math.isfinite(logs["loss"]) else []
 
     def _drawn(self) -> Group:
-        step, steps, s = self.state.global_step, self.state.max_steps, time.monotonic() - self.since
-        now = f"{self.now}, for {duration(s)}" if s > 5 else self.now
+        step, steps, now = self.state.global_step, self.state.max_steps, self.progress
+        doing = str(now.phase)
+        if now.phase == Phase.EVALUATE and now.split:
+            doing += f" {now.split} {now.batches_done}/{now.batches}"
+        if (since_s := time.monotonic() - now.since) > LONG_S:
+            doing += f", for {duration(since_s)}"
         values = list(self.losses)  # a log may come meanwhile
         low = min(values, default=0.0)
         scale = (len(LEVELS) - 1) / ((max(values, default=low) - low) or 1.0)
         losses = "".join(LEVELS[round((value - low) * scale)] for value in values)
         row = Table.grid(padding=(0, 1))
-        row.add_row(f"{step / max(steps, 1):4.0%}", ProgressBar(steps, step, 20), losses, Text(now))
+        row.add_row(
+            f"{step / max(steps, 1):4.0%}", ProgressBar(steps, step, 20), losses, Text(doing)
+        )
         event = {**self.figures, "event": "train", "step": step, "max_steps": steps}
         line = Text(readable_line(event, self.limit_s()), no_wrap=False, overflow="fold")
         return Group(row, line)

@@ -3,43 +3,64 @@
 import contextlib
 import gc
 import re
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import psutil
 import torch
-from transformers import Trainer
 
-from utils.callbacks.watchdog import LIBRARIES
+from utils.callbacks.hang_page import LIBRARIES
+from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.files import readable
+from utils.config.errors import OutOfMemoryError
 from utils.support.files import replace_text
-from utils.support.host import global_rank, host_name, memory_room_bytes
-from utils.support.notes import place
+from utils.support.host import global_rank, host_name, memory_kills, memory_room_bytes
+from utils.support.notes import memory_cause, memory_owner, place
 
-# By functions of ours in the traceback; without any of them it is training.
-PHASES = {"evaluate": "eval", "_save_checkpoint": "save", "finish": "save", "export_final": "save"}
+# Words of the page and of metrics.jsonl. Most of finishing is writing final/.
+WORDS = {
+    Phase.START: "load", Phase.LOAD: "load", Phase.FIRST_STEP: "train", Phase.TRAIN: "train",
+    Phase.EVALUATE: "eval", Phase.SAVE: "save", Phase.FINISH: "save",
+}  # fmt: skip
 WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states", "other tensors"
 
 
-def report(error: BaseException, cause: BaseException, whose: str) -> str:
-    """Write RUN/out-of-memory-rankN.txt by the error's frames, clear them, return last words."""
-    traces = [each.__traceback__ for each in dict.fromkeys((error, cause))]
-    frames = [pair for each in traces for pair in traceback.walk_tb(each)][::-1]
-    held = [value for frame, _ in frames for value in [*frame.f_locals.values()]]
-    trainer: Any = next((one for one in held if isinstance(one, Trainer)), None)
-    words, rank = f"{host_name()}: out of memory ({whose})", global_rank()
-    called = [frame.f_code for frame, _ in frames[::-1] if "/utils/" in frame.f_code.co_filename]
-    phase = next((PHASES[code.co_name] for code in called if code.co_name in PHASES), "train")
-    step = trainer.state.global_step + (phase == "train")  # that is not done
-    asked, size = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause)), "more"
-    if asked:
-        size = readable(int(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+@contextlib.contextmanager
+def memory_page(trainer: Any) -> Iterator[None]:
+    """Write the page and raise OutOfMemoryError if the trainer runs out of memory in this block.
+
+    A helper process that the kernel kills for lack of memory counts as well.
+    """
+    kills = memory_kills()
+    try:
+        yield
+    except Exception as error:
+        cause = memory_cause(error, killed=memory_kills() > kills)
+        if cause is None:
+            raise
+        # torch's handler raises wherever this process is when a data worker ends; all end now.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        last_words = None
+        with contextlib.suppress(Exception):  # even the page may take too much memory
+            last_words = write_page(trainer, error, cause)
+        if last_words is None:
+            raise
+        raise OutOfMemoryError(last_words) from None
+
+
+def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
+    """Write RUN/out-of-memory-rankN.txt, release what the error holds, return the last words."""
+    progress, rank, owner = trainer.callbacks.progress, global_rank(), memory_owner(cause)
+    phase = WORDS[progress.phase]
     where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
-    words += f", {phase}, step {step}: cannot allocate {size} in {where}"
+    words = f"{host_name()}: out of memory ({owner}), {phase}, step {progress.step}: "
+    words += f"cannot allocate {_asked_for(cause)} in {where}"
     page = trainer.checkpoints.output_dir / f"out-of-memory-rank{rank}.txt"
-    device, sizes = "cpu" if whose == "host" else trainer.args.device.type, Counter[str]()
+    device, sizes = "cpu" if owner == "host" else trainer.args.device.type, Counter[str]()
     parts, trace = [words], "".join(traceback.format_exception(error))
 
     def add(part: Callable[..., str], *args: Any) -> None:
@@ -52,29 +73,42 @@ def report(error: BaseException, cause: BaseException, whose: str) -> str:
     if device == "cuda":
         dump, blocks = torch.cuda.memory._dump_snapshot, page.with_suffix(".pickle")
         add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
-    add(_batch, trainer, held)
+    add(_batch, trainer, progress)
+    tracebacks = [each.__traceback__ for each in dict.fromkeys((error, cause))]
+    frames = [pair for each in tracebacks for pair in traceback.walk_tb(each)][::-1]
     add(_tensors, _named(trainer, frames), device, sizes)
-    del held[:], frames[:]
-    for each in traces:
+    frames.clear()
+    for each in tracebacks:
         traceback.clear_frames(each)
     add(_what_helps, trainer, phase, device, sizes[OTHERS])
     first = parts[-1].splitlines()[:2][-1].strip()
     add(str, trace)
     if rank == 0:
-        event = {"event": "out_of_memory", "step": step, "rank": rank, "host": host_name()}
-        trainer.callbacks.journal.write(event | {"phase": phase, "page": page.name})
+        event = {"event": "out_of_memory", "step": progress.step, "rank": rank}
+        event |= {"host": host_name(), "phase": phase, "page": page.name}
+        trainer.callbacks.journal.write(event)
     return f"{words}\nwhat would help most: {first}\nwhat took it: {page}"
 
 
-def _batch(trainer: Any, held: list[Any]) -> str:
-    batches = [each for each in held if isinstance(each, dict) and "input_ids" in each]
-    shapes = ["{} sequences x {:,} tokens".format(*each["input_ids"].shape) for each in batches]
-    real = [int(each["sequence_tokens"].sum()) for each in batches if "sequence_tokens" in each]
+def _asked_for(cause: BaseException) -> str:
+    """Return the size of the allocation that failed, or "more"."""
+    asked = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause))
+    if asked is None:
+        return "more"
+    return readable(int(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+
+
+def _batch(trainer: Any, progress: Progress) -> str:
     model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
-    return ", ".join([model, *shapes[:1], *(f"{tokens:,} of them real" for tokens in real[:1])])
+    if progress.shape is None:
+        return model
+    sequences, tokens = progress.shape
+    return (
+        f"{model}, {sequences} sequences x {tokens:,} tokens, {progress.real_tokens:,} of them real"
+    )
 
 
-def _named(trainer: Any, frames: list[tuple[Any, int]]) -> Iterator[tuple[Any, str, str]]:
+def _named(trainer: Any, frames: list[tuple[FrameType, int]]) -> Iterator[tuple[Any, str, str]]:
     """Yield all that may be a tensor with its kind and origin, the best known first."""
     names = {weight: name for name, weight in trainer.model.named_parameters()}
     for weight, name in names.items():

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
+from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
 from utils.launch.signals import stop_request
@@ -89,13 +90,14 @@ class StopWatch(TrainerCallback):
     def __init__(
         self,
         checkpoints: Checkpoints,
+        progress: Progress,
         *,
         save_minutes: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         end_time: Callable[[], float | None] = job_end_time,  # seconds since the epoch
         signalled: Callable[[], str | None] = stop_request,
     ):
-        self.checkpoints, self.save_minutes = checkpoints, save_minutes
+        self.checkpoints, self.progress, self.save_minutes = checkpoints, progress, save_minutes
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
         self.stopped = self.evaluation_due = False
         self.extra_saves: list[int] = []
@@ -203,6 +205,7 @@ class StopWatch(TrainerCallback):
             self._begin_turn(self.agreement)
         agreed = self.agreement.result()
         if agreed >= FAILED:
+            self.progress.begin(Phase.SAVE, self.step)
             self.checkpoints.finish()  # raises
         # A checkpoint that was written since it was asked for is what was asked for.
         if agreed == SAVING and not self.save_due:

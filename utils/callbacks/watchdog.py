@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
 from utils.callbacks.hang_page import LIBRARIES, PAGE, leave_record, read_records, write_page
+from utils.callbacks.progress import Phase, Progress
 from utils.config.errors import ExitCode
 from utils.launch.verdict import hang_verdict
 from utils.support.host import host_name
@@ -56,14 +57,15 @@ class HangWatch(TrainerCallback):
         timeout_s: float,
         hosts: Sequence[str],
         output_dir: Path,
+        progress: Progress,
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ):
         self.timeout_s, self.hosts, self.output_dir = timeout_s, hosts, output_dir
-        self.clock, self.end = clock, end
-        self.rank = self.start = self.step = self.beats = self.beats_seen = 0
-        self.silent_s, self.looked, self.evaluates = 0.0, clock(), False
+        self.progress, self.clock, self.end = progress, clock, end
+        self.rank = self.step = self.beats = self.beats_seen = 0
+        self.silent_s, self.looked = 0.0, clock()
 
     @override
     def on_train_begin(
@@ -72,20 +74,15 @@ class HangWatch(TrainerCallback):
         """Start to watch."""
         if not self.timeout_s:
             return
-        self.rank, self.start = args.process_index, state.global_step
-        self.began = time.time()
-        self._beat(args, state, control)
+        self.rank, self.began = args.process_index, time.time()
+        self._beat(args, state)
         self.thread = threading.get_ident()
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
-    def _beat(self, *event: Any, **details: Any) -> None:
+    def _beat(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Note that something moved. Costs nothing: the thread reads the clock."""
-        _args, state, control = event
         self.step = state.global_step
-        self.control = control  # read later: callbacks behind this one may still ask for a save
-        # Of an evaluation: after the first split Trainer asks for none any more, yet others follow.
-        self.evaluates = "metrics" in details
         self.beats += 1
 
     on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_step_end = _beat
@@ -110,10 +107,8 @@ class HangWatch(TrainerCallback):
         else:
             self.silent_s += min(now - self.looked, LONGEST_GAP_S)
         self.looked, self.beats_seen = now, self.beats
-        asked = self.control
-        slow = asked.should_save or asked.should_evaluate or asked.should_training_stop
-        slow = slow or self.evaluates or self.step == self.start
-        return self.silent_s / (self.timeout_s * (SLOW if slow else 1))
+        usual = self.progress.phase == Phase.TRAIN
+        return self.silent_s / (self.timeout_s * (1 if usual else SLOW))
 
     def _watch(self) -> None:
         while HangWatch.current is self:
@@ -141,7 +136,7 @@ class HangWatch(TrainerCallback):
         note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
         self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
         # Nothing may keep the process: neither storage nor what torch's recorder turns out to hold.
-        self._try(lambda: leave_record(self.output_dir, note))
+        self._try(lambda: leave_record(self.output_dir, note, self.progress.phase))
         self._try(self._judge)
         limit.cancel()
         faulthandler.cancel_dump_traceback_later()

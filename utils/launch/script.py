@@ -17,7 +17,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.config.errors import Answer, ConfigurationError, ExitCode, UnfitClusterError
+from utils.config.errors import (
+    Answer,
+    ConfigurationError,
+    ExitCode,
+    OutOfMemoryError,
+    UnfitClusterError,
+)
 from utils.launch.notify import tell
 from utils.launch.signals import NODE_DIR, end_with_launcher, is_launcher
 from utils.support.host import global_rank, host_name, memory_kills
@@ -217,6 +223,8 @@ def _run(main: Callable[[], int | None]) -> int:
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
         return 0
+    except OutOfMemoryError as error:  # a trainer has written its page
+        return _refuse(error, of_this_rank=True)
     except ConfigurationError as error:
         return _refuse(error)
     except KeyboardInterrupt:

@@ -13,13 +13,14 @@ from utils.callbacks.live import LiveView
 from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
-from utils.callbacks.out_of_memory import report
+from utils.callbacks.out_of_memory import memory_page
 from utils.callbacks.profiler import ProfilerWindow
+from utils.callbacks.progress import Phase, Progress
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.store import Checkpoints
-from utils.config.arguments import eval_splits, profiled_steps
+from utils.config.arguments import profiled_steps
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.data.loader import source_names
@@ -33,7 +34,6 @@ from utils.runs.export import export_final
 from utils.runs.provenance import end_wandb
 from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
-from utils.support.notes import memory_reports
 from utils.support.run_lock import leave_run_lock, wait_until_left
 from utils.training.callbacks import Callbacks
 from utils.training.losses import ExpertBalance, SourceLosses
@@ -63,12 +63,13 @@ def run_callbacks(
     router, balance = plan.loss_head.router, None
     if router is not None:
         balance = ExpertBalance(router, settings.training)
-    stop = StopWatch(checkpoints, save_minutes=options.save_minutes or 0)
+    progress = Progress()
+    stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
     memory = MemoryMonitor(plan.memory.sequence_bytes)
     journal = Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s)
-    memory_reports[:] = [report]
     return Callbacks(
-        watchdog=HangWatch(options.hang_timeout_s, launch.hosts, output_dir),
+        progress=progress,
+        watchdog=HangWatch(options.hang_timeout_s, launch.hosts, output_dir, progress),
         inherited=inherited,
         stop=stop,
         early_stopping=early_stopping,
@@ -79,7 +80,7 @@ def run_callbacks(
         memory=memory,
         guard=NonFiniteGuard(output_dir),
         journal=journal,
-        live=LiveView(list(eval_splits(settings.data.eval_data)), stop.limit_s),
+        live=LiveView(progress, stop.limit_s),
         samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
         balance=balance,
         source_losses=_source_losses(settings, plan, data),
@@ -107,11 +108,13 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     average = trainer.callbacks.average
     try:
         if not trainer.callbacks.stop.stopped:
-            _evaluate_last_step(trainer)
-            trainer.checkpoints.check_ownership()
-            if average is not None:
-                average.put_in_place()
-            export_final(trainer, save_dtype)
+            with memory_page(trainer):
+                _evaluate_last_step(trainer)
+                trainer.callbacks.progress.begin(Phase.FINISH, state.global_step)
+                trainer.checkpoints.check_ownership()
+                if average is not None:
+                    average.put_in_place()
+                export_final(trainer, save_dtype)
         trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
         trainer.accelerator.end_training()
         trainer.callbacks.live.close()

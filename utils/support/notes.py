@@ -5,7 +5,6 @@ slurm/launch_node.sh it is for one node, under slurm/training_job.sh for all nod
 that variable nothing reads notes, and none are written.
 """
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -38,8 +37,6 @@ _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED
 # Texts of torch (a data worker), datasets and Python (a pool). They do not name the killer.
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
 runs_begun: list[Path] = []  # in this process, as rank 0
-# Of a run, for memory that ran out: (error, its cause, whose: GPU or host) -> last words.
-memory_reports: list[Callable[[BaseException, BaseException, str], str]] = []
 
 
 @dataclass(frozen=True)
@@ -187,20 +184,26 @@ def storage_error(error: BaseException) -> StorageError | None:
     )
 
 
-def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
-    """Return `error` as an OutOfMemoryError when memory ran out, written up by a run; else None.
+def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
+    """Return the error by which memory ran out, `error` or a cause of it; None for other errors.
 
     `killed` tells whether the kernel killed a process of this job for lack of memory. Without that
     evidence a lost helper process is a LostProcessError, see below.
     """
-    cause = _cause(error, lambda one: _lacks_memory(one) or (killed and _lost_process(one)))
+    return _cause(error, lambda one: _lacks_memory(one) or (killed and _lost_process(one)))
+
+
+def memory_owner(cause: BaseException) -> str:
+    """Return whose memory ran out: "GPU" or "host"."""
+    return "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
+
+
+def memory_error(error: BaseException, killed: bool) -> OutOfMemoryError | None:
+    """Return `error` as an OutOfMemoryError if memory ran out where no trainer writes a page."""
+    cause = memory_cause(error, killed)
     if cause is None:
         return None
-    whose = "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
-    words = ""
-    with contextlib.suppress(Exception):  # nothing trains yet, or even this takes too much
-        words = memory_reports[0](error, cause, whose) if memory_reports else ""
-    return OutOfMemoryError(words or f"{host_name()} ({whose}): {last_line(error)}")
+    return OutOfMemoryError(f"{host_name()} ({memory_owner(cause)}): {last_line(error)}")
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:

@@ -11,6 +11,7 @@ from utils.callbacks.memory import MemoryMonitor
 from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.profiler import ProfilerWindow
+from utils.callbacks.progress import Progress
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.training.losses import ExpertBalance, SourceLosses
@@ -21,11 +22,12 @@ from utils.training.smoothing import AveragedWeights
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run and the samples; None: the run does without.
+    """The callbacks of a run, its progress and samples; None: the run does without.
 
     runs/finish.py makes them, the trainer calls them by name.
     """
 
+    progress: Progress
     watchdog: HangWatch
     inherited: InheritedOptimizer | None
     stop: StopWatch

@@ -147,6 +147,7 @@ class ResumeState(TrainerCallback):
         trainer, model = self.trainer, self.trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             return
+        trainer.callbacks.progress.begin_step(state.global_step + 1)
         padding = [PADDING_SEQUENCE] * args.per_device_train_batch_size
         batch = trainer._prepare_inputs(trainer.train_sequences.__getitems__(padding))
         model.train()

@@ -17,6 +17,8 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
 
 from utils.callbacks.evaluation import FinishedEarlyError
+from utils.callbacks.out_of_memory import memory_page
+from utils.callbacks.progress import Phase
 from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
@@ -127,6 +129,7 @@ class PackedTrainer(Trainer):
         needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
         needed["sequence_tokens"] = self.callbacks.balance is not None
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
+        self.callbacks.progress.begin_batch(inputs)
         made = model_inputs(used, self.args.device)
         if self.noise is not None:
             self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].numel())
@@ -139,6 +142,7 @@ class PackedTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
         """Take the micro-batches of a step, and count loss tokens: Trainer waits for the device."""
+        self.callbacks.progress.begin_step(self.state.global_step + 1)
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
         items = torch.full((), own, dtype=torch.int64, device=device)
@@ -191,6 +195,7 @@ class PackedTrainer(Trainer):
             # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
         self._eval_totals.add(outputs, prepared["labels"])
+        self.callbacks.progress.batches_done += 1
         return None, None, None
 
     @override
@@ -202,6 +207,8 @@ class PackedTrainer(Trainer):
         Equal for any ranks and batch size, up to rounding: Trainer averages micro-batches' means.
         """
         self._eval_totals = EvaluationTotals(self.args.device)
+        split = metric_key_prefix.removeprefix("eval_")
+        self.callbacks.progress.begin_split(split, len(dataloader))
         output = super().evaluation_loop(dataloader, metric_key_prefix=metric_key_prefix, **others)
         assert output.metrics is not None
         output.metrics.update(self._eval_totals.figures(metric_key_prefix))
@@ -212,12 +219,17 @@ class PackedTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate all splits, after samples: their time then counts as the evaluations'."""
         if eval_dataset is None:
+            self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.take(self)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; whatever ends it, the checkpoint that is being written is finished."""
+        with memory_page(self):
+            return self._train(*args, **kwargs)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         gc.freeze()  # what was imported stays: each full collection would look through it, 0.25 s
         try:
             return super().train(*args, **kwargs)
@@ -242,6 +254,7 @@ class PackedTrainer(Trainer):
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:
+            self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
             self.checkpoints.finish()  # the journal lists its save before the summary
             logs["train_loss"] = self.resume_state.mean_loss()
             if not logs["total_flos"]:
@@ -265,6 +278,8 @@ class PackedTrainer(Trainer):
             ]
             # What was due is logged, and no evaluation is due any more: this only saves.
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
+        if self.control.should_training_stop:
+            self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
 
     @override
     def _evaluate(
@@ -296,6 +311,7 @@ class PackedTrainer(Trainer):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Commit a checkpoint, of finite weights alone; collective over ranks."""
+        self.callbacks.progress.begin(Phase.SAVE, self.state.global_step)
         self.callbacks.guard.settle(model)
         self.resume_state.save(lambda: super(PackedTrainer, self)._save_checkpoint(model, trial))
 
@@ -353,6 +369,8 @@ class PackedTrainer(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         """Prepare model and optimizer and load the checkpoint; under ZeRO resharded if need be."""
+        if resume_from_checkpoint is not None:
+            self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
             return super()._prepare_for_training(max_steps, train_dataloader, loadable)
 
@@ -369,6 +387,7 @@ class PackedTrainer(Trainer):
         if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
             return
         best = Path(self.state.best_model_checkpoint)
+        self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         self.checkpoints.check(best)
         with loadable_checkpoint(self, str(best)) as loadable:
             self.state.best_model_checkpoint = loadable

@@ -32,7 +32,7 @@ def leave(monkeypatch, output_dir, rank, entries, beats=7, waiting=True, time=10
         dump = lambda *_: nccl_trace(*entries)  # noqa: E731
         monkeypatch.setattr(torch._C._distributed_c10d, name, dump, raising=False)
     note = Note("hung", 76, "stands in f", rank, HOSTS[rank], time, beats, waiting)
-    hang_page.leave_record(output_dir, note)
+    hang_page.leave_record(output_dir, note, "training")
 
 
 def test_64_ranks_are_one_page(monkeypatch, tmp_path):
@@ -64,8 +64,8 @@ def test_64_ranks_are_one_page(monkeypatch, tmp_path):
     assert "MISMATCH" not in under_way
     assert silent == "rank 12 on n1: no record (stopped, frozen or gone)"
     assert waiting.startswith(alike)
-    assert "beat 7, waits for other ranks\n  MainThread\n    " in waiting
-    assert third.startswith("rank 3 on n0: beat 6, waits for no other rank\n")
+    assert "training, beat 7, waits for other ranks\n  MainThread\n    " in waiting
+    assert third.startswith("rank 3 on n0: training, beat 6, waits for no other rank\n")
     record = json.loads((tmp_path / "hang" / "rank-0.json").read_text())
     assert [each["collective_seq_id"] for each in record["collectives"]] == [41, 42, 43, 44]
 
@@ -89,9 +89,9 @@ def test_other_operations_or_sizes_under_one_number_are_a_mismatch(second, parte
 
 
 def test_a_run_without_collectives_says_so(tmp_path):
-    hang_page.leave_record(tmp_path, Note("hung", 76, "", 0, "n0", 1.0, 3))
+    hang_page.leave_record(tmp_path, Note("hung", 76, "", 0, "n0", 1.0, 3), "saving")
     hang_page.write_page(tmp_path, "rank 0", 1, ["n0"], hang_page.read_records(tmp_path, 0.0))
     assert (
-        "\n  none that torch recorded\n\nrank 0 on n0: beat 3, "
+        "\n  none that torch recorded\n\nrank 0 on n0: saving, beat 3, "
         in (tmp_path / "hang.txt").read_text()
     )

@@ -25,12 +25,10 @@ def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
     journal.on_train_begin(None, state, TrainerControl())
     for step, logs in events:
         state.global_step = step
-        journal.on_step_end(None, state, TrainerControl())
         journal.on_log(None, state, TrainerControl(), logs=logs)
         if rank == 0:
             last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
             assert json.loads(last)["step"] == step, "it is on disk as soon as it is logged"
-    journal.on_train_end(None, state, TrainerControl())
 
 
 def lines(folder):

@@ -6,18 +6,22 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from launching import wait_until
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 
-from utils.callbacks.out_of_memory import report
+from utils.callbacks import out_of_memory
+from utils.callbacks.out_of_memory import memory_page
+from utils.callbacks.progress import Phase, Progress
 from utils.launch import script
 from utils.launch.script import run_script
 from utils.support import notes
 
 MIB = 2**20
+BATCH = {"input_ids": torch.zeros((4, 8192)), "sequence_tokens": torch.tensor([8000, 8192, 5, 0])}
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 
 
@@ -46,16 +50,18 @@ def trainer(monkeypatch, tmp_path):
         device=torch.device("cuda"), world_size=8, dataloader_num_workers=0,
         per_device_eval_batch_size=8, per_device_train_batch_size=4,
     )  # fmt: skip
-    made.state, made.events, made.is_fsdp_enabled = TrainerState(global_step=6), [], False
+    made.events, made.is_fsdp_enabled = [], False
     made.model = torch.nn.Linear(2, 2)
     made.optimizer = torch.optim.AdamW(made.model.parameters())
     made.checkpoints = SimpleNamespace(output_dir=tmp_path, background=None)
-    made.callbacks = SimpleNamespace(journal=SimpleNamespace(write=made.events.append))
+    made.callbacks = SimpleNamespace(
+        journal=SimpleNamespace(write=made.events.append), progress=Progress(Phase.TRAIN, step=7)
+    )
+    made.callbacks.progress.begin_batch(BATCH)
     made.memory = SimpleNamespace(
         choice="selective", sequence_bytes=500 * MIB, sharded_bytes=2500 * MIB,
         predicted_bytes={"none": 4000 * MIB, "selective": 3000 * MIB, "full": 2800 * MIB},
     )  # fmt: skip
-    monkeypatch.setattr(notes, "memory_reports", [report])
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
     return made
@@ -65,11 +71,12 @@ def training_step(trainer, inputs, error):
     raise error
 
 
-BATCH = {"input_ids": torch.zeros((4, 8192)), "sequence_tokens": torch.tensor([8000, 8192, 5, 0])}
-
-
 def fail(trainer, error):
-    return run_script(lambda: training_step(trainer, BATCH, error))
+    def main():
+        with memory_page(trainer):
+            training_step(trainer, BATCH, error)
+
+    return run_script(main)
 
 
 def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path, capsys):
@@ -102,6 +109,28 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
     assert notes.read_notes(tmp_path)[0].exit_code == 79
 
 
+@pytest.mark.parametrize(
+    ("phase", "word", "help_first"),
+    [
+        (Phase.LOAD, "load", "more GPUs"),
+        (Phase.FIRST_STEP, "train", "--per_device_train_batch_size 1"),
+        (Phase.EVALUATE, "eval", "--per_device_eval_batch_size 4"),
+        (Phase.SAVE, "save", "more GPUs"),
+        (Phase.FINISH, "save", "more GPUs"),
+    ],
+)
+def test_the_page_tells_phase_step_and_shape(trainer, tmp_path, phase, word, help_first):
+    """A backward pass and an optimizer's step are training, as the forward pass is."""
+    trainer.callbacks.progress.begin(phase, 5)
+    assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
+    text = (tmp_path / "out-of-memory-rank0.txt").read_text()
+    assert text.startswith(f"n2: out of memory (GPU), {word}, step 5: cannot allocate")
+    assert "4 sequences x 8,192 tokens" in text
+    assert f"what would help most\n  {help_first}" in text
+    (event,) = trainer.events
+    assert (event["phase"], event["step"]) == (word, 5)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fsdp2_is_named_only_where_it_is_not_on(trainer, tmp_path, ranks, sharded):
@@ -127,10 +156,11 @@ def test_memory_has_many_words(trainer, tmp_path, error, whose, capsys):
     """Also where it is a cause; and of a GPU's run the host is not helped by smaller batches."""
 
     def main():
-        try:
-            training_step(trainer, BATCH, error)
-        except Exception as cause:
-            raise ValueError("half a file") from cause
+        with memory_page(trainer):
+            try:
+                training_step(trainer, BATCH, error)
+            except Exception as cause:
+                raise ValueError("half a file") from cause
 
     assert run_script(main) == 79
     assert f"n2: out of memory ({whose}), train, step 7" in capsys.readouterr().err
@@ -174,8 +204,8 @@ def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
     trainer, monkeypatch, capsys, error, kills, code
 ):
     """Killed processes may work next time; what quotes these words is another fault."""
-    counts = iter(kills)
-    monkeypatch.setattr(script, "memory_kills", lambda: next(counts))
+    for module in (script, out_of_memory):
+        monkeypatch.setattr(module, "memory_kills", Mock(side_effect=kills))
     assert fail(trainer, error) == code
     said = capsys.readouterr().err
     assert ("lost process (1 problem)" in said) == (code == 76), said
@@ -220,9 +250,10 @@ def test_a_worker_that_ends_while_an_error_is_shown_changes_nothing(monkeypatch)
 
 def test_what_is_raised_from_nothing_is_not_out_of_memory(trainer):
     def main():
-        try:
-            training_step(trainer, BATCH, MemoryError())
-        except MemoryError:
-            raise ValueError("another fault") from None
+        with memory_page(trainer):
+            try:
+                training_step(trainer, BATCH, MemoryError())
+            except MemoryError:
+                raise ValueError("another fault") from None
 
     assert run_script(main) == 1

@@ -7,6 +7,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from utils.callbacks.progress import Progress
 from utils.callbacks.stop import Deadline, EvaluationInterrupted, StopWatch
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
@@ -65,7 +66,7 @@ class Ranks:
             rhythm = {"eval_strategy": IntervalStrategy.STEPS, "save_strategy": SaveStrategy.STEPS}
             self.args.append(SimpleNamespace(process_index=rank, ddp_timeout=60, **rhythm))
             watch = StopWatch(
-                Saves(folder), save_minutes=save_minutes, clock=lambda: self.now,
+                Saves(folder), Progress(), save_minutes=save_minutes, clock=lambda: self.now,
                 end_time=lambda: end_time, signalled=lambda rank=rank: self.signals.get(rank),
             )  # fmt: skip
             self.watches.append(watch)

@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks import watchdog
+from utils.callbacks.progress import Phase, Progress
 from utils.callbacks.watchdog import HangWatch
 from utils.launch.verdict import hang_verdict
 from utils.support.notes import Note, leave_note
@@ -22,7 +23,8 @@ class Training:
     def __init__(self, monkeypatch, output_dir: Path, timeout_s: float = 100.0):
         self.now = 0.0
         monkeypatch.setattr(threading.Thread, "start", lambda _: None)
-        self.watch = HangWatch(timeout_s, ["n1"], output_dir, clock=lambda: self.now)
+        self.progress = Progress()
+        self.watch = HangWatch(timeout_s, ["n1"], output_dir, self.progress, clock=lambda: self.now)
         self.state = TrainerState(max_steps=50)
         self.control = TrainerControl()
         self.event("train_begin")
@@ -39,6 +41,7 @@ class Training:
         return max(shares)
 
     def step(self, seconds: float = 1.0) -> None:
+        self.progress.begin(Phase.TRAIN, self.state.global_step + 1)
         self.event("step_begin")
         self.wait(seconds)
         self.state.global_step += 1
@@ -61,22 +64,10 @@ def test_every_event_is_a_beat(training):
         assert training.wait(90) < 1, name
 
 
-def test_a_second_split_may_take_as_long_as_the_first(training):
-    training.step()
-    training.control.should_evaluate = False  # Trainer's, when the first split is done
-    training.watch.on_evaluate(ALONE, training.state, training.control, metrics={})
-    assert training.wait(299) < 1
-    training.event("step_begin")
-    assert training.wait(100) >= 1
-
-
-@pytest.mark.parametrize("phase", ["first step", "save", "evaluation", "stop"])
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase != Phase.TRAIN])
 def test_what_may_take_longer_is_a_hang_at_three_times_the_timeout(training, phase):
-    if phase != "first step":
-        training.step()
-    training.control.should_save = phase == "save"
-    training.control.should_evaluate = phase == "evaluation"
-    training.control.should_training_stop = phase == "stop"
+    training.step()
+    training.progress.begin(phase, 1)
     assert training.wait(299) < 1
     assert training.wait(1) >= 1
 
@@ -92,9 +83,8 @@ def test_a_usual_step_hangs_at_the_timeout(training):
 
 def train(timeout_s: float, end) -> HangWatch:
     """Begin to train, as Trainer.train does."""
-    watch = HangWatch(timeout_s, ["n1"], Path("absent"), end=end)
+    watch = HangWatch(timeout_s, ["n1"], Path("absent"), Progress(Phase.TRAIN), end=end)
     watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
-    watch.start = -1  # the first step is done
     return watch
 
 
