@@ -12,6 +12,7 @@ from trl import SFTTrainer
 
 import pretrain
 import sft_train
+from utils.training.saving import SavingTrainer
 from utils.training.trainer import PackedTrainer
 
 # Expected parameters, without self.
@@ -28,6 +29,9 @@ SIGNATURES = {
     "log": "logs start_time",
     "save_model": "output_dir _internal_call",
     "_issue_warnings_after_load": "load_result",
+    "_run_epoch": "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial "
+    "ignore_keys_for_eval start_time resume_from_checkpoint epochs_trained "
+    "steps_trained_in_current_epoch",
     "_maybe_log_save_evaluate": "tr_loss grad_norm model trial "
     "epoch ignore_keys_for_eval start_time learning_rate",
     "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
@@ -45,8 +49,8 @@ SIGNATURES = {
 def test_every_overridden_hook_is_listed_here():
     own = {
         name
-        for name in vars(PackedTrainer)
-        if callable(getattr(PackedTrainer, name)) and hasattr(Trainer, name)
+        for name in vars(SavingTrainer) | vars(PackedTrainer)
+        if callable(getattr(PackedTrainer, name, None)) and hasattr(Trainer, name)
     }
     assert own - {"__init__"} == set(SIGNATURES)
 

@@ -81,10 +81,9 @@ class StopWatch(TrainerCallback):
     the step of a stop is owed as well. What fails in the background is raised on all ranks. Each
     rank looks for signals and for its own failure, once a second; the rest is for rank 0.
 
-    stopped         whether the run ended early
-    evaluation_due  whether the evaluation of the current step is owed
-    extra_saves     steps of checkpoints that no schedule asked for: an uninterrupted run has none
-                    there, so they are no candidates for the best one
+    stopped           whether the run ended early
+    evaluation_due    whether the evaluation of the current step is owed
+    unscheduled_save  whether only this callback asked for the save of the current step
     """
 
     def __init__(
@@ -99,28 +98,22 @@ class StopWatch(TrainerCallback):
     ):
         self.checkpoints, self.progress, self.save_minutes = checkpoints, progress, save_minutes
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
-        self.stopped = self.evaluation_due = False
-        self.extra_saves: list[int] = []
+        self.stopped = self.evaluation_due = self.unscheduled_save = False
         self.agreement: Agreement | None = None  # while training
         self.deadline: Deadline | None = None  # of rank 0
         self.found, self.reason = NOTHING, ""  # what this rank is asked to do, and by what
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
-        self.extra_save = False  # whether this step's checkpoint is one of extra_saves
         self.last_event: float | None = None
         self.first_step = True  # of this start: allocation and compilation predict no other step
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the values that the checkpoint holds."""
         self.evaluation_due = saved.get("evaluation_due", False)
-        self.extra_saves = list(saved.get("extra_saves", []))
 
     def state(self) -> dict[str, Any]:
         """Return the values for the next checkpoint."""
-        self.extra_saves = [saved for saved in self.extra_saves if saved != self.step]
-        if self.extra_save:
-            self.extra_saves.append(self.step)
-        return {"evaluation_due": self.evaluation_due, "extra_saves": self.extra_saves}
+        return {"evaluation_due": self.evaluation_due}
 
     @override
     def on_train_begin(
@@ -156,7 +149,7 @@ class StopWatch(TrainerCallback):
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Forget what was saved before, as `control` does."""
-        self.extra_save = False
+        self.unscheduled_save = False
 
     @override
     def on_step_end(
@@ -275,12 +268,7 @@ class StopWatch(TrainerCallback):
         """Let Trainer write a checkpoint at this step, due by schedule or not."""
         last = state.global_step >= state.max_steps
         scheduled = control.should_save or (last and args.save_strategy == SaveStrategy.EPOCH)
-        self.extra_save |= not scheduled
-        control.should_save = True
-
-    def save_the_best(self, control: TrainerControl) -> None:
-        """Let Trainer write a checkpoint of this step, which every run like this one has."""
-        self.extra_save = False
+        self.unscheduled_save |= not scheduled
         control.should_save = True
 
     @override

@@ -35,7 +35,7 @@ from utils.runs.provenance import end_wandb
 from utils.runs.publish import push_at_the_end
 from utils.runs.start import Run
 from utils.support.run_lock import leave_run_lock, wait_until_left
-from utils.training.callbacks import Callbacks
+from utils.training.callbacks import Callbacks, DataEpochs
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
@@ -69,6 +69,7 @@ def run_callbacks(
     journal = Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s)
     return Callbacks(
         progress=progress,
+        epochs=DataEpochs(),
         watchdog=HangWatch(options.hang_timeout_s, launch.hosts, output_dir, progress),
         inherited=inherited,
         stop=stop,
@@ -133,7 +134,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
             "stopped at step %d of %d %s; the same command resumes it", step, state.max_steps, kept
         )
         return ExitCode.STOPPED
-    _name_the_best(trainer)
+    trainer.log_best_checkpoint()
     loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     kept = Path(loaded).name if loaded else f"step {step}"
     if average is not None:
@@ -143,22 +144,6 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     _use_the_result(trainer, output_dir)
     leave_run_lock(output_dir)
     return ExitCode.DONE
-
-
-def _name_the_best(trainer: PackedTrainer) -> None:
-    """Log the best checkpoint, and where final/ is another one, for the best step has none."""
-    state, best = trainer.state, trainer.state.best_model_checkpoint
-    if not state.best_global_step:
-        return
-    metric = f"{trainer.args.metric_for_best_model} = {state.best_metric:.4f}"
-    if best and best.endswith(f"-{state.best_global_step}"):
-        logger.info("best checkpoint: %s (%s)", best, metric)
-    elif trainer.args.load_best_model_at_end:
-        logger.warning(
-            "the best evaluation (%s at step %d) has no checkpoint, so final/ holds %s: "
-            "--save_best true writes one at each new best",
-            metric, state.best_global_step, best or "the last step",
-        )  # fmt: skip
 
 
 def _use_the_result(trainer: PackedTrainer, output_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 trainer               PackedTrainer: batches, losses, evaluation, saves; pretrain.py uses it
 fine_tune_trainer     the same before TRL's SFTTrainer, with LoRA's adapters
+saving                the part of the trainer about checkpoints, and the best of them
 resume_state          what a checkpoint holds beside weights and optimizer, saved and restored
 zero_resharding       DeepSpeed's checkpoints on another number of ranks
 smoothing             averaged weights (EMA), and noise on the embeddings (NEFTune)

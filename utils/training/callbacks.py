@@ -1,8 +1,12 @@
 """The callbacks of a run and the other collaborators of the trainer, by name."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from typing_extensions import override
 
 from utils.callbacks.evaluation import EarlyStopping, Samples
 from utils.callbacks.journal import Journal
@@ -20,6 +24,27 @@ from utils.training.resume_state import Stateful
 from utils.training.smoothing import AveragedWeights
 
 
+class DataEpochs(TrainerCallback):
+    """Counts the epochs of the data: Trainer sees one long epoch.
+
+    What Trainer does at the end of an epoch is asked for at the step that ends one of the data.
+    """
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count; act on epochs that end, but for the run's last step, where Trainer's ends."""
+        sampler = kwargs["train_dataloader"].batch_sampler
+        before = sampler.epoch_at(state.global_step - 1)
+        state.epoch = sampler.epoch_at(state.global_step)
+        ended = math.floor(state.epoch) > math.floor(before)
+        if ended and state.global_step < state.max_steps:
+            control.should_log |= args.logging_strategy == IntervalStrategy.EPOCH
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH
+
+
 @dataclass
 class Callbacks:
     """The callbacks of a run, its progress and samples; None: the run does without.
@@ -28,6 +53,7 @@ class Callbacks:
     """
 
     progress: Progress
+    epochs: DataEpochs
     watchdog: HangWatch
     inherited: InheritedOptimizer | None
     stop: StopWatch
@@ -50,9 +76,9 @@ class Callbacks:
         `stop` follows what asks for evaluations and saves, and precedes what measures their time.
         """
         order = [
-            self.watchdog, self.inherited, self.stop, self.early_stopping, self.average,
-            self.profiler, self.throughput, self.mixture, self.memory, self.guard, self.journal,
-            self.live,
+            self.epochs, self.watchdog, self.inherited, self.stop, self.early_stopping,
+            self.average, self.profiler, self.throughput, self.mixture, self.memory, self.guard,
+            self.journal, self.live,
         ]  # fmt: skip
         return [callback for callback in order if callback is not None]
 

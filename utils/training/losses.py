@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import reduce
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from utils.data.loader import Batch
 from utils.model.loss_head import RouterTerm, balance_loss
@@ -116,6 +116,22 @@ class ExpertBalance:
         sums, steps = gathered(float(self.total)), self.steps
         self.total, self.steps = 0.0, 0
         return {"aux_loss": sum(sums) / len(sums) / steps}
+
+
+def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
+    """Return the mean loss of a run's steps, over all its starts; collective over ranks.
+
+    `unlogged` is this rank's sum over the steps since the last log, which a stop leaves.
+    """
+    total, counted = 0.0, 0.0
+    for entry in state.log_history:
+        if "loss" in entry:
+            total += entry["loss"] * (entry["step"] - counted)
+            counted = entry["step"]
+    if state.global_step > counted:
+        sums = gathered(unlogged.item())
+        total += sum(sums) / len(sums)
+    return total / max(state.global_step, 1)
 
 
 class EvaluationTotals:

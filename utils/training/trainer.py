@@ -1,19 +1,16 @@
-"""The trainer of both scripts: packed sequences, token-weighted losses, committed checkpoints."""
+"""The trainer of both scripts: packed sequences and token-weighted losses; saving.py saves."""
 
 import gc
 import logging
 import time
-from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
 
 from utils.callbacks.evaluation import FinishedEarlyError
@@ -23,29 +20,23 @@ from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
-from utils.data.order import eval_batches
+from utils.data.order import PADDING_SEQUENCE, eval_batches
 from utils.launch.processes import tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
-from utils.model.finished_model import finished_generation, set_generation_settings
+from utils.model.finished_model import finished_generation
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
 from utils.training.callbacks import Callbacks
-from utils.training.losses import EvaluationTotals
+from utils.training.losses import EvaluationTotals, mean_loss
 from utils.training.optimizer import optimizer_of
-from utils.training.resume_state import (
-    DataEpochs,
-    ResumeState,
-    load_random_states,
-    save_random_states,
-)
+from utils.training.saving import RestoreAtBegin, SavingTrainer
 from utils.training.smoothing import EmbeddingNoise
-from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
-class PackedTrainer(Trainer):
+class PackedTrainer(SavingTrainer):
     """A Trainer on packed sequences: own loaders, one loss weighted by tokens, committed saves.
 
     tests/integration/test_hooks.py checks each override.
@@ -69,7 +60,7 @@ class PackedTrainer(Trainer):
         self.generation = finished_generation(model, tokenizer, data.train, padded)
         self.callbacks, self.checkpoints = callbacks, callbacks.stop.checkpoints
         self.save_best = settings.run.save_best
-        self.resume_state = ResumeState(self)
+        self.extra_saves = []
         if settings.training.bf16_full_eval or settings.training.fp16_full_eval:
             # Trainer would cast the weights in place in the evaluation before the export.
             logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
@@ -83,7 +74,7 @@ class PackedTrainer(Trainer):
             data_collator=dict,  # the loaders assemble whole batches: none is called
             eval_dataset=self.eval_splits or None,
             optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
-            callbacks=[self.resume_state, DataEpochs(), *callbacks.in_order()],
+            callbacks=[RestoreAtBegin(self._restore), *callbacks.in_order()],
             **kwargs,
         )
         for reporter in (PrinterCallback, ProgressCallback):
@@ -103,7 +94,7 @@ class PackedTrainer(Trainer):
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
-        """Return the loader of the whole run; ResumeState sets where it starts."""
+        """Return the loader of the whole run; `_restore` sets where it starts."""
         args = self.args
         return TrainLoader(
             self.train_sequences, self.sampler, num_workers=args.dataloader_num_workers,
@@ -249,6 +240,29 @@ class PackedTrainer(Trainer):
             gc.unfreeze()
 
     @override
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Train all steps; Trainer sees one long epoch."""
+        self.callbacks.progress.begin_step(self.state.global_step + 1)
+        if isinstance(self.model_wrapped, DistributedDataParallel):
+            self._lay_out_buckets(self.model_wrapped)
+        super()._run_epoch(**kwargs)
+
+    def _lay_out_buckets(self, model: DistributedDataParallel) -> None:
+        """Let DDP lay out its gradient buckets, alike in resumed and uninterrupted runs.
+
+        One micro-batch of padding goes forward and back, and its gradients, all zero, are dropped.
+        This also shows within seconds whether a micro-batch fits into memory.
+        """
+        padding = [PADDING_SEQUENCE] * self.args.per_device_train_batch_size
+        batch = self._prepare_inputs(self.train_sequences.__getitems__(padding))
+        model.train()
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.compute_loss_context_manager():
+            loss = model(**batch, use_cache=False, num_items_in_batch=1)["loss"]
+            self.accelerator.backward(loss)
+        model.zero_grad()
+
+    @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; training logs get the callbacks' figures, the summary the mean loss of the run."""
         if "loss" in logs:
@@ -256,154 +270,7 @@ class PackedTrainer(Trainer):
         if "train_loss" in logs:
             self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
             self.checkpoints.finish()  # the journal lists its save before the summary
-            logs["train_loss"] = self.resume_state.mean_loss()
+            logs["train_loss"] = mean_loss(self.state, self._tr_loss)
             if not logs["total_flos"]:
                 del logs["total_flos"]  # not counted
         super().log(logs, start_time)
-
-    @override
-    def _maybe_log_save_evaluate(
-        self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
-    ) -> None:
-        """Log, evaluate and save what is due; an interrupted evaluation is followed by a save."""
-        self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
-        try:
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
-        except EvaluationInterrupted:
-            self.state.log_history = [  # without the splits evaluated so far
-                entry
-                for entry in self.state.log_history
-                if entry["step"] < self.state.global_step
-                or not any(key.startswith("eval_") for key in entry)
-            ]
-            # What was due is logged, and no evaluation is due any more: this only saves.
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
-        if self.control.should_training_stop:
-            self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
-
-    @override
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
-        """Evaluate after finite steps alone; ask for a checkpoint of a new best, or the run's end.
-
-        Trainer skips the scheduler at the start alone. If a stopped run owes this evaluation, what
-        follows from its metrics follows there; the checkpoint of its step was written before it.
-        """
-        self.callbacks.guard.settle()
-        at_start, owed = skip_scheduler, self.callbacks.stop.evaluation_due
-        skip_scheduler = at_start and not owed
-        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        if skip_scheduler:
-            return metrics
-        judge, given = self.callbacks.early_stopping, (self.args, self.state, self.control, metrics)
-        ended = judge is not None and judge.take_evaluation(*given)
-        last = ended and self.args.save_strategy != SaveStrategy.NO
-        # Trainer judges the same metrics again, which are no new best then.
-        best = self._determine_best_metric(metrics=metrics, trial=trial)
-        self.callbacks.stop.evaluation_due = False
-        if not at_start and (last or (best and self.save_best)):
-            self.callbacks.stop.save_the_best(self.control)
-        elif best and at_start:
-            self.resume_state.name_the_best()
-        return metrics
-
-    @override
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Commit a checkpoint, of finite weights alone; collective over ranks."""
-        self.callbacks.progress.begin(Phase.SAVE, self.state.global_step)
-        self.callbacks.guard.settle(model)
-        self.resume_state.save(lambda: super(PackedTrainer, self)._save_checkpoint(model, trial))
-
-    @override
-    def _get_output_dir(self, trial: Any) -> str:
-        """Return where Trainer makes the checkpoint that it is about to write."""
-        return str(self.checkpoints.run_dir)
-
-    @override
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer; without the pickle of the settings that Trainer adds.
-
-        Under the names that tensors have in the model, by which Trainer loads them: save_pretrained
-        would write those of the published format, where each expert is a tensor of its own.
-        """
-        directory, model = Path(output_dir or str(self.args.output_dir)), self.model
-        bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        set_generation_settings(bare, self.generation)
-        if isinstance(model, PreTrainedModel):
-            save = partial(model.save_pretrained, save_original_format=False)
-            vars(model)["save_pretrained"] = save
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            vars(model).pop("save_pretrained", None)
-        if not self.args.should_save:
-            return
-        (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        bare.published.write(self.processing_class, directory)
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-            # Shards, where Trainer saves no model: a run could only resume where the model that it
-            # began with still is.
-            described: list[Any] = [bare.config, self.processing_class]
-            if isinstance(bare, PreTrainedModel) and bare.can_generate():
-                described.append(bare.generation_config)
-            for each in described:
-                each.save_pretrained(directory)
-
-    @override
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states, of its own device alone; and the averaged weights."""
-        save_random_states(Path(output_dir), self.args)
-        if self.callbacks.average is not None:
-            self.callbacks.average.save(Path(output_dir))
-
-    @override
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random states of this rank, or derive new ones on another number of ranks."""
-        if checkpoint is not None:
-            load_random_states(Path(checkpoint), self.args, self.state.global_step)
-
-    @override
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> Any:
-        """Prepare model and optimizer and load the checkpoint; under ZeRO resharded if need be."""
-        if resume_from_checkpoint is not None:
-            self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
-        with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
-            return super()._prepare_for_training(max_steps, train_dataloader, loadable)
-
-    @override
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Read config.json with the model's class: the base class refuses some layer types."""
-        model: Any = self.model
-        with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
-            super()._load_from_checkpoint(*args, **kwargs)
-
-    @override
-    def _load_best_model(self) -> None:
-        """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
-        if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
-            return
-        best = Path(self.state.best_model_checkpoint)
-        self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
-        self.checkpoints.check(best)
-        with loadable_checkpoint(self, str(best)) as loadable:
-            self.state.best_model_checkpoint = loadable
-            super()._load_best_model()
-        if self.callbacks.average is not None:
-            self.callbacks.average.load(best)
-        self.state.best_model_checkpoint = str(best)
-
-    @override
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        if missing:
-            raise ConfigurationError(
-                f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: it "
-                "is another model's or another Stoker's. Give final/ to a new run (--init_from)."
-            )
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))

@@ -140,7 +140,8 @@ def test_all_ranks_interrupt_an_evaluation_at_the_same_batch(tmp_path, monkeypat
         with pytest.raises(EvaluationInterrupted):
             watch.on_prediction_step(*event)
         assert watch.stopped
-        assert watch.state() == {"evaluation_due": True, "extra_saves": [1]}
+        assert watch.state() == {"evaluation_due": True}
+        assert watch.unscheduled_save
     assert ranks.stopped == ranks.saves == [True, True]
 
 
@@ -178,7 +179,7 @@ def test_all_ranks_save_when_the_last_checkpoint_is_too_old(tmp_path, monkeypatc
             assert len(set(ranks.saves)) == 1
             if ranks.saves[0]:
                 saved.append(step)
-                assert ranks.watches[0].state()["extra_saves"] == saved
+                assert ranks.watches[0].unscheduled_save
                 ranks.event("on_save", 1.0)
     assert saved == [7, 14, 21]  # they agree one step later
     first = "saving at step 7, then continuing: 1 minutes since the last checkpoint"

@@ -1,0 +1,301 @@
+"""The part of the trainer about checkpoints: saving, the choice of the best one, loading.
+
+An evaluation finds a new best step. The checkpoint of that step becomes the best one when it is
+saved, unless only an interruption asked for the save: then the uninterrupted run has no such
+checkpoint, and both runs must end alike.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import SaveStrategy
+from typing_extensions import override
+
+from utils.callbacks.progress import Phase
+from utils.callbacks.stop import EvaluationInterrupted
+from utils.checkpoints.discovery import best_checkpoint
+from utils.checkpoints.files import OWN_STATE
+from utils.checkpoints.record import copy_record
+from utils.checkpoints.store import Checkpoints
+from utils.config.errors import ConfigurationError
+from utils.data.loader import TrainLoader
+from utils.model.finished_model import set_generation_settings
+from utils.training.callbacks import Callbacks
+from utils.training.resume_state import (
+    UnloggedLoss,
+    collect,
+    load_random_states,
+    restore,
+    save_random_states,
+)
+from utils.training.zero_resharding import loadable_checkpoint
+
+logger = logging.getLogger(__name__)
+
+EXTRA_SAVES = "extra_saves"  # in our part of a checkpoint's trainer_state.json
+
+
+class RestoreAtBegin(TrainerCallback):
+    """Calls `restore` with the loader when Trainer has reset its sums, before other callbacks."""
+
+    def __init__(self, restore: Callable[[TrainLoader], None]):
+        self.restore = restore
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.restore(kwargs["train_dataloader"])
+
+
+class SavingTrainer(Trainer):
+    """A Trainer that commits its checkpoints and resumes from them bit for bit.
+
+    extra_saves  steps of checkpoints that only an interruption asked for: never the best ones
+    """
+
+    # PackedTrainer sets these before Trainer's constructor.
+    callbacks: Callbacks
+    checkpoints: Checkpoints
+    save_best: bool
+    generation: Any
+    extra_saves: list[int]
+
+    @override
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
+    ) -> None:
+        """Log, evaluate and save what is due; an interrupted evaluation is followed by a save."""
+        self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
+        try:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
+        except EvaluationInterrupted:
+            self.state.log_history = [  # without the splits evaluated so far
+                entry
+                for entry in self.state.log_history
+                if entry["step"] < self.state.global_step
+                or not any(key.startswith("eval_") for key in entry)
+            ]
+            # What was due is logged, and no evaluation is due any more: this only saves.
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
+        if self.control.should_training_stop:
+            self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
+
+    @override
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate finite weights; ask for a checkpoint of a new best, or of the run's end.
+
+        Trainer skips the scheduler in the evaluation before the first step. If a stopped run owes
+        that evaluation, its metrics count as usual. The checkpoint of its step exists already.
+        """
+        self.callbacks.guard.settle()
+        at_start, owed = skip_scheduler, self.callbacks.stop.evaluation_due
+        skip_scheduler = at_start and not owed
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if skip_scheduler:
+            return metrics
+        judge, given = self.callbacks.early_stopping, (self.args, self.state, self.control, metrics)
+        ended = judge is not None and judge.take_evaluation(*given)
+        last = ended and self.args.save_strategy != SaveStrategy.NO
+        # Trainer judges the same metrics again. They are no new best then.
+        best = self._determine_best_metric(metrics=metrics, trial=trial)
+        self.callbacks.stop.evaluation_due = False
+        if not at_start and (last or (best and self.save_best)):
+            # The uninterrupted run saves this step as well.
+            self.callbacks.stop.unscheduled_save = False
+            self.control.should_save = True
+        elif at_start and best:
+            step = self.state.global_step
+            if self.save_best and step in self.extra_saves:
+                self.extra_saves.remove(step)
+            if step not in self.extra_saves:
+                self._name_best_checkpoint()
+        return metrics
+
+    @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save and commit a checkpoint of finite weights; collective over ranks."""
+        state, checkpoints, step = self.state, self.checkpoints, self.state.global_step
+        self.callbacks.progress.begin(Phase.SAVE, step)
+        self.callbacks.guard.settle(model)
+        self.extra_saves = [saved for saved in self.extra_saves if saved != step]
+        if self.callbacks.stop.unscheduled_save:
+            self.extra_saves.append(step)
+        if state.best_global_step in self.extra_saves:
+            state.best_global_step = None  # Trainer would name its checkpoint the best
+        values = self._collect()
+        states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
+        states[OWN_STATE] = values
+        is_new = checkpoints.begin(step)
+        if is_new:  # else Trainer would write over a committed checkpoint
+            super()._save_checkpoint(model, trial)
+        self._name_best_checkpoint()
+        if not is_new:
+            return
+        folder = checkpoints.run_dir / checkpoints.directory(step).name
+        if self.args.should_save and checkpoints.staged:
+            # Trainer has written the name of a directory in memory.
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        if self.args.should_save:
+            copy_record(checkpoints.output_dir, folder)
+        checkpoints.commit(step, tokens=sum(values["tokens"].values()))
+
+    def _name_best_checkpoint(self) -> None:
+        """Let the state name the checkpoint of the best step, if there is one."""
+        state, best = self.state, self.state.best_global_step
+        if not best:
+            return
+        directory = self.checkpoints.directory(best)
+        if best == state.global_step or directory.is_dir():  # this step's may still be in memory
+            state.best_model_checkpoint = str(directory)
+
+    def log_best_checkpoint(self) -> None:
+        """Log the best checkpoint; warn if the best step has none and final/ holds another one."""
+        state, best = self.state, self.state.best_model_checkpoint
+        if not state.best_global_step:
+            return
+        metric = f"{self.args.metric_for_best_model} = {state.best_metric:.4f}"
+        if best and best.endswith(f"-{state.best_global_step}"):
+            logger.info("best checkpoint: %s (%s)", best, metric)
+        elif self.args.load_best_model_at_end:
+            logger.warning(
+                "the best evaluation (%s at step %d) has no checkpoint, so final/ holds %s: "
+                "--save_best true writes one at each new best",
+                metric, state.best_global_step, best or "the last step",
+            )  # fmt: skip
+
+    def _collect(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside Trainer's files; collective over ranks."""
+        step = self.state.global_step
+        loader: Any = self.callback_handler.train_dataloader
+        loader.tokens_seen.count(step)
+        steps = step - self._globalstep_last_logged
+        unlogged = UnloggedLoss(steps, self._tr_loss.item() if steps else 0.0)
+        values = collect(loader.tokens_seen.by_name, unlogged, self.callbacks.stateful())
+        return values | {EXTRA_SAVES: self.extra_saves}
+
+    def _restore(self, loader: TrainLoader) -> None:
+        """Restore what `_collect` returned, and the name of the best checkpoint."""
+        state, step = self.state, self.state.global_step
+        states: Any = state.stateful_callbacks
+        saved = states.get(OWN_STATE, {})
+        if step:  # the run directory may have moved since the checkpoint named the best one
+            best = best_checkpoint(self.checkpoints.directory(step))
+            state.best_model_checkpoint = str(best) if best and best.is_dir() else None
+        self.extra_saves = list(saved.get(EXTRA_SAVES, []))
+        loader.batch_sampler.resume_at(step)
+        if "tokens" in saved:
+            loader.tokens_seen.resume(step, saved["tokens"])
+        unlogged = restore(saved, self.args, self.callbacks.stateful())
+        self._tr_loss = torch.full_like(self._tr_loss, unlogged.loss_sum)
+        self._globalstep_last_logged -= unlogged.steps
+
+    @override
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where Trainer makes the checkpoint that it is about to write."""
+        return str(self.checkpoints.run_dir)
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model and tokenizer; without the pickle of the settings that Trainer adds.
+
+        Under the names that tensors have in the model, by which Trainer loads them: save_pretrained
+        would write those of the published format, where each expert is a tensor of its own.
+        """
+        directory, model = Path(output_dir or str(self.args.output_dir)), self.model
+        bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        set_generation_settings(bare, self.generation)
+        if isinstance(model, PreTrainedModel):
+            save = partial(model.save_pretrained, save_original_format=False)
+            vars(model)["save_pretrained"] = save
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            vars(model).pop("save_pretrained", None)
+        if not self.args.should_save:
+            return
+        (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        bare.published.write(self.processing_class, directory)
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            # Shards, where Trainer saves no model: a run could only resume where the model that it
+            # began with still is.
+            described: list[Any] = [bare.config, self.processing_class]
+            if isinstance(bare, PreTrainedModel) and bare.can_generate():
+                described.append(bare.generation_config)
+            for each in described:
+                each.save_pretrained(directory)
+
+    @override
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save this rank's random states, of its own device alone; and the averaged weights."""
+        save_random_states(Path(output_dir), self.args)
+        if self.callbacks.average is not None:
+            self.callbacks.average.save(Path(output_dir))
+
+    @override
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Prepare model and optimizer and load the checkpoint; under ZeRO resharded if need be."""
+        if resume_from_checkpoint is not None:
+            self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
+        with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
+            return super()._prepare_for_training(max_steps, train_dataloader, loadable)
+
+    @override
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random states of this rank, or derive new ones on another number of ranks."""
+        if checkpoint is not None:
+            load_random_states(Path(checkpoint), self.args, self.state.global_step)
+
+    @override
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Read config.json with the model's class: the base class refuses some layer types."""
+        model: Any = self.model
+        with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    @override
+    def _load_best_model(self) -> None:
+        """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
+        if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
+            return
+        best = Path(self.state.best_model_checkpoint)
+        self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
+        self.checkpoints.check(best)
+        with loadable_checkpoint(self, str(best)) as loadable:
+            self.state.best_model_checkpoint = loadable
+            super()._load_best_model()
+        if self.callbacks.average is not None:
+            self.callbacks.average.load(best)
+        self.state.best_model_checkpoint = str(best)
+
+    @override
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        if missing:
+            raise ConfigurationError(
+                f"the checkpoint lacks {len(missing)} tensors of the model, {missing[0]} first: it "
+                "is another model's or another Stoker's. Give final/ to a new run (--init_from)."
+            )
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
