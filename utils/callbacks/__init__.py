@@ -6,7 +6,7 @@ live           on a terminal, a view below the log's lines
 metrics        figures of training logs: speed, MFU, a mixture's sources
 memory         each rank's memory by phase, and what a GPU has left for a larger micro-batch
 out_of_memory  the page of a run whose memory ran out
-profiler       a trace of some steps, and their dearest kernels
+profiler       a trace of some steps, and a table of their most expensive kernels
 stop           stops or saves at the same step on all ranks: signals, files, the time limit
 evaluation     early stopping, and samples of what the model says
 nonfinite      ends a run whose loss, gradient or weights are not finite
