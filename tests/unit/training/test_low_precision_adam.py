@@ -7,7 +7,6 @@ import torch
 from tiny import compiled_graphs
 from torch import nn
 
-from utils.config.errors import ConfigurationError
 from utils.training import low_precision_adam
 from utils.training.low_precision_adam import LowPrecisionAdamW
 from utils.training.low_precision_states import PERIODS, moment, random_words
@@ -183,15 +182,6 @@ def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(comp
     assert torch.equal(parameters[0], before)
     assert [int(optimizer.state[one]["step"]) for one in parameters] == [1, 3, 3, 3]
     assert compiled_graphs() == graphs
-
-
-def test_what_is_compiled_wrongly_is_refused(monkeypatch):
-    def wrong(function, **_):
-        return lambda part, numbers, *others: function(part, numbers * 1.01, *others)
-
-    monkeypatch.setattr(torch, "compile", wrong)
-    with pytest.raises(ConfigurationError, match="compiles AdamW's step wrongly"):
-        take(low(weights(), "bfloat16", True), range(1))
 
 
 @pytest.mark.parametrize("kept_as", ["float32", *LOW])
