@@ -1,4 +1,4 @@
-"""What goes with evaluations: the run ends when they improve no more; samples of what it says."""
+"""Early stopping, and samples of the model's text at each evaluation."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 UNIMPROVED = "unimproved_evaluations"  # in our part of a checkpoint's trainer_state.json
 
-# Of a generation configuration: what has no effect on the most likely token.
+# Fields of a generation configuration without effect on the most likely token.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class FinishedEarlyError(Exception):
 class EarlyStopping(TrainerCallback):
     """Ends the run when metric_for_best_model did not improve in `patience` evaluations in a row.
 
-    transformers' callback judges. It is not one of Trainer's: there it would judge splits one by
-    one, count evaluations that a stop interrupts and forget its count on resume. The trainer passes
-    on the metrics of all splits instead (`take_evaluation`).
+    transformers' EarlyStoppingCallback judges. As a callback of Trainer it would judge splits one
+    by one, count evaluations that a stop interrupts and forget its count on resume. Instead, the
+    trainer calls `take_evaluation` with the metrics of all splits.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -64,7 +64,7 @@ class EarlyStopping(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Judge an evaluation, before it may become the best; True: it ends the run."""
+        """Judge an evaluation before Trainer does; return whether it ends the run."""
         self.judge.on_evaluate(args, state, control, metrics)
         if self.ended and state.is_world_process_zero:
             logger.info(
@@ -76,7 +76,7 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """End a run that resumes where it had ended, or whose owed evaluation was the last."""
+        """End a run that had ended at its checkpoint, or that its owed evaluation has ended."""
         if self.ended:
             raise FinishedEarlyError
 
@@ -92,16 +92,16 @@ class EarlyStopping(TrainerCallback):
 class Samples:
     """Completions of fixed prompts at each evaluation, for people to read: log, journal and wandb.
 
-    The most likely token each time, by plain attention. All ranks generate the same: under FSDP2
-    and ZeRO-3 they have to gather the weights together. Training is left as it was: no random
-    number is used up, compiled layers run as written, and the model gets its attention back.
+    Each token is the most likely one, by plain attention. All ranks generate the same text, because
+    they gather the weights together under FSDP2 and ZeRO-3. Training is not affected: no random
+    number is drawn, compiled layers run as written, and the model gets its attention back.
     """
 
     def __init__(self, prompts: "Sequence[Prompt]", max_new_tokens: int, journal: Journal):
         self.prompts, self.max_new_tokens, self.journal = prompts, max_new_tokens, journal
 
     def take(self, trainer: Any) -> None:
-        """Generate, and write down what came out; collective over ranks."""
+        """Generate a completion of each prompt and write all down; collective over ranks."""
         if not self.prompts:
             return
         tokenizer, rows = trainer.processing_class, []
@@ -128,7 +128,7 @@ class Samples:
 
 @contextmanager
 def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
-    """Let the trainer's model generate for a while, and put back what that takes."""
+    """Set the trainer's model up for generation, and put its settings back afterwards."""
     model, device = trainer.model, trainer.args.device
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before, attention = base.generation_config, base.config._attn_implementation

@@ -1,4 +1,4 @@
-"""hang.txt: where every rank of a run stood when it hung, and in which collective."""
+"""hang.txt: the stacks and collectives of all ranks of a run that hung."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from utils.support.notes import Note, place, thread_frames
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
-# Of torch's flight recorder; which of them has NCCL's, and gloo's, depends on the version.
+# Functions of torch's flight recorder; torch's version decides which one has NCCL's and gloo's.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 MISMATCH = ": MISMATCH, ranks do different things"
 _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")  # threads beside the main one
@@ -28,7 +28,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
         if thread.name == "MainThread" or any(line.startswith(_SHOWN) for line in lines):
-            # Without what Python starts it by.
+            # Without the frames in which Python starts the thread.
             stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
     entries = collectives()
     known = {
@@ -44,14 +44,14 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Return the ranks' records, without those of before `since`, seconds since 1970."""
+    """Return the ranks' records since `since`, in seconds since 1970."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return what torch's flight recorder holds of this process, the oldest first."""
+    """Return this process's entries in torch's flight recorder, oldest first."""
     dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMPS]
     traces = [json.loads(dump(True, False)) for dump in dumps if dump]
     entries = [entry for trace in traces for entry in trace.get("entries", [])]
@@ -76,7 +76,7 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
 
 
 def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
-    """Say for each process group in which collective its ranks are, and whether it is the same."""
+    """Return lines on each process group: the collective of each rank, and any mismatch."""
     lines = []
     for group in sorted({name for record in records.values() for name in record["groups"]}):
         at = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}

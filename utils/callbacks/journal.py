@@ -33,10 +33,10 @@ READ_BYTES = 2**26  # of the end of a journal: more would keep the other ranks w
 
 
 class Journal(TrainerCallback):
-    """Writes every log event of rank 0, as docs/metrics.md says; silent on other ranks.
+    """Writes every log event on rank 0, as docs/metrics.md says; silent on other ranks.
 
-    `memory` has each rank's; `stopped` tells at the end whether the run ended early, `limit_s` how
-    long it is until the job's time limit, if it has one.
+    `memory` measures all ranks. `stopped` tells whether the run ended early. `limit_s` returns the
+    seconds until the job's time limit; None: there is no limit.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Journal(TrainerCallback):
         self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     def _end_last_line(self) -> None:
-        """Let new lines begin a line: a process may have died within the last one.
+        """End the last line: a process may have died while it wrote it.
 
-        Damaged lines stay; what cannot be written to is set aside.
+        Damaged lines stay. A journal that cannot be written to is set aside.
         """
         try:
             with self.path.open("ab+") as file:
@@ -79,13 +79,13 @@ class Journal(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Write one event; Trainer's keys tell its kind. All ranks measure for an evaluation."""
+        """Write one event; its kind follows from Trainer's keys. Collective for an evaluation."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()
         if not state.is_world_process_zero or not logs:
             return
-        self._write_saves()  # of what was written in the background meanwhile
+        self._write_saves()  # that were written in the background meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
         line["max_steps"] = state.max_steps
         if losses:
@@ -94,7 +94,7 @@ class Journal(TrainerCallback):
         elif "train_runtime" in logs:
             # A summary comes once, of a run that is finished.
             line["event"] = "stopped" if self.stopped() else "summary"
-            line["resumed_at"] = self.resumed_at  # its time and rates are of this start
+            line["resumed_at"] = self.resumed_at  # the start that its time and rates measure
         if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank
             if "slowest_rank" in logs:
@@ -104,7 +104,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Measure memory, collective over ranks; write what each new checkpoint took."""
+        """Measure memory, collective over ranks; write an event of each new checkpoint."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory
@@ -117,7 +117,7 @@ class Journal(TrainerCallback):
             self.saves_written += 1
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, unless another job owns the run directory by now (the lock logged it)."""
+        """Append a line, unless another job owns the run directory (the lock logged it)."""
         if known_loss(self.path.parent) is not None:
             return
         text = strict_json({**line, "time": round(time.time(), 3)})
@@ -125,7 +125,7 @@ class Journal(TrainerCallback):
             file.write(text + "\n")
 
 
-# How the figures of a line are shown: of one width for most runs, so that lines are columns.
+# Formats of figures, of one width for most runs, so that lines are columns.
 _FIGURES = {
     "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
@@ -139,15 +139,15 @@ _FIGURES = {
     "memory_free_gib": "{:.1f} free",
     "train_loss": "mean loss {:.4f}",
 }
-SLOW_LOADER = 0.01  # of a step: a share that is worth a word
+SLOW_LOADER = 0.01  # of a step; larger shares are shown
 SLOW_RANK = 0.03
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
-    """Format an event of the journal; figures that it does not hold are left out.
+    """Return an event of the journal as a line of the log.
 
-    `eta` is the time that the steps to come take, without evaluations and saves; beside it is the
-    time until the job's limit, `limit_s`.
+    `eta` is the time of the remaining steps, without evaluations and saves. The time until the
+    job's limit, `limit_s`, follows it.
     """
     event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":
@@ -169,7 +169,7 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
 
 
 def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
-    """Return what is to be said of a training log behind its figures."""
+    """Return the remarks at the end of a training log's line."""
     remarks, step_s = [], line.get("step_time_s")
     if step_s is not None:
         limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"

@@ -1,4 +1,4 @@
-"""Memory of each rank in training, evaluations and saves; what a GPU has left for more."""
+"""Memory of each rank in training, evaluations and saves, and the headroom of a GPU."""
 
 import logging
 import resource
@@ -20,11 +20,11 @@ LEFT = ("memory_free_gib", "memory_headroom_gib")  # the least is the worst
 
 
 class MemoryMonitor(TrainerCallback):
-    """Memory in GiB of the worst rank, most used or least free; `by_rank`: of each, with its host.
+    """Memory in GiB of the worst rank, most used or least free; `by_rank` has all ranks and hosts.
 
-    torch's allocator counts the device's; the host's is that of this process, without its workers.
-    The peak is that of training, of a split's evaluation or of a save, since the last line.
-    `sequence_bytes` is what one more sequence in a micro-batch is predicted to take.
+    torch's allocator counts the device memory. Host memory is that of this process without its
+    workers. A peak is that of training, of a split's evaluation or of a save, since the last line.
+    `sequence_bytes` is the predicted memory of one more sequence in a micro-batch.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line
@@ -49,7 +49,7 @@ class MemoryMonitor(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Put training's peak aside for its line: evaluations and saves have their own."""
+        """Save the training peak before an evaluation or a save resets it."""
         if control.should_evaluate or control.should_save:
             self.peak_bytes = max(self.peak_bytes, self._new_peak())
 
@@ -87,7 +87,7 @@ class MemoryMonitor(TrainerCallback):
         return self.by_rank
 
     def headroom(self) -> str:
-        """Say what the fullest GPU has left beyond training's peak, and which micro-batch fits."""
+        """Return the memory that the fullest GPU has left, and the micro-batch that would fit."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
         fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: for error
@@ -97,7 +97,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return " (rank 3 on n2)", whose GPU's peak is the highest; "" where all are about alike."""
+    """Return " (rank 3 on n2)", the rank with the highest GPU peak; "" if all are about alike."""
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
     return f" (rank {last['rank']} on {last['host']})" * apart

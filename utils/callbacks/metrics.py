@@ -21,15 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class MixtureShares(TrainerCallback):
-    """The sources of a mixture, counted from step 0 over all starts; silent with one dataset.
+    """Tokens and epochs of each source of a mixture, from step 0 over all starts.
 
     Sources have the short names of utils/data/loader.py. The weights of `train_data` are shares of
-    the sequences; shares of the tokens differ as far as sources fill their sequences differently.
+    the sequences. Shares of the tokens differ if sources fill their sequences differently. A run on
+    one dataset gets no figures.
     """
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Take the loader over; log what was asked for."""
+        """Keep the loader; log the requested mixture."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
         names, shares = self.loader.tokens_seen.names, self.loader.batch_sampler.order.shares()
         if len(names) > 1:
@@ -56,10 +57,10 @@ class MixtureShares(TrainerCallback):
 
 
 class Throughput(TrainerCallback):
-    """Speed over the steps since the last training log, evaluation and saving left out.
+    """Speed over the steps since the last training log, without evaluations and saves.
 
     The clock is read after the log's own wait for the device, so no step between two logs waits.
-    A step before an evaluation or a save is waited for, as these would do anyway.
+    Before an evaluation or a save the device is waited for, as these would do anyway.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -84,7 +85,7 @@ class Throughput(TrainerCallback):
         self.elapsed_s = 0.0
 
     def _count_flops(self, model: Any, device: torch.device) -> None:
-        """Count a token's model FLOPs and log them; no MFU where the device's peak is not known."""
+        """Count and log the model FLOPs of a token; MFU needs the known peak of the device."""
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
@@ -114,7 +115,7 @@ class Throughput(TrainerCallback):
         if interrupted and args.device.type == "cuda":
             torch.cuda.synchronize(args.device)
         self._count_time()
-        # Counted now, while a GPU still works: at a log line it would wait for ten steps' counts.
+        # Count here. Counting at the log line would block the GPU for ten steps' worth of work.
         tokens = self.loader.tokens_seen.count(self.step)
         state.total_flos = self.flops_per_token * tokens  # which Trainer saves and logs
         if first:

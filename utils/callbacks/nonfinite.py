@@ -24,7 +24,7 @@ NAMED = 4  # documents in the message; the file lists all
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found in a step (counted from 0): figures and weights that are not finite."""
+    """Figures and weights of one rank and step (counted from 0) that are not finite."""
 
     rank: int
     step: int
@@ -36,7 +36,7 @@ class Finding:
 class NonFiniteGuard(TrainerCallback):
     """Ends the run when a loss or gradient of any rank is not finite.
 
-    The trainer passes on each loss and gradient norm (`take_loss`, `take_step`) and calls `settle`
+    The trainer calls `take_loss` and `take_step` with each loss and gradient norm, and `settle`
     before it evaluates or saves. The figures come from the device when they are ready, and the
     ranks agree a step later, so no step waits.
 
@@ -127,7 +127,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
-        """Check the last steps: what is exported after them is finite."""
+        """Check the last steps, before anything is exported."""
         self.settle(kwargs["model"])
 
     @override
@@ -160,8 +160,8 @@ def spoilt_weights(model: nn.Module) -> list[str]:
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
     """Write nonfinite-step-N.json of the first step found into the run directory; describe it.
 
-    It lists the documents of the micro-batches whose loss is not finite; when only the gradient or
-    a weight is not, those of the global batch.
+    It lists the documents of the micro-batches with a loss that is not finite. If only the gradient
+    or a weight is not, it lists those of the global batch.
     """
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]

@@ -1,4 +1,4 @@
-"""What this rank does at the moment: the phase, the step and the micro-batch."""
+"""The progress of this rank: its phase, step and micro-batch."""
 
 import time
 from dataclasses import dataclass, field

@@ -22,11 +22,11 @@ from utils.support.journal_file import duration
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0
-# What a rank puts forward; the largest counts. STOPPING + rank tells who was asked.
+# Numbers of which the ranks agree on the largest. STOPPING + rank: this rank was asked.
 NOTHING, SAVING, STOPPING = range(3)
 FAILED = 2**30
 
-# Of these many events the longest counts: a slow one long ago says little about the next.
+# The longest of so many events counts: a slow one long ago says little about the next.
 RECENT_EVENTS = 100
 LONGEST_MARGIN_S = 30.0
 # Parallel file systems write faster; the first save replaces the guess.
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Raised on all ranks at the same batch: the run stops, and owes this evaluation."""
+    """Raised on all ranks at the same batch: the run stops and owes this evaluation."""
 
 
 class Deadline:
     """The end of the job's time limit, compared with how long steps and saves take.
 
     Two steps are allowed for: the one in which the ranks agree, and the one before it, in which
-    rank 0 did not look; and a save that is being written in the background. `total_s` is left at
-    the time `now`.
+    rank 0 did not look. A save that is being written in the background is allowed for as well.
+    `total_s` is the time left at `now`.
     """
 
     def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
@@ -53,13 +53,13 @@ class Deadline:
         self.ends_at = now + self.total_s
         self.margin_s = min(LONGEST_MARGIN_S, self.total_s / 10)
         guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
-        # A guess must not eat a short job up: its first save is early, and measured.
+        # A guess must not use a short job up: its first save is early, and measured.
         self.guessed_save_s = min(guess_s, self.total_s / 10)
         # A step, an evaluation batch, or what else lies between two looks.
         self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
 
     def reason(self, now: float) -> str | None:
-        """Say why it is time to stop; None while it is not."""
+        """Return why it is time to stop; None: it is not yet."""
         left_s, step_s = self.ends_at - now, max(self.steps_s)
         saves_s = (save.stall_s + save.write_s for save in self.checkpoints.saves)
         save_s = max(saves_s, default=self.guessed_save_s)
@@ -72,13 +72,13 @@ class Deadline:
 
 
 class StopWatch(TrainerCallback):
-    """Acts at the ends of steps and evaluation batches on what any rank is asked to do.
+    """Stops or saves at the end of a step or evaluation batch if any rank was asked to.
 
     STOP in the run directory, a signal to any rank and the time limit end the run with a
-    checkpoint; SAVE in the run directory, and a last checkpoint that is older than `save_minutes`
-    (0: any age), write one and the run continues. A stop during an evaluation interrupts it
+    checkpoint. SAVE in the run directory, and a last checkpoint older than `save_minutes` (0: any
+    age), write a checkpoint, and the run continues. A stop during an evaluation interrupts it
     (`EvaluationInterrupted`): the resumed run does all of it first. An evaluation that is due at
-    the step of a stop is owed as well. What fails in the background is raised on all ranks. Each
+    the step of a stop is owed as well. A failure in the background is raised on all ranks. Each
     rank looks for signals and for its own failure, once a second; the rest is for rank 0.
 
     stopped           whether the run ended early
@@ -119,9 +119,9 @@ class StopWatch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
-        """Connect to the other ranks; a resumed run begins with the evaluation that it owes."""
+        """Connect to the other ranks; let a resumed run begin with the evaluation that it owes."""
         if state.global_step:
-            args.eval_on_start = self.evaluation_due  # what it meant at first is past
+            args.eval_on_start = self.evaluation_due  # the user's value is for the first start
             state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps
         if self.evaluation_due:
             logger.info("evaluating step %d first: the stop came before it", state.global_step)
@@ -143,19 +143,19 @@ class StopWatch(TrainerCallback):
         self._begin_turn(self.agreement)
 
     def limit_s(self) -> float | None:
-        """Return how long it is until the job's time limit; None where there is none."""
+        """Return the seconds until the job's time limit; None: the job has no limit."""
         return None if self.deadline is None else max(self.deadline.ends_at - self.clock(), 0.0)
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Forget what was saved before, as `control` does."""
+        """Forget the save of the step before, as `control` does."""
         self.unscheduled_save = False
 
     @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Do what the ranks agreed on: stop, or save and continue."""
+        """Stop, or save and continue, as the ranks agreed."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
@@ -200,7 +200,7 @@ class StopWatch(TrainerCallback):
         if agreed >= FAILED:
             self.progress.begin(Phase.SAVE, self.step)
             self.checkpoints.finish()  # raises
-        # A checkpoint that was written since it was asked for is what was asked for.
+        # A checkpoint that was written since the request fulfils it.
         if agreed == SAVING and not self.save_due:
             self._consume(SAVE)
             self.save_due = not self.saved_since_turn
@@ -246,7 +246,7 @@ class StopWatch(TrainerCallback):
             return set()
 
     def _consume(self, *names: str) -> None:
-        """Remove the files that are acted upon, so that each counts once; all ranks call it."""
+        """Remove the files of fulfilled requests, so that each counts once; all ranks call it."""
         if self.found < STOPPING:
             self.found = NOTHING
         if self.rank == 0:
@@ -281,14 +281,14 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Note that a request to save is met; a save is no event between two looks."""
+        """Note that a request to save is fulfilled; the time of a save is no step's time."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
     def _count_event(self, *_: Any, **__: Any) -> None:
-        """Measure the time since the event before; the first one ends the start-up."""
+        """Measure the time since the last event; the first event ends the start-up."""
         before, self.last_event = self.last_event, self.clock()
         if self.deadline is not None and before is not None:
             self.deadline.steps_s.append(self.last_event - before)
@@ -305,7 +305,7 @@ class StopWatch(TrainerCallback):
 
 
 def remove_stale_requests(output_dir: Path) -> None:
-    """Remove STOP and SAVE of before this start, with a warning: they were for an earlier one."""
+    """Remove STOP and SAVE from before this start, with a warning: they meant an earlier start."""
     for name in (STOP, SAVE):
         path = output_dir / name
         if path.is_dir():

@@ -11,11 +11,11 @@ PROBE_S = 10.0  # between two measurements of the fixed product
 
 
 class OwnTime:
-    """Seconds of a rank's own computing, waits for other ranks left out.
+    """Seconds that a rank computes, without its waits for other ranks.
 
-    Under DDP of forward passes, and of backward passes from the loss to the embedding: no
-    collective delays them. FSDP and DeepSpeed wait for other ranks in both; there each rank times
-    a fixed product now and then. On a GPU by events, which are read once they have passed.
+    Under DDP these are the forward passes, and the backward passes from the loss to the embedding:
+    no collective delays them. FSDP and DeepSpeed wait for other ranks in both, so each rank times a
+    fixed product now and then. On a GPU, CUDA events measure and are read once they have passed.
     """
 
     def __init__(self, model: Any, device: torch.device):
@@ -25,7 +25,7 @@ class OwnTime:
         self.seconds, self.product_s, self.probed = 0.0, 0.0, -PROBE_S
         self.sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
         if not self.sharded:
-            # Of the bare model: DDP's own forward begins by sending buffers.
+            # On the bare model: DDP's own forward begins with a broadcast of buffers.
             model.register_forward_pre_hook(self._begin)
             model.register_forward_hook(self._forward_ends)
             model.get_input_embeddings().register_forward_hook(self._embedded)
@@ -75,10 +75,10 @@ class OwnTime:
 
 
 def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
-    """Name the rank that waits least for others, and the share of a step that this costs them.
+    """Return the rank that waits least for others, and the share of a step that others lose by it.
 
-    Each is its elapsed time, its wait for batches, and what `OwnTime.take` returned. Where products
-    were timed, the rank of the slowest one is taken to compute all of the time.
+    `ranks` holds the elapsed time of each rank, its wait for batches, and the result of
+    `OwnTime.take`. If products were timed, the rank with the slowest one counts as always busy.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

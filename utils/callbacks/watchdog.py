@@ -39,14 +39,14 @@ LAST_WORDS_LIMIT_S = 15.0  # storage and log may be what hangs
 class HangWatch(TrainerCallback):
     """Ends the process with exit code 76 when nothing moved for ``timeout_s`` (0: never).
 
-    Every event of training is a beat; a thread looks whether they continue. The first step of a
-    start, evaluations, saves and all that follows the last step may take three times as long. When
-    none came, each rank leaves its stack in the log, a note and a record, and the first to know
-    writes the verdict: the rank that the others wait for; the lowest makes hang.txt of all records.
-    A rank that is silent for half the time joins when another one has given up.
+    Every event of training is a beat, and a thread watches for beats. All phases but a usual step
+    may take three times as long. Without beats, each rank leaves its stack in the log, a note and a
+    record. The first rank to give up writes the verdict: the rank that the others wait for. The
+    lowest rank writes hang.txt from all records. A rank that is silent for half the time joins when
+    another one has given up.
 
-    On from ``on_train_begin`` until ``current`` is another one, or none. Each rank beats equally
-    often: the counts can be compared. ``hosts`` holds one host name per rank.
+    The watch runs from ``on_train_begin`` until ``leave`` or the watch of a later run. All ranks
+    beat equally often, so their counts can be compared. ``hosts`` has the host name of each rank.
     """
 
     current: ClassVar["HangWatch | None"] = None  # of this process
@@ -96,7 +96,7 @@ class HangWatch(TrainerCallback):
             cls.current = None
 
     def look(self) -> float:
-        """Return the share of the allowed time that went by without a beat; 1 and more is a hang.
+        """Return the time without a beat as a share of the allowed time; 1 and more is a hang.
 
         The thread calls it again and again. Time in which the process was stopped as a whole
         (SIGSTOP, a suspended job) does not count.

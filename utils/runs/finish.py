@@ -1,4 +1,4 @@
-"""The callbacks of a run, in the order in which they act, and its end."""
+"""The callbacks of a run, and the end of a run."""
 
 import gc
 import logging
@@ -100,10 +100,10 @@ def _source_losses(settings: RunSettings, plan: RunPlan, data: RunData) -> Sourc
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    """Evaluate if the last step was not, write ``final/`` in this type, say where everything is.
+    """Evaluate the last step, write ``final/`` in this type, log the results; return the exit code.
 
-    Returns the exit code. A run that was stopped is left as it is, for the next start. Raises
-    ConfigurationError, and leaves ``final/`` alone, where another job took the directory over.
+    A stopped run writes no ``final/``: the next start resumes it. Raises ConfigurationError, before
+    ``final/`` is written, if another job took the directory over.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average
@@ -116,7 +116,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
                 if average is not None:
                     average.put_in_place()
                 export_final(trainer, save_dtype)
-        trainer.accelerator.wait_for_everyone()  # the ranks' store goes with the first to leave
+        trainer.accelerator.wait_for_everyone()  # the first rank to leave ends the ranks' store
         trainer.accelerator.end_training()
         trainer.callbacks.live.close()
         if trainer.callbacks.stop.stopped:
@@ -147,7 +147,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 
 
 def _use_the_result(trainer: PackedTrainer, output_dir: Path) -> None:
-    """Upload and benchmark ``final/`` if asked to, on rank 0; nothing of it fails the run."""
+    """Upload and benchmark ``final/`` if asked to, on rank 0; a failure does not fail the run."""
     settings, is_first = trainer.settings, trainer.is_world_process_zero()
     push, tasks = settings.values["push_to_hub"], settings.run.lm_eval_tasks
     if not push and not tasks:

@@ -27,14 +27,15 @@ from utils.training.smoothing import AveragedWeights
 class DataEpochs(TrainerCallback):
     """Counts the epochs of the data: Trainer sees one long epoch.
 
-    What Trainer does at the end of an epoch is asked for at the step that ends one of the data.
+    At the last step of a data epoch it asks for the log, evaluation and save that the strategy
+    "epoch" means.
     """
 
     @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count; act on epochs that end, but for the run's last step, where Trainer's ends."""
+        """Count. Trainer itself acts at the run's last step, which ends its own epoch."""
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)
         state.epoch = sampler.epoch_at(state.global_step)

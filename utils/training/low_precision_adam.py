@@ -1,7 +1,7 @@
 """AdamW that computes in float32 and keeps its states, and the weights, in fewer bits.
 
-A weight is looked at as (rows, unit): a unit is a block of 8-bit codes, or one element. `update`
-takes AdamW's step on some of its rows, with torch's fused kernel or compiled with its own formula.
+Each tensor is viewed as (rows, unit). A unit is a block of 8-bit codes, or one element. `update`
+takes AdamW's step on some rows, with torch's fused kernel or with a formula that is compiled.
 """
 
 import functools
@@ -31,7 +31,7 @@ from utils.training.low_precision_states import (
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_SCALES = MOMENTS[0] + SCALE  # in no state of torch's AdamW
-# Of a compiled call: it takes the host some 0.1 ms, and these 2**25 elements the device as long.
+# Periods in a compiled call. The host needs 0.1 ms for a call, a device as long for 2**25 elements.
 COMPILED_PERIODS = 8
 KINDS_COMPILED = 64  # at most; torch allows eight graphs of a function by default
 Group = dict[str, Any]
@@ -39,15 +39,16 @@ Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
-    """AdamW on float32 copies, some ten thousand elements at a time, compiled some million.
+    """AdamW on float32 copies of some ten thousand elements at a time; compiled, of some million.
 
-    `kept_as` is what the moments are kept as: float32, bfloat16 or int8. They are rounded up or
-    down at random: a second moment decays by a thousandth a step, which bfloat16 and 8 bits would
-    round away. bfloat16 weights are rounded so if `stochastic_rounding` says so, else to the
-    nearest. Rounding follows from `seed`, step and index alone, on any number of ranks. `compiled`
-    has the same noise, but sums and products round as the compiler orders them.
+    The moments are stored as `kept_as`: float32, bfloat16 or int8. They are rounded up or down at
+    random, because a second moment decays by a thousandth a step, which bfloat16 and 8 bits would
+    round away. bfloat16 weights are rounded the same way with `stochastic_rounding`, else to the
+    nearest value. The rounding depends on `seed`, step and index only, not on the number of ranks.
+    The compiled step uses the same noise, but the compiler orders sums and products.
 
-    Loads the state of any AdamW, torch's too. Weights may be shards of rows (FSDP2).
+    The optimizer loads the state of any AdamW, torch's included. Weights may be shards of rows
+    (FSDP2).
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LowPrecisionAdamW(AdamW):
         super().__init__(params, fused=True, **kwargs)
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
         self.compiled = compiled
-        self.spans: dict[Tensor, list[Span]] = {}  # of each weight, once all are where they stay
+        self.spans: dict[Tensor, list[Span]] = {}  # of each weight, made at the first step
         self.steps = 0  # on the host: the state's are on the device
 
     @torch.no_grad()
@@ -113,18 +114,18 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Cut weights into spans of some periods, and note what each period's noise follows from.
+        """Cut weights into spans of some periods; collect the keys of each period's noise.
 
-        A span begins where it would in the whole tensor, whichever rows are here. An element's
-        noise is its word, by its index in a period, times the multiplier of that period.
+        Spans have the same bounds in the whole tensor, however its rows are sharded. The noise of
+        an element is the word at its index in the period, times the multiplier of the period.
         """
-        keys: list[tuple[int, int]] = []  # of each period: index of the weight, first element
+        keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
             unit, spans = _unit(weight), self.spans.setdefault(weight, [])
             rows = len(random_words(weight.device, unit))
             first = _first_element(weight) // unit
             end = first + _local(weight).numel() // unit
-            if first == end:  # a rank without rows of it
+            if first == end:  # this rank has no rows of the weight
                 continue
             before = len(keys) - first // rows  # periods of other weights, less those not here
             stride = rows * (COMPILED_PERIODS if self.compiled else 1)
@@ -137,7 +138,7 @@ class LowPrecisionAdamW(AdamW):
         self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
 
     def _noise_multipliers(self) -> Tensor:
-        """Return (3, periods of all weights) int32 of this step; the device is not waited for."""
+        """Return the multipliers of this step, (3, periods) int32, without waiting."""
         numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
         table = torch.from_numpy(multipliers(self.seed, self.steps, *self.keys, numbers))
         device = self._weights()[0].device
@@ -147,7 +148,7 @@ class LowPrecisionAdamW(AdamW):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any AdamW; torch's own loading makes states of the weights' type."""
+        """Load the state of any AdamW; torch's own method would cast it to the weights' type."""
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for weight, name in zip(self._weights(), names, strict=True):
@@ -156,7 +157,7 @@ class LowPrecisionAdamW(AdamW):
         self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
 
     def _converted(self, weight: Tensor, saved: State) -> State:
-        """Return a saved state as this optimizer keeps it, rounded to the nearest."""
+        """Return a saved state in this optimizer's types, rounded to the nearest values."""
         state = self._new_state(weight)
         saved = {name: value.to(weight.device) for name, value in saved.items()}
         types, saved_types = ({k: v.dtype for k, v in each.items()} for each in (state, saved))
@@ -175,7 +176,7 @@ def update(
 ) -> None:
     """Take the step of `formula` on (rows, unit) elements; scales are (rows,), words (rows, unit).
 
-    `factors` are for both moments and for the weight; `rounding`: it is rounded at random, too.
+    `factors` are those of both moments and of the weight. `rounding` rounds the weight at random.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -187,7 +188,7 @@ def update(
 def _update_periods(
     part: State, numbers: Tensor, start: Tensor, table: Tensor, words: Tensor, rounding: bool
 ) -> None:
-    """Take the step on rows that may span several periods; this is what is compiled."""
+    """Take the step on rows that may span several periods; torch compiles this function."""
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
     formula = partial(_plain_formula, numbers)
@@ -195,7 +196,7 @@ def _update_periods(
 
 
 def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
-    """Take torch's step in place; it is the `taken`-th."""
+    """Take torch's step in place, step number `taken`."""
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
     adamw(
@@ -207,7 +208,7 @@ def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
 
 
 def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
-    """Return what the step makes, in the order of Loshchilov and Hutter 2019, algorithm 2."""
+    """Return moments and weight after the step of Loshchilov and Hutter 2019, algorithm 2."""
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
     weight = weight * decay
@@ -218,10 +219,11 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return (8,) float32 for each weight of a group, which takes so many steps with this one.
+    """Return, for each weight of a group, the numbers of the formula, (8,) float32.
 
-    The corrections are computed on the device, in float64 as by torch. Eight, for views must begin
-    at multiples of 16 bytes: torch would copy others at each call.
+    `steps` counts the steps of each weight, this one included. The bias corrections are computed on
+    the device, in float64 as by torch. Eight numbers make views begin at multiples of 16 bytes;
+    torch would copy other views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -232,11 +234,11 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """Some rows of a weight, in which period of all weights' they begin, and how far into it."""
+    """Some rows of a weight, and their first period among those of all weights."""
 
     rows: slice
     period: int
-    offset: int
+    offset: int  # of the first row in its period
     start: Tensor  # period and offset, on the device
 
 
@@ -264,7 +266,7 @@ def compiled_update(
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """Return all but the step as (rows, unit), and scales as (rows,)."""
+    """Return the tensors without the step, as (rows, unit); scales as (rows,)."""
     return {
         name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -281,7 +283,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _first_element(weight: Tensor) -> int:
-    """Return which element of the whole tensor this rank's first one is."""
+    """Return the index, in the whole tensor, of this rank's first element."""
     if not isinstance(weight, DTensor):
         return 0
     mesh, placements = weight.device_mesh, weight.placements

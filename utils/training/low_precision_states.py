@@ -1,10 +1,10 @@
-"""Weights and Adam's moments in fewer bits: rounded at random, so that nothing is lost on average.
+"""Weights and Adam's moments in fewer bits, rounded at random: the average loses nothing.
 
-In 8 bits an element of a moment is a short float, and the largest of its block is 1 (block-wise
-quantization: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv
-2110.02861). Below it a first moment has a sign, 4 bits of exponent and 3 of mantissa, a second
-moment 5 and 3; it is never rounded to 0, which Adam would divide by (Li et al. 2023, "Memory
-Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+In 8 bits, an element of a moment is a short float, scaled so that the largest of its block is 1
+(block-wise quantization: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
+arXiv 2110.02861). An element of a first moment has a sign, 4 bits of exponent and 3 of mantissa;
+one of a second moment has 5 and 3. A second moment is never rounded to 0, because Adam divides by
+it (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 """
 
 import functools
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from utils.data.order import mix
 
-BLOCKS = range(256, 63, -1)  # elements; in smaller ones the scales would take more than 6 % on top
+BLOCKS = range(256, 63, -1)  # elements; the scales of smaller blocks would add more than 6 %
 FEWEST_ELEMENTS = 4096  # norms and biases are not worth it, as in bitsandbytes
-SCALE = "_scale"  # ends the name of a moment's scales, one for each block of 8-bit codes
+SCALE = "_scale"  # ends the name of a moment's scales; a block of 8-bit codes has one
 BITS_LOST = 20  # of float32 in 8 bits: 3 bits of mantissa are left
 MANTISSA_BITS_LOST = 16  # of float32 in bfloat16
 # Elements after which the random words repeat.
@@ -33,9 +33,9 @@ State = dict[str, Tensor]
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the elements of a block: it divides rows, so that shards of rows keep blocks whole.
+    """Return the number of elements in a block; it divides a row, so shards of rows cut no block.
 
-    None for a tensor that is not kept in 8 bits: it is small, or its rows do not divide well.
+    Return None for a tensor that is too small for 8 bits, or whose rows no block size divides.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -43,7 +43,7 @@ def block_size(shape: Sequence[int]) -> int | None:
 
 
 def moment(part: State, name: str) -> Tensor:
-    """Return a moment, or the weight, in float32: the kept tensor itself if it is so."""
+    """Return a moment, or the weight, in float32; a float32 tensor is returned itself."""
     kept, scales = part[name], part.get(name + SCALE)
     if scales is None:
         return kept.float()
@@ -54,10 +54,10 @@ def moment(part: State, name: str) -> Tensor:
 
 
 def keep(values: Tensor, part: State, name: str, random: Callable[[int], Tensor] | None) -> None:
-    """Round float32 values, (rows, unit), to how `part` keeps them; overwrites them.
+    """Round float32 values (rows, unit) into the tensor that `part` stores; overwrites `values`.
 
-    `random` returns int32 noise of so many bits; without it they are rounded to the nearest. What
-    bfloat16 has stays as it is, infinities and torch's own NaNs too.
+    `random` returns int32 noise of so many bits; without it values are rounded to the nearest.
+    Values that bfloat16 can hold stay, infinities and torch's own NaNs included.
     """
     kept, scales = part[name], part.get(name + SCALE)
     if scales is not None:
@@ -94,7 +94,7 @@ def random_words(device: torch.device, unit: int) -> Tensor:
 
 
 def multipliers(*keys: int | np.ndarray) -> np.ndarray:
-    """Return odd int32 numbers that seem drawn at random by the keys; uint64 arrays broadcast."""
+    """Return pseudo-random odd int32 numbers by the keys; uint64 arrays broadcast."""
     state = np.zeros(1, dtype=np.uint64)
     for key in keys:
         state = mix(state + np.asarray(key, dtype=np.uint64))
@@ -104,6 +104,6 @@ def multipliers(*keys: int | np.ndarray) -> np.ndarray:
 def noise(words: Tensor, factors: Tensor, bits: int) -> Tensor:
     """Return int32 below 2**bits: the high bits of each word times its factor.
 
-    Multiplicative hashing: words and factors are odd, so every word is as likely as any other.
+    This is multiplicative hashing. Words and factors are odd, so all products are equally likely.
     """
     return (words * factors).bitwise_right_shift_(32 - bits).bitwise_and_(2**bits - 1)

@@ -1,4 +1,4 @@
-"""Which optimizer a run builds, and the state that it inherits from an earlier stage."""
+"""The optimizer of a run, and the state that it inherits from an earlier stage."""
 
 import logging
 from pathlib import Path
@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the class and settings that Trainer is to build an optimizer of; None: its own.
+    """Return the class and the settings of our optimizer; None: Trainer builds its own.
 
-    It is compiled with the layers on a GPU alone: a CPU's chunks stay in its cache as they are.
+    The step is compiled, if the layers are, on a GPU only. On a CPU the chunks of the plain step
+    stay in the cache.
     """
     if plan.optimizer_states is None:
         return None
@@ -36,9 +37,9 @@ def optimizer_of(
 
 
 class InheritedOptimizer(TrainerCallback):
-    """Loads moments and step counts before the first step; the schedule stays this run's.
+    """Loads moments and step counts before the first step; the schedule stays that of this run.
 
-    `directory` is a checkpoint whose optimizer.pt was looked at, see utils/checkpoints/pickles.py.
+    `directory` is a checkpoint; utils/checkpoints/pickles.py has checked its optimizer.pt.
     """
 
     def __init__(self, directory: Path):
@@ -59,7 +60,7 @@ class InheritedOptimizer(TrainerCallback):
 
 
 def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
-    """Return why the saved state is no state of this optimizer and its parameters, if so."""
+    """Return why the saved state does not fit this optimizer and its parameters; None: it does."""
     groups = [each["param_groups"] for each in (saved, fresh)]
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in groups)
     if sizes != own_sizes:

@@ -1,9 +1,9 @@
-"""What a resumed run needs beyond the files that Trainer reads itself.
+"""Values that a resumed run needs beyond the files that Trainer reads, and random states.
 
-A rank's random states continue exactly where it has some. On another number of ranks nothing can
-continue exactly (dropout masks belong to micro-batches, and these are cut differently): all ranks
-get new states, each by (seed, step, rank). The same resume gives the same bits twice, and no two
-ranks or starts draw the same numbers.
+On the same number of ranks, each rank continues its random states exactly. On another number
+nothing can continue exactly, because dropout masks belong to micro-batches, which are cut
+differently. All ranks then get new states by (seed, step, rank): the same resume gives the same
+bits twice, and no two ranks or starts draw the same numbers.
 """
 
 import logging
@@ -71,16 +71,16 @@ def restore(
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:
-    """Return this rank's sum; on another number of ranks one with the same mean over ranks."""
+    """Return this rank's sum; on another number of ranks, the mean of all sums."""
     same = len(sums) == args.world_size
     return sums[args.process_index] if same else sum(sums) / len(sums)
 
 
 def save_random_states(directory: Path, args: TrainingArguments) -> None:
-    """Write the states of this rank, plain numbers and tensors alone, under Trainer's name for it.
+    """Write this rank's states as plain numbers and tensors, under Trainer's file name.
 
-    Of the devices just the rank's own: Trainer writes those of all that its node has, by their
-    number there, which means nothing on nodes of another shape.
+    Only the state of the rank's own device is written. Trainer writes those of all devices of the
+    node by their number, which means nothing on nodes with other devices.
     """
     kind, words, *rest = np.random.get_state()
     states = {
@@ -95,7 +95,7 @@ def save_random_states(directory: Path, args: TrainingArguments) -> None:
 
 
 def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> None:
-    """Restore the states of this rank, running no code of the file; derive them on other ranks."""
+    """Restore this rank's states without unpickling code; derive new ones on other ranks."""
     ranks = read_manifest(checkpoint).world_size
     if ranks != args.world_size:
         _derive_random_states(args.seed, step, args.process_index)
@@ -119,7 +119,7 @@ def _derive_random_states(seed: int, step: int, rank: int) -> None:
     words = np.random.SeedSequence([seed, step, rank]).generate_state(4, np.uint32).tolist()
     random.seed(words[0])
     np.random.seed(words[1])
-    torch.manual_seed(words[2] << 32 | words[3])  # of all devices, too
+    torch.manual_seed(words[2] << 32 | words[3])  # seeds all devices
 
 
 def _file_name(args: TrainingArguments) -> str:

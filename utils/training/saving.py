@@ -80,7 +80,7 @@ class SavingTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save what is due; an interrupted evaluation is followed by a save."""
+        """Log, evaluate and save if due; save after an interrupted evaluation."""
         self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
@@ -91,7 +91,7 @@ class SavingTrainer(Trainer):
                 if entry["step"] < self.state.global_step
                 or not any(key.startswith("eval_") for key in entry)
             ]
-            # What was due is logged, and no evaluation is due any more: this only saves.
+            # The log is written and no evaluation is due any more: this call only saves.
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
         if self.control.should_training_stop:
             self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
@@ -209,15 +209,15 @@ class SavingTrainer(Trainer):
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
-        """Return where Trainer makes the checkpoint that it is about to write."""
+        """Return the directory in which Trainer makes its checkpoint-N."""
         return str(self.checkpoints.run_dir)
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer; without the pickle of the settings that Trainer adds.
+        """Save model and tokenizer, without Trainer's pickle of the settings.
 
-        Under the names that tensors have in the model, by which Trainer loads them: save_pretrained
-        would write those of the published format, where each expert is a tensor of its own.
+        Tensors keep their names in the model, by which Trainer loads them. save_pretrained would
+        write those of the published format, where each expert has its own tensor.
         """
         directory, model = Path(output_dir or str(self.args.output_dir)), self.model
         bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -235,8 +235,8 @@ class SavingTrainer(Trainer):
         bare.published.write(self.processing_class, directory)
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-            # Shards, where Trainer saves no model: a run could only resume where the model that it
-            # began with still is.
+            # Trainer saves no model beside shards. Without its description, a run could only
+            # resume while the model that it began with still exists.
             described: list[Any] = [bare.config, self.processing_class]
             if isinstance(bare, PreTrainedModel) and bare.can_generate():
                 described.append(bare.generation_config)
@@ -245,7 +245,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states, of its own device alone; and the averaged weights."""
+        """Save this rank's RNG states and its EMA weights."""
         save_random_states(Path(output_dir), self.args)
         if self.callbacks.average is not None:
             self.callbacks.average.save(Path(output_dir))
@@ -254,7 +254,7 @@ class SavingTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Prepare model and optimizer and load the checkpoint; under ZeRO resharded if need be."""
+        """Prepare model and optimizer and load the checkpoint, resharded under ZeRO if needed."""
         if resume_from_checkpoint is not None:
             self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
@@ -262,20 +262,20 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random states of this rank, or derive new ones on another number of ranks."""
+        """Restore this rank's RNG states, or derive new ones on another number of ranks."""
         if checkpoint is not None:
             load_random_states(Path(checkpoint), self.args, self.state.global_step)
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Read config.json with the model's class: the base class refuses some layer types."""
+        """Load with the model's configuration class: the base class refuses some layer types."""
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
             super()._load_from_checkpoint(*args, **kwargs)
 
     @override
     def _load_best_model(self) -> None:
-        """Load it, or raise StorageError if it is damaged; a stopped run keeps its weights."""
+        """Load the best checkpoint unless the run was stopped; raise StorageError if damaged."""
         if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
             return
         best = Path(self.state.best_model_checkpoint)
@@ -290,7 +290,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if tensors are missing: Trainer keeps random ones, and warns."""
+        """Raise ConfigurationError if tensors are missing: Trainer would keep random ones."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         missing = [name for name in load_result.missing_keys if name not in tied]
         if missing:

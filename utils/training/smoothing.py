@@ -1,4 +1,4 @@
-"""What makes training smoother: an average of the weights, and noise on the embeddings."""
+"""Averaged weights (EMA) and noise on the embeddings (NEFTune)."""
 
 import logging
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class AveragedWeights(TrainerCallback):
-    """The exponential moving average of the trained weights (EMA), float32, which final/ holds.
+    """The exponential moving average (EMA) of the trained weights in float32; final/ holds it.
 
-    After the n-th step it moves by 1 - d towards the weights, d being `decay` or, early on, what is
-    less: (1 + n) / (10 + n), so that the first weights are soon forgotten. Under FSDP2 each rank
-    averages its shards. Any number of ranks can read what checkpoints hold of it.
+    After step n the average moves by 1 - d towards the weights. d is the smaller of `decay` and
+    (1 + n) / (10 + n), so the first weights are soon forgotten. Under FSDP2 each rank averages its
+    shards. Any number of ranks can read the average in a checkpoint.
     """
 
     def __init__(self, decay: float, resume_from: str | None):
@@ -40,7 +40,7 @@ class AveragedWeights(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with the weights as they are, or continue the checkpoint's average."""
+        """Begin with a copy of the weights, or continue the checkpoint's average."""
         trained = [each for each in kwargs["model"].named_parameters() if each[1].requires_grad]
         self.weights = [_local(weight) for _, weight in trained]
         self.average = {name: weight.detach().float().clone() for name, weight in trained}
@@ -50,13 +50,13 @@ class AveragedWeights(TrainerCallback):
     @override
     @torch.no_grad()
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Follow the weights."""
+        """Move the average towards the weights."""
         self.steps += 1
         share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         averages = [_local(value) for value in self.average.values()]
         if all(weight.dtype == torch.float32 for weight in self.weights):
             torch._foreach_lerp_(averages, self.weights, share)
-        else:  # one by one: a copy in float32 of all would take as much memory again
+        else:  # one by one: a float32 copy of all would need as much memory again
             for average, weight in zip(averages, self.weights, strict=True):
                 average.lerp_(weight.float(), share)
 
@@ -66,7 +66,7 @@ class AveragedWeights(TrainerCallback):
         checkpoint.save({FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized())
 
     def load(self, directory: Path) -> None:
-        """Read a checkpoint's average; collective. One without leaves it at the weights."""
+        """Read a checkpoint's average, if it has one; collective over ranks."""
         folder = directory / FOLDER
         if not folder.is_dir():
             logger.info("ema: %s holds no average; it begins with the weights there", directory)
@@ -76,13 +76,13 @@ class AveragedWeights(TrainerCallback):
 
     @torch.no_grad()
     def put_in_place(self) -> None:
-        """Let the model have the averaged weights; training is over."""
+        """Copy the averaged weights into the model, at the end of the run."""
         for weight, average in zip(self.weights, self.average.values(), strict=True):
             weight.copy_(_local(average))
 
 
 def _local(value: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or all of it; shares its memory."""
+    """Return this rank's shard of a tensor, or the whole tensor; shares its memory."""
     value = value.detach()
     local: Any = getattr(value, "to_local", None)
     return value if local is None else local()
@@ -91,19 +91,19 @@ def _local(value: Tensor) -> Tensor:
 class EmbeddingNoise:
     """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
 
-    Uniform between +-alpha / sqrt(length * width), length being that of the token's document, as
-    its authors' code has it.
-    transformers' hook takes that of the packed sequence: for 14 documents in each, a quarter.
+    The noise is uniform between +-alpha / sqrt(length * width). `length` is that of the token's
+    document, as in the authors' code. transformers' hook takes the length of the packed sequence:
+    with 14 documents in a sequence, a quarter of the noise.
     """
 
     def __init__(self, model: Any, alpha: float):
         self.alpha = alpha
-        self.lengths: Tensor | None = None  # of the document of each token, (B * T,)
+        self.lengths: Tensor | None = None  # of each token's document, (batch * sequence,)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.get_input_embeddings().register_forward_hook(self._add)
 
     def take_boundaries(self, cu_seq_lens: Tensor, tokens: int) -> None:
-        """Note where the documents of the next micro-batch begin, and then its tokens end."""
+        """Take the bounds of the documents in the next micro-batch."""
         lengths = cu_seq_lens.diff()
         self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)
 

@@ -71,7 +71,7 @@ class PackedTrainer(SavingTrainer):
             model=model,
             args=settings.training,
             processing_class=tokenizer,
-            data_collator=dict,  # the loaders assemble whole batches: none is called
+            data_collator=dict,  # never called: the loaders assemble whole batches
             eval_dataset=self.eval_splits or None,
             optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
             callbacks=[RestoreAtBegin(self._restore), *callbacks.in_order()],
@@ -80,10 +80,10 @@ class PackedTrainer(SavingTrainer):
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the journal reports
         self.args.save_total_limit = None  # Checkpoints deletes old ones
-        # A loss scaler tries whether gradients overflow, and leaves those steps out itself.
+        # A loss scaler leaves out steps with gradients that overflow.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
-        # Trainer's own noise goes by the length of packed sequences.
+        # Trainer's own noise depends on the length of packed sequences.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(self.model, alpha) if alpha else None
         if not self.model_accepts_loss_kwargs:
@@ -104,7 +104,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader that visits each sequence of a split once, or those of the sample."""
+        """Return a loader of a held-out split, or of its first max_eval_sequences sequences."""
         sequences, args = self.eval_splits[eval_dataset], self.args
         batches = eval_batches(
             len(sequences), args.per_device_eval_batch_size, rank=args.process_index,
@@ -115,8 +115,8 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device and widen it there; Trainer waits for each tensor."""
-        # All logits need no positions, and dense models no tokens by sequence: they stay here.
+        """Move a micro-batch to the device and widen it there, without waiting for the device."""
+        # A head with all logits needs no positions, a dense model no tokens by sequence.
         needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
         needed["sequence_tokens"] = self.callbacks.balance is not None
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
@@ -132,7 +132,7 @@ class PackedTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Take the micro-batches of a step, and count loss tokens: Trainer waits for the device."""
+        """Return a step's micro-batches and its loss tokens, without waiting for the device."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
@@ -155,10 +155,10 @@ class PackedTrainer(SavingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:  # fmt: skip
-        """Return the loss summed over loss tokens, divided by those of the global batch.
+        """Return the sum of losses, divided by the loss tokens of the global batch.
 
-        Plus the experts' term; 0 where the global batch has no loss token. Trainer's own for SFT,
-        too: TRL's counts the tokens of one sequence only and waits for the device several times.
+        The experts' term is added. A global batch without loss tokens has loss 0. SFT uses the
+        method of Trainer as well: TRL's counts the tokens of one sequence and waits for the device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
@@ -172,18 +172,18 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return 0: Throughput counts, Trainer would add 6 for each weight and padded token."""
+        """Return 0: Throughput counts. Trainer would add 6 per weight and padded token."""
         return 0
 
     @override
     def prediction_step(
         self, model: nn.Module, inputs: Batch, *_: Any, **__: Any
     ) -> tuple[None, None, None]:
-        """Add what the micro-batch has to the split's totals."""
+        """Add a micro-batch to the totals of the split."""
         prepared = self._prepare_inputs(inputs)
         prepared.pop("sequence_tokens", None)  # the loss of a model, not of its routers
         with torch.no_grad(), self.compute_loss_context_manager():
-            # Divided by one item, the mean is a sum; an all-padding micro-batch gives 0.
+            # With one item the mean is a sum, also for a micro-batch of padding.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
         self._eval_totals.add(outputs, prepared["labels"])
         self.callbacks.progress.batches_done += 1
@@ -193,9 +193,10 @@ class PackedTrainer(SavingTrainer):
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate one split by means over all its loss tokens.
+        """Evaluate a split; return means over all its loss tokens.
 
-        Equal for any ranks and batch size, up to rounding: Trainer averages micro-batches' means.
+        They are equal on any ranks and batch size, up to rounding. Trainer would average the means
+        of micro-batches.
         """
         self._eval_totals = EvaluationTotals(self.args.device)
         split = metric_key_prefix.removeprefix("eval_")
@@ -208,7 +209,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate all splits, after samples: their time then counts as the evaluations'."""
+        """Evaluate all splits, after samples, whose time counts as that of the evaluation."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.take(self)
@@ -216,22 +217,22 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; whatever ends it, the checkpoint that is being written is finished."""
+        """Train. However training ends, finish the checkpoint that is being written."""
         with memory_page(self):
             return self._train(*args, **kwargs)
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        gc.freeze()  # what was imported stays: each full collection would look through it, 0.25 s
+        gc.freeze()  # a full collection would look through all imports each time, 0.25 s
         try:
             return super().train(*args, **kwargs)
-        except EvaluationInterrupted:  # before the first step: its checkpoint says what is owed
+        except EvaluationInterrupted:  # before the first step; the checkpoint still owes it
             self.callback_handler.on_train_end(self.args, self.state, self.control)
         except FinishedEarlyError:
             return self._finalize_training(None, 0, time.time())
         except BaseException:
             try:
                 self.checkpoints.finish()
-            except Exception as error:  # what ended the run is what the user has to read
+            except Exception as error:  # the user has to read the first error
                 logger.error("the last checkpoint was not committed: %s", error)
             self.callbacks.watchdog.leave()
             raise
