@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     if settings.run.dry_run:
         return check_start(settings, plan, data, config, launch)
     from utils.launch.processes import check_running_strategy
-    from utils.runs.finish import finish_run, run_callbacks
+    from utils.runs.finish import finish_run, leave_run, run_callbacks
     from utils.runs.start import start_run
     from utils.training.fine_tune_trainer import FineTuneTrainer
 
@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     check_running_strategy(launch)
     trainer.train(resume_from_checkpoint=run.resume_from)
-    return finish_run(trainer, plan.save_dtype)
+    code = finish_run(trainer, plan.save_dtype)
+    del trainer  # benchmarks of final/ need its memory
+    return leave_run(settings, launch, code)
 
 
 if __name__ == "__main__":

@@ -141,28 +141,34 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         decay = f"ema_decay {average.decay:g}"
         kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
     logger.info("%s holds the weights of %s in %s", output_dir / FINAL, kept, name_of(save_dtype))
-    _use_the_result(trainer, output_dir)
-    leave_run_lock(output_dir)
     return ExitCode.DONE
 
 
-def _use_the_result(trainer: PackedTrainer, output_dir: Path) -> None:
-    """Upload and benchmark ``final/`` if asked to, on rank 0; a failure does not fail the run."""
-    settings, is_first = trainer.settings, trainer.is_world_process_zero()
-    push, tasks = settings.values["push_to_hub"], settings.run.lm_eval_tasks
-    if not push and not tasks:
-        return
-    hub_name, private = trainer.args.hub_model_id, trainer.args.hub_private_repo
-    vars(trainer).clear()  # the model and the optimizer: benchmarks need the memory
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if not is_first:
-        wait_until_left(output_dir)  # srun ends all nodes soon after the first of them
-        return
-    if push:
+def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
+    """Upload and benchmark ``final/`` if asked to; leave the run directory; return the exit code.
+
+    Rank 0 acts, and a failure does not fail the run. The caller has released the trainer, because
+    benchmarks need its memory.
+    """
+    output_dir = Path(str(settings.training.output_dir))
+    asked = settings.values["push_to_hub"] or settings.run.lm_eval_tasks
+    if code == ExitCode.DONE and asked:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if launch.rank == 0:
+            _use_final(settings, output_dir)
+        else:
+            wait_until_left(output_dir)  # srun ends all nodes soon after the first of them
+    leave_run_lock(output_dir)
+    return code
+
+
+def _use_final(settings: RunSettings, output_dir: Path) -> None:
+    if settings.values["push_to_hub"]:
+        hub_name, private = settings.training.hub_model_id, settings.training.hub_private_repo
         push_at_the_end(output_dir, hub_name, private)
-    if tasks:
+    if tasks := settings.run.lm_eval_tasks:
         evaluate_at_the_end(output_dir, tasks)
 
 
