@@ -198,7 +198,7 @@ def memory_owner(cause: BaseException) -> str:
     return "GPU" if any(word in str(cause) for word in ("CUDA", "HIP", "CUBLAS")) else "host"
 
 
-def memory_error(error: BaseException, killed: bool) -> OutOfMemoryError | None:
+def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
     """Return `error` as an OutOfMemoryError if memory ran out where no trainer writes a page."""
     cause = memory_cause(error, killed)
     if cause is None:
