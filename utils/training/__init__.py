@@ -3,7 +3,7 @@
 trainer               PackedTrainer: batches, losses, evaluation, saves; pretrain.py uses it
 fine_tune_trainer     the same before TRL's SFTTrainer, with LoRA's adapters
 saving                the part of the trainer about checkpoints, and the best of them
-resume_state          what a checkpoint holds beside weights and optimizer, saved and restored
+resume_state          the protocol of values in a checkpoint, and random states
 zero_resharding       DeepSpeed's checkpoints on another number of ranks
 smoothing             averaged weights (EMA), and noise on the embeddings (NEFTune)
 optimizer             which optimizer a run builds, and the state of an earlier stage

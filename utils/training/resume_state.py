@@ -8,8 +8,6 @@ bits twice, and no two ranks or starts draw the same numbers.
 
 import logging
 import random
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +16,6 @@ import torch
 from transformers import TrainingArguments
 
 from utils.checkpoints.files import read_manifest
-from utils.support.collectives import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -31,43 +28,6 @@ class Stateful(Protocol):
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore from the values of all collaborators; empty at the first start of a run."""
-
-
-@dataclass(frozen=True)
-class UnloggedLoss:
-    """The training loss of the steps since the last log, summed on this rank."""
-
-    steps: int
-    loss_sum: float
-
-
-def collect(
-    tokens: Mapping[str, int], unlogged: UnloggedLoss, parts: Iterable[Stateful]
-) -> dict[str, Any]:
-    """Return our values for the next checkpoint, as JSON; collective over ranks.
-
-    `tokens` are those seen by source. The order of sequences is a pure function of the step
-    (utils/data/order.py), so a resumed run reads and skips no batch.
-    """
-    values: dict[str, Any] = {"tokens": dict(tokens)}
-    if unlogged.steps:
-        values["unlogged_steps"] = unlogged.steps
-        values["unlogged_loss_sums"] = gathered(unlogged.loss_sum)
-    for part in parts:
-        values |= part.state()
-    return values
-
-
-def restore(
-    saved: dict[str, Any], args: TrainingArguments, parts: Iterable[Stateful]
-) -> UnloggedLoss:
-    """Restore the parts from `saved`, empty at a run's first start; return the unlogged loss."""
-    for part in parts:
-        part.restore(saved)
-    sums = saved.get("unlogged_loss_sums")
-    if not sums:
-        return UnloggedLoss(0, 0.0)
-    return UnloggedLoss(saved["unlogged_steps"], rank_share(sums, args))
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:

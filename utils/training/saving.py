@@ -35,14 +35,9 @@ from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError
 from utils.data.loader import TrainLoader
 from utils.model.finished_model import set_generation_settings
+from utils.support.collectives import gathered
 from utils.training.callbacks import Callbacks
-from utils.training.resume_state import (
-    UnloggedLoss,
-    collect,
-    load_random_states,
-    restore,
-    save_random_states,
-)
+from utils.training.resume_state import load_random_states, rank_share, save_random_states
 from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -182,14 +177,22 @@ class SavingTrainer(Trainer):
             )  # fmt: skip
 
     def _collect(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside Trainer's files; collective over ranks."""
+        """Return our values for a checkpoint, as JSON; collective over ranks.
+
+        The order of sequences is a pure function of the step (utils/data/order.py), so the position
+        in the data needs no value.
+        """
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
         loader.tokens_seen.count(step)
-        steps = step - self._globalstep_last_logged
-        unlogged = UnloggedLoss(steps, self._tr_loss.item() if steps else 0.0)
-        values = collect(loader.tokens_seen.by_name, unlogged, self.callbacks.stateful())
-        return values | {EXTRA_SAVES: self.extra_saves}
+        values: dict[str, Any] = {EXTRA_SAVES: self.extra_saves}
+        values["tokens"] = dict(loader.tokens_seen.by_name)
+        if steps := step - self._globalstep_last_logged:
+            sums = gathered(self._tr_loss.item())
+            values |= {"unlogged_steps": steps, "unlogged_loss_sums": sums}
+        for part in self.callbacks.stateful():
+            values |= part.state()
+        return values
 
     def _restore(self, loader: TrainLoader) -> None:
         """Restore what `_collect` returned, and the name of the best checkpoint."""
@@ -203,9 +206,12 @@ class SavingTrainer(Trainer):
         loader.batch_sampler.resume_at(step)
         if "tokens" in saved:
             loader.tokens_seen.resume(step, saved["tokens"])
-        unlogged = restore(saved, self.args, self.callbacks.stateful())
-        self._tr_loss = torch.full_like(self._tr_loss, unlogged.loss_sum)
-        self._globalstep_last_logged -= unlogged.steps
+        if sums := saved.get("unlogged_loss_sums"):
+            own = rank_share(sums, self.args)
+            self._tr_loss = torch.full_like(self._tr_loss, own)
+            self._globalstep_last_logged -= saved["unlogged_steps"]
+        for part in self.callbacks.stateful():
+            part.restore(saved)
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
