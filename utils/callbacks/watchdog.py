@@ -80,8 +80,9 @@ class HangWatch(TrainerCallback):
         HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
-    def _beat(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+    def _beat(self, *event: Any, **_: Any) -> None:
         """Note that something moved. Costs nothing: the thread reads the clock."""
+        _args, state, *_control = event
         self.step = state.global_step
         self.beats += 1
 

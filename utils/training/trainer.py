@@ -241,12 +241,12 @@ class PackedTrainer(SavingTrainer):
             gc.unfreeze()
 
     @override
-    def _run_epoch(self, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train all steps; Trainer sees one long epoch."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         if isinstance(self.model_wrapped, DistributedDataParallel):
             self._lay_out_buckets(self.model_wrapped)
-        super()._run_epoch(**kwargs)
+        super()._run_epoch(*args, **kwargs)
 
     def _lay_out_buckets(self, model: DistributedDataParallel) -> None:
         """Let DDP lay out its gradient buckets, alike in resumed and uninterrupted runs.
