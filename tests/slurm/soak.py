@@ -156,6 +156,10 @@ def data_workers(job: Job) -> list[Process]:
     return [one for one in processes(job) if known.get(one.parent) == one.argv]
 
 
+class RunOver(Exception):
+    """The run ended before its process could be killed."""
+
+
 class Soak:
     """Disturbs runs, one kind after another; `kinds` are in a new random order every round."""
 
@@ -193,6 +197,9 @@ class Soak:
             try:
                 self.kinds[name](run)
                 self.verify(run, name, newest)
+            except RunOver:
+                self.say(f"{run.directory.name} was over before the kill, which does not count")
+                continue
             except (AssertionError, TimeoutError, OSError) as error:
                 self.problem(f"{name}: {error}\n{run.job.output()[-TAIL:]}")
             self.await_progress(run, name)
@@ -281,9 +288,11 @@ class Soak:
 
         def some() -> bool:
             found[:] = find(run.job)
-            return bool(found)
+            return bool(found) or run.finished
 
         wait_until(some, "no such process", timeout_s=60)
+        if not found:
+            raise RunOver
         return self.chance.choice(found)
 
     def lose_a_node(self, run: Run) -> None:
