@@ -1,4 +1,4 @@
-"""The page of a hang: NCCL's trace as torch writes it, many ranks on one page, secrets."""
+"""The page of a hang: torch's NCCL traces, many ranks on one page, no secrets."""
 
 import json
 
@@ -12,7 +12,7 @@ HOSTS = [f"n{rank // 8}" for rank in range(64)]
 
 
 def entry(number, operation, size, state, **others):
-    """An entry of version 2.10, as ProcessGroupNCCL's have them."""
+    """Return a trace entry of version 2.10, as ProcessGroupNCCL writes it."""
     return {
         "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "record_id": number,
         "pg_id": 0, "process_group": ["0", "default_pg"], "profiling_name": f"nccl:{operation}",
@@ -27,8 +27,8 @@ def nccl_trace(*entries):
 
 
 def leave(monkeypatch, output_dir, rank, entries, beats=7, waiting=True, time=100.0):
-    """Leave the record of a rank on which torch's recorder has these entries."""
-    for name in hang_page._DUMPS:  # some versions of torch give NCCL's by both
+    """Write the record of a rank with these entries in torch's recorder."""
+    for name in hang_page._DUMPS:  # in some versions of torch both return NCCL's
         dump = lambda *_: nccl_trace(*entries)  # noqa: E731
         monkeypatch.setattr(torch._C._distributed_c10d, name, dump, raising=False)
     note = Note("hung", 76, "stands in f", rank, HOSTS[rank], time, beats, waiting)
@@ -46,7 +46,7 @@ def test_64_ranks_are_one_page(monkeypatch, tmp_path):
             leave(monkeypatch, tmp_path, rank, [done], beats=6, waiting=False)
         elif rank != 12:
             leave(monkeypatch, tmp_path, rank, [sent, done, started, *scheduled])
-    leave(monkeypatch, tmp_path, 12, [started], time=50.0)  # of an earlier hang
+    leave(monkeypatch, tmp_path, 12, [started], time=50.0)  # from an earlier hang
     records = hang_page.read_records(tmp_path, since=60.0)
     assert len(records) == 63
     hang_page.write_page(tmp_path, "rank 12 is unmentionable", 812, HOSTS, records)

@@ -1,4 +1,4 @@
-"""The journal: strict JSON, one series over all starts, one readable line an event."""
+"""The journal: strict JSON, one series over all starts, one readable log line per event."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from utils.support.journal_file import read_journal, strict_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
-    """One start of a run: `events` are (step, logs)."""
+    """Write one start of a run; `events` are (step, logs)."""
     checkpoints = SimpleNamespace(output_dir=folder, saves=[])
     memory = SimpleNamespace(by_rank=[{"rank": 0}], measure=lambda: None)
     journal = Journal(checkpoints, memory, lambda: stopped)
@@ -91,10 +91,12 @@ def test_every_value_becomes_strict_json(tmp_path):
 
 def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write(tmp_path, [(0, {"eval_loss": 9.0}), (1, {"loss": 9.0})])  # starts over next
+    write(tmp_path, [(0, {"eval_loss": 9.0}), (1, {"loss": 9.0})])  # the next start begins anew
     write(tmp_path, [(step, {"loss": float(step)}) for step in (1, 2, 3, 4, 5)])
     with path.open("a") as file:
-        file.write('{"event": "train", "st')  # killed within a line; its checkpoint is of step 3
+        file.write(
+            '{"event": "train", "st'
+        )  # killed within a line; the last checkpoint is of step 3
     before = path.read_text()
     splits = [(3, {"eval_a_loss": 1.0}), (3, {"eval_b_loss": 2.0})]
     write(tmp_path, splits, start_step=3)

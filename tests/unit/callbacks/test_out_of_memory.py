@@ -1,4 +1,4 @@
-"""A GPU whose memory ran out, as torch tells it: the page, the last words, the exit code."""
+"""A GPU that is out of memory according to torch: the page, the last lines, the exit code."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
-    """A Trainer of which the page asks no more than this, on a GPU that only answers."""
+    """Return a stand-in for Trainer with everything that the page reads, on a pretended GPU."""
     blocks = [
         {"address": 16, "size": 300 * MIB, "state": "active_allocated"},
         {"address": 17, "size": 500 * MIB, "state": "active_allocated"},
@@ -134,7 +134,7 @@ def test_the_page_tells_phase_step_and_shape(trainer, tmp_path, phase, word, hel
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fsdp2_is_named_only_where_it_is_not_on(trainer, tmp_path, ranks, sharded):
-    """On one GPU only together with more of them."""
+    """With one GPU the advice also asks for more GPUs."""
     trainer.is_fsdp_enabled, trainer.args.world_size = sharded, ranks
     trainer.args.per_device_train_batch_size = 1
     assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
@@ -153,7 +153,7 @@ def test_fsdp2_is_named_only_where_it_is_not_on(trainer, tmp_path, ranks, sharde
     ],
 )
 def test_memory_has_many_words(trainer, tmp_path, error, whose, capsys):
-    """Also where it is a cause; and of a GPU's run the host is not helped by smaller batches."""
+    """Also as a cause of another error. Smaller batches do not help a GPU run's host memory."""
 
     def main():
         with memory_page(trainer):
@@ -203,7 +203,7 @@ WORKER = "DataLoader worker (pid 7) is killed by signal: Killed. "
 def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
     trainer, monkeypatch, capsys, error, kills, code
 ):
-    """Killed processes may work next time; what quotes these words is another fault."""
+    """A killed process may work next time. Another error that quotes these words does not count."""
     for module in (script, out_of_memory):
         monkeypatch.setattr(module, "memory_kills", Mock(side_effect=kills))
     assert fail(trainer, error) == code
@@ -213,13 +213,13 @@ def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
 
 
 def answer(path: str) -> None:
-    """Be at the other end of the pipe, and close it."""
+    """Play the other end of the pipe, and close it."""
     with Listener(path) as listener:
         listener.accept().close()
 
 
 def test_a_worker_whose_end_torch_has_not_seen_yet_is_lost(tmp_path, capsys):
-    """Its sockets close first: the batch that is just fetched ends in one of these errors."""
+    """Its sockets close first, so fetching a batch raises one of these errors."""
 
     def main(path: Path) -> None:
         Client(str(path)).recv()

@@ -1,4 +1,4 @@
-"""The hang watch: what counts as silence, which rank is at fault, and no alarm in a slow run."""
+"""The hang watch: when it raises an alarm, the rank at fault, and no alarm in a slow run."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ ALONE = SimpleNamespace(process_index=0, world_size=1)
 
 
 class Training:
-    """Events of training in the order of Trainer, on a clock of our own."""
+    """Events of training in Trainer's order, with a simulated clock."""
 
     def __init__(self, monkeypatch, output_dir: Path, timeout_s: float = 100.0):
         self.now = 0.0
@@ -33,7 +33,7 @@ class Training:
         getattr(self.watch, f"on_{name}")(ALONE, self.state, self.control)
 
     def wait(self, seconds: float) -> float:
-        """The highest share of the allowed time that a thread sees, looking once a second."""
+        """Return the largest share of the allowed time, looking once per second."""
         shares = [self.watch.look()]
         for _ in range(round(seconds)):
             self.now += 1.0
@@ -82,7 +82,7 @@ def test_a_usual_step_hangs_at_the_timeout(training):
 
 
 def train(timeout_s: float, end) -> HangWatch:
-    """Begin to train, as Trainer.train does."""
+    """Begin to train like Trainer.train."""
     watch = HangWatch(timeout_s, ["n1"], Path("absent"), Progress(Phase.TRAIN), end=end)
     watch.on_train_begin(ALONE, TrainerState(max_steps=5), TrainerControl())
     return watch

@@ -100,7 +100,7 @@ def test_the_launcher_reads_the_strategy_of_the_scripts_arguments(tmp_path):
     assert given_strategy(["--config", str(recipe), str(later)]).source == f"{later}:2"
     for flag in (["--strategy", "fsdp2"], ["--strategy=fsdp2"]):
         assert given_strategy([*flag, "--config", str(recipe)]).value == "fsdp2"
-    recipe.write_text("strategy: [no name]\n")  # the script says so
+    recipe.write_text("strategy: [no name]\n")  # the script reports the error
     for words in ([], ["--config", str(recipe)], ["--config", "no/file"], ["--config"], ["x"]):
         assert given_strategy(words).value == AUTO
 
@@ -144,7 +144,7 @@ def parsed(name: str, allocation: Allocation, *command: str):
 
 
 def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(monkeypatch):
-    """Under nohup the end of the terminal ends nothing."""
+    """Under nohup closing the terminal ends nothing."""
     for hangup, handled in ((signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")):
         monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: hangup}.get)
         args = parsed("zero2", SECOND, "x.py")
@@ -165,11 +165,11 @@ def test_arguments_reach_the_script_as_they_are_and_a_cpu_stays_one():
     args = parsed("single_gpu", replace(ONE, gpus=None), "x.py", *words)
     assert args.training_script_args == words
     assert args.cpu
-    assert not parsed("cpu", CPUS, "x.py").cpu  # it would start one
+    assert not parsed("cpu", CPUS, "x.py").cpu  # it would start only one process
 
 
 def launched(path: Path) -> dict[str, str]:
-    """The variables that `accelerate launch` gives the processes of this config."""
+    """Return the variables that `accelerate launch` sets for this config."""
     from accelerate.commands.launch import _validate_launch_command
 
     args = launch_command_parser().parse_args(
@@ -177,7 +177,7 @@ def launched(path: Path) -> dict[str, str]:
     )
     args, _, _ = _validate_launch_command(args)
     if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ""  # as launch_command does
+        args.deepspeed_fields_from_accelerate_config = ""  # like launch_command
         return prepare_deepspeed_cmd_env(args)[1]
     return prepare_multi_gpu_env(args)
 
@@ -196,7 +196,7 @@ def test_every_shipped_config_starts_and_its_variables_are_accelerates_own(path)
     real = launched(path)
     for name, value in variables.items():
         assert real[name] == value, name
-    # The other way round: what decides the strategy is among them.
+    # Conversely, the variables that decide the strategy are among them.
     assert requested_strategy(real, 2) == requested_strategy(variables, 2)
 
 

@@ -79,7 +79,7 @@ def test_secrets_are_masked_by_value_and_by_form(monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD"):
         monkeypatch.setenv(name, CANARY + name)
     monkeypatch.setenv("MY_SECRET", CANARY + "HF_TOKEN-and-more")
-    monkeypatch.setenv("DEBUG_TOKEN", "true")  # too short to be one
+    monkeypatch.setenv("DEBUG_TOKEN", "true")  # too short for a secret
     text = f"{CANARY}HF_TOKEN {CANARY}WANDB_API_KEY {CANARY}DB_PASSWORD {CANARY}HF_TOKEN-and-more"
     assert redact(f"{text} use_cpu=true") == "*** *** *** *** use_cpu=true"
     assert redact("url?token=hf_AbCdEfGhIjKlMnOpQrStUvWx") == "url?token=***"

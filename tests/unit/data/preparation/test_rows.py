@@ -1,4 +1,4 @@
-"""Rows as published datasets have them become the messages and texts that they stand for."""
+"""Rows of published datasets become the right messages and texts."""
 
 import json
 
@@ -212,7 +212,7 @@ def test_unknown_columns_come_with_what_to_type():
 
 
 def test_filters_keep_values_lists_and_ranges():
-    row = {"language": "en", "score": "3.5", "level": "3"}  # as CSV has it
+    row = {"language": "en", "score": "3.5", "level": "3"}  # as in a CSV
 
     def keeps(**filters):
         return RowSettings("text", filters=tuple(filters.items())).selects(row)
