@@ -80,3 +80,13 @@ def test_without_a_job_script_the_run_tells_itself(webhook, tmp_path, monkeypatc
     tell(tmp_path, 0, "done")
     said = capsys.readouterr().err
     assert said == "STOKER_ON_EVENT: No such file or directory; nothing else depends on it\n"
+
+
+def test_a_command_gets_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
+    command, told = tmp_path / "tell", tmp_path / "told"
+    command.write_text(f'#!/bin/sh\necho "$1 $4 $STOKER_TEXT" > {told}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("STOKER_ON_EVENT", str(command))
+    tell(tmp_path, 1, "died of canary-0123456789\nand more")
+    assert told.read_text() == "failed died of *** died of ***\n"
