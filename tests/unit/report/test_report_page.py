@@ -9,6 +9,7 @@ from made_up_run import BEGIN, train_line, write_run, write_run_of_ranks
 
 import report
 from utils.config.errors import ConfigurationError
+from utils.report.history import read_run
 
 
 def data_of(page: str) -> dict:
@@ -34,6 +35,34 @@ def test_the_page_of_one_run(made_up_run, monkeypatch, capsys):
     assert len(data_of(page)["charts"]) == 7
     for new in ("Slowest", "slowest", "Memory by rank", "accuracy", "<summary>hang.txt"):
         assert new not in page, "a journal without the keys"
+
+
+def test_a_secret_in_any_file_of_a_run_is_on_no_page(made_up_run, monkeypatch):
+    """Files of older versions, and of people, have it in plain text."""
+    secret = "quo\"te's \\canary: <more>"
+    monkeypatch.setenv("MY_SECRET", secret)
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    content["starts"][-1]["argv"] += [secret]
+    content["starts"][-1]["changed"] = {"hub_model_id": secret}
+    path.write_text(json.dumps(content))
+    lock = made_up_run / ".lock" / "owner-3"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "error": f"of {secret}"}))
+    (made_up_run.parent / "train-77.log").write_text(
+        f"12:00:01  job 77: rank 1 of {secret}; requeued, start 2 will resume\n"
+    )
+    with (made_up_run / "config.yaml").open("a") as file:
+        file.write(f"optim_args: {json.dumps(secret)}\n")
+    line = {"event": "samples", "step": 160, "time": BEGIN + 9000}
+    line["samples"] = [{"prompt": secret, "completion": secret}]
+    with (made_up_run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    report.main([str(made_up_run)])
+    page = (made_up_run / "report.html").read_text()
+    assert "canary" not in page
+    assert [start.error for start in read_run(made_up_run).starts] == [
+        "rank 1 of ***", None, "of ***"
+    ]  # fmt: skip
 
 
 def test_ranks_sources_accuracy_and_what_a_failure_left(tmp_path, monkeypatch):
