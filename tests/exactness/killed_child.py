@@ -115,7 +115,7 @@ def stoker(argv: list[str], options: dict) -> int:
 
 
 def pretend_host(name: str) -> None:
-    """Pretend to be on another machine with a visible heartbeat, as far as locks can tell."""
+    """Make the run's lock look as if it was taken on another machine, with a heartbeat."""
     os.environ["SLURMD_NODENAME"] = name
     own, readlink = Path("/proc/self/ns/pid"), Path.readlink
     Path.readlink = lambda path: Path(f"pid:[{name}]") if path == own else readlink(path)

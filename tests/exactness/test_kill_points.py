@@ -222,7 +222,7 @@ def errors_of(call: Call) -> list[str]:
 
 @pytest.mark.parametrize("name", list(SAMPLED_REFUSALS))
 def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhaustive, figures):
-    """On a full or failing disk a start ends with 74, or continues without an unnecessary file.
+    """A start whose storage fails ends with 74, or continues if it does not need that file.
 
     The next start ends like the undisturbed one; only rotation deletes a committed checkpoint.
     """

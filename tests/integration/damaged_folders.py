@@ -79,7 +79,7 @@ def set_key(name: str, keys: tuple[str, ...], value: Any, folder: Path) -> None:
 
 
 def damaged_files(name: str) -> Iterator[Damage]:
-    """Yield the faults of a whole file."""
+    """Yield faults that replace, cut or delete a whole file."""
     for kind, content in CONTENTS.items():
         yield Damage(f"{name} {kind}", partial(write, name, content))
     yield Damage(f"{name} cut", partial(cut_short, name))

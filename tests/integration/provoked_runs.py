@@ -25,7 +25,7 @@ RUN = {
 
 
 class Provoke(TrainerCallback):
-    """Acts once, at the n-th event of a kind at a step."""
+    """A callback that acts once: at the n-th event of a given kind within a given step."""
 
     def __init__(self, event: str, step: int, action: Callable[["Provoke"], None], nth: int = 1):
         self.step, self.action, self.nth = step, action, nth

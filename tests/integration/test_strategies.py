@@ -139,7 +139,7 @@ def test_losses_in_bf16_are_not_rounded_to_it_by_a_strategy(pretraining, workspa
 
 
 def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
-    """Two numbers have the same sum in any order, four may not. For two see tests/exactness."""
+    """The order of a sum matters for four ranks, not for two (tests/exactness tests two)."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = {"per_device_train_batch_size": 1, "max_steps": 12, "save_steps": 6}
     argv = pretraining(whole, **settings)

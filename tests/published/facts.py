@@ -67,7 +67,7 @@ class Published:
 
     @property
     def ids(self) -> dict[int, int]:
-        """Return the small vocabulary's id of each published id."""
+        """Return the ids in the small vocabulary that replace the published ids."""
         return {old: new for new, old in enumerate(sorted(set(self.tokens.values())))}
 
     def small_config(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def end(child: subprocess.Popen, timeout_s: float | None = None) -> tuple[int, s
 
 @pytest.mark.slow
 def test_under_the_launcher_its_file_says_whether_a_sigterm_is_a_request(tmp_path, start):
-    """Without it the launcher is ending the process, because another rank failed."""
+    """Without the file, SIGTERM means that the launcher ends the process as another rank failed."""
     children = [start(program, tmp_path) for program in (WAIT, STUCK_IN_C)]
     begin = time.monotonic()
     for child in children:

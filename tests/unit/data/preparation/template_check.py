@@ -288,7 +288,7 @@ class TemplateCheck:
         yield from self._as_last(chat, turn, said)
 
     def _as_last(self, chat: ChatDocument, turn: int, said: str) -> Iterator[str]:
-        """Compare the end of a turn with its end when the chat ends with this turn."""
+        """Check that a turn ends in the same way inside a chat and at the end of a chat."""
         messages = list(chat.messages)
         try:
             cut = self.masks(ChatDocument(messages[: turn + 1], PLACE, chat.tools, None, turn))
