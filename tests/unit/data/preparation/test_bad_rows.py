@@ -99,6 +99,21 @@ def test_a_record_that_cannot_be_used_says_why(document_format, fields, problem)
     assert words in str(found)
 
 
+def test_only_the_completion_has_to_answer():
+    """The prompt's own messages of the assistant are context: one may be empty, none is enough."""
+    asked = samples.chat("q", "")["messages"]
+    (answer,) = samples.chat("q", "a")["messages"][1:]
+    rows = RowSettings("prompt_completion")
+
+    def parsed(completion):
+        record = Record({"prompt": asked, "completion": completion}, Location("a.jsonl", "line", 3))
+        return parse_document(record, rows)
+
+    assert parsed([answer]).first_trained == 2
+    refused = parsed([{"role": "user", "content": "q2"}])
+    assert refused.reason == "no_assistant_tokens"
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.usefixtures("workers_for_little")
 def test_what_is_not_read_and_chats_that_end_unanswered_are_counted(
