@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import quote
 
 from utils.config.errors import ConfigurationError
@@ -81,12 +81,20 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
     return None
 
 
+class CachedFile(NamedTuple):
+    """A cached file of the Hub: its name on every machine, the time of its commit, its dataset."""
+
+    url: str
+    mtime_ns: int
+    dataset_key: str
+    commit: str
+
+
 class HubCache:
     """The Hub's cache in the user's HF_HOME, or in `offline_dir`.
 
     begun_with: the commits, by `HubDataset.key`, of work that is already in the output folder. All
-    shards, and a second start, read these even if the dataset has changed. read: the commits that
-    this preparation reads.
+    shards, and a second start, read these even if the dataset has changed.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -95,7 +103,6 @@ class HubCache:
         home = arguments.offline_dir
         self.folder = (Path(home) / "hub" if home else Path(constants.HF_HUB_CACHE)).absolute()
         self.begun_with = commits_begun_with(Path(arguments.output_dir))
-        self.read: dict[str, str] = {}
 
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
@@ -134,14 +141,14 @@ class HubCache:
 
 def cached_files(
     cache: HubCache, source: Source
-) -> tuple[list[str], dict[str, tuple[str, int]], list[str]]:
+) -> tuple[list[str], dict[str, CachedFile], list[str]]:
     """Return (paths, hub_files, problems) of a source.
 
-    paths: its local paths and the cached files of its datasets. hub_files: by path of a cached
-    file, its URL and the time of its commit. problems: faults, and files that are not in the cache.
+    paths: its local paths and the paths of cached files. hub_files: the cached files by path.
+    problems: faults, and files that are not in the cache.
     """
     paths: list[str] = []
-    known: dict[str, tuple[str, int]] = {}
+    hub_files: dict[str, CachedFile] = {}
     problems: list[str] = []
     for path in source.paths:
         try:
@@ -150,9 +157,9 @@ def cached_files(
         except ValueError as error:
             problems.append(f"{path}: {error}")
             continue
-        known |= found
+        hub_files |= found
         paths.extend(found if dataset else [path])
-    return paths, known, problems
+    return paths, hub_files, problems
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
@@ -163,7 +170,7 @@ def refuse_uncached(arguments: PreparationArguments) -> None:
         raise ConfigurationError(problems)
 
 
-def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, tuple[str, int]]:
+def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, CachedFile]:
     """Return the cached files of a dataset that a source reads; ValueError if any is missing."""
     from huggingface_hub.errors import RevisionResolutionError
 
@@ -180,7 +187,6 @@ def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, t
     snapshot = cache.snapshot("dataset", dataset.name, commit)
     if missing := [name for name in names if not (snapshot / name).exists()]:
         raise ValueError(f"{len(missing)} of {len(names)} files, {missing[0]}: {not_cached}")
-    cache.read[dataset.key] = commit
     others = [name for name in listing.splits if name != split]
     logger.info(
         f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
@@ -189,7 +195,10 @@ def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, t
     if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
         logger.warning(f"{dataset.name}: of this split the Hub has converted only the first 5 GB")
     url = f"hf://datasets/{dataset.name}@{commit}/"
-    return {str(snapshot / name): (url + name, listing.mtime_ns) for name in names}
+    return {
+        str(snapshot / name): CachedFile(url + name, listing.mtime_ns, dataset.key, commit)
+        for name in names
+    }
 
 
 def files_of_split(

@@ -245,15 +245,16 @@ class Preparation:
             if source.exists():
                 source.replace(folder / name)
         fingerprint = hashlib.sha256(f"{self.digest} {folder.name}".encode()).hexdigest()
-        info = {
-            **{"citation": "", "description": "", "features": features},
-            **{"homepage": "", "license": ""},
-        }
+        info = {"citation": "", "description": "", "features": features}
+        info |= {"homepage": "", "license": ""}
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
             "_fingerprint": fingerprint[:16],
-            **{"_format_columns": None, "_format_kwargs": {}, "_format_type": None},
-            **{"_output_all_columns": False, "_split": None},
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
         }
         for name, content in (("dataset_info.json", info), ("state.json", state)):
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -115,8 +115,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
-    cache = HubCache(arguments)
-    given = _find_sources(arguments, cache)
+    given, commits = _find_sources(arguments)
     units = cut_into_units(given)
     document_format, rows, is_chat = _decide_formats(given, units, arguments.on_bad_row)
     sources: dict[str, list[SourceFile]] = {}
@@ -137,31 +136,34 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
     )
     size_mib = sum(unit.size for unit in units) / 2**20
     logger.info(f"{document_format}: {size_mib:.1f} MiB in {len(units):,} work units")
-    return PreparationPlan(sources, units, settings, is_chat, cache.read)
+    return PreparationPlan(sources, units, settings, is_chat, commits)
 
 
 # --- which files
 
 
 def _find_sources(
-    arguments: PreparationArguments, cache: HubCache
-) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files.
+    arguments: PreparationArguments,
+) -> tuple[list[tuple[Source, list[SourceFile]]], dict[str, str]]:
+    """Return each source with its files, and the commits of the Hub's datasets by dataset.
 
     Raises ConfigurationError, also for a file that is given twice and would be trained on twice.
     """
     problems = []
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
         problems.append(f"chat_template: {arguments.chat_template}: no such file")
+    cache = HubCache(arguments)
     found = []
+    commits: dict[str, str] = {}
     owner: dict[str, Source] = {}
     for source in sources_of(arguments):
         split, is_named = source.from_split or source.split, source.from_split is not None
-        paths, of_hub, faults = cached_files(cache, source)
+        paths, hub_files, faults = cached_files(cache, source)
+        commits |= {cached.dataset_key: cached.commit for cached in hub_files.values()}
         files, more = list_sources(paths, source.format, split, is_named=is_named)
         for number, file in enumerate(files):
-            url, mtime_ns = of_hub.get(file.path, (None, file.mtime_ns))
-            files[number] = replace(file, url=url, mtime_ns=mtime_ns)
+            if cached := hub_files.get(file.path):
+                files[number] = replace(file, url=cached.url, mtime_ns=cached.mtime_ns)
         problems.extend(f"{source.split}: {fault}" for fault in faults + more)
         found.append((source, files))
         for file in files:
@@ -174,7 +176,7 @@ def _find_sources(
                 )
     if problems:
         raise ConfigurationError(problems)
-    return found
+    return found, commits
 
 
 # --- which work units
