@@ -100,7 +100,7 @@ class Samples:
     def __init__(self, prompts: "Sequence[Prompt]", max_new_tokens: int, journal: Journal):
         self.prompts, self.max_new_tokens, self.journal = prompts, max_new_tokens, journal
 
-    def take(self, trainer: Any) -> None:
+    def generate(self, trainer: Any) -> None:
         """Generate a completion of each prompt and write all down; collective over ranks."""
         if not self.prompts:
             return

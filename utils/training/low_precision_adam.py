@@ -22,11 +22,11 @@ from utils.training.low_precision_states import (
     SCALE,
     State,
     block_size,
-    keep,
     moment,
     multipliers,
     noise,
     random_words,
+    round_into,
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -167,7 +167,7 @@ class LowPrecisionAdamW(AdamW):
         state["step"].copy_(saved["step"])
         new, old = (_in_rows(each, _unit(weight)) for each in (state, saved))
         for name in MOMENTS:
-            keep(moment(old, name).clone(), new, name, None)
+            round_into(moment(old, name).clone(), new, name, None)
         return state
 
 
@@ -182,7 +182,7 @@ def update(
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
     for name, value, factor in zip((*MOMENTS, "weight"), values, factors.unbind(), strict=True):
         at_random = name in MOMENTS or rounding
-        keep(value, part, name, partial(noise, words, factor) if at_random else None)
+        round_into(value, part, name, partial(noise, words, factor) if at_random else None)
 
 
 def _update_periods(
@@ -219,7 +219,7 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return, for each weight of a group, the numbers of the formula, (8,) float32.
+    """Return the numbers of the formula by weight of a group, each (8,) float32.
 
     `steps` counts the steps of each weight, this one included. The bias corrections are computed on
     the device, in float64 as by torch. Eight numbers make views begin at multiples of 16 bytes;

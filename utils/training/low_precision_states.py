@@ -53,7 +53,9 @@ def moment(part: State, name: str) -> Tensor:
     return short.view(torch.float32).mul_(signs).mul_(scales.unsqueeze(-1))
 
 
-def keep(values: Tensor, part: State, name: str, random: Callable[[int], Tensor] | None) -> None:
+def round_into(
+    values: Tensor, part: State, name: str, random: Callable[[int], Tensor] | None
+) -> None:
     """Round float32 values (rows, unit) into the tensor that `part` stores; overwrites `values`.
 
     `random` returns int32 noise of so many bits; without it values are rounded to the nearest.

@@ -212,7 +212,7 @@ class PackedTrainer(SavingTrainer):
         """Evaluate all splits, after samples, whose time counts as that of the evaluation."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
-            self.callbacks.samples.take(self)
+            self.callbacks.samples.generate(self)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     @override

@@ -14,7 +14,7 @@ from utils.config.errors import StorageError
 
 
 def agreement_of(ranks: int) -> type:
-    """What `Agreement` does over a network, for ranks that take their turns one after another."""
+    """`Agreement` without a network, between ranks that take their turns one after another."""
     rounds: list[list[int]] = []
 
     class Agreement:

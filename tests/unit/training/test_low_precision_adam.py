@@ -148,7 +148,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype, compi
 @pytest.mark.parametrize("compiled", [False, COMPILED])
 @pytest.mark.parametrize("kept_as", LOW)
 def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch):
-    """What FSDP2 does to a tensor, on any number of ranks, one of them without any row."""
+    """Cut a tensor as FSDP2 does, on any number of ranks, one of them without any row."""
     rows, width = 1501, 192
     generator = torch.Generator().manual_seed(0)
     whole, gradient = (torch.randn(rows, width, generator=generator).bfloat16() for _ in range(2))
@@ -187,7 +187,7 @@ def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(comp
 @pytest.mark.parametrize("kept_as", ["float32", *LOW])
 @pytest.mark.parametrize("before", ["torch", *LOW])
 def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept_as):
-    """What --init_optimizer does; torch's own optimizer does not take codes for moments."""
+    """As --init_optimizer does; torch's own optimizer does not take codes for moments."""
     earlier = torchs_own() if before == "torch" else low(weights(), before)
     take(earlier, range(5))
     saved = earlier.state_dict()

@@ -9,11 +9,11 @@ import torch
 from utils.training.low_precision_states import (
     SCALE,
     block_size,
-    keep,
     moment,
     multipliers,
     noise,
     random_words,
+    round_into,
 )
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16
     part = {"m": torch.empty(values.shape, dtype=kind)}
     if kind != torch.bfloat16:
         part["m" + SCALE] = torch.empty(len(values))
-    keep(values.clone(), part, "m", noise_of(values.shape, *keys) if keys else None)
+    round_into(values.clone(), part, "m", noise_of(values.shape, *keys) if keys else None)
     return moment(part, "m").view(-1)
 
 
