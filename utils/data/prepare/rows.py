@@ -162,7 +162,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
             return BadRow(FILTERED, "not selected by the filter", record.location)
         return _document(record, rows)
     except UnusableRowError as error:
-        return BadRow(error.reason, str(error), record.location)
+        return error.at(record.location)
 
 
 def _document(record: Record, rows: RowSettings) -> Document:

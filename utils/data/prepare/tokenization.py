@@ -113,21 +113,23 @@ class DocumentTokenizer:
     def _masks(self) -> ChatMasks:
         return ChatMasks(self.tokenizer, self._template_date)
 
-    def _texts(self, documents: list[TextDocument]) -> list[TokenizedDocument | BadRow]:
+    def _texts(self, documents: list[TextDocument]) -> Iterator[TokenizedDocument | BadRow]:
         most = LARGEST_PIECE_CHARACTERS
         short = iter(self._encode([d.text for d in documents if len(d.text) <= most]))
-        found: list[TokenizedDocument | BadRow] = []
         for document in documents:
             is_short = len(document.text) <= most
             ids = next(short) if is_short else self._encode_in_pieces(document.text)
             before, behind = self._special.around(ids)
             whole = np.concatenate([before, ids, behind])
             if len(whole) <= 4 and self._special.are_all(whole):
-                message = f"empty document: {document.column!r} has special tokens alone"
-                found.append(BadRow("empty", message, document.location))
+                yield self._empty(document)
             else:
-                found.append(self._tokenized(whole, None))
-        return found
+                yield self._tokenized(whole, None)
+
+    @staticmethod
+    def _empty(document: TextDocument | CompletionDocument) -> BadRow:
+        message = f"empty document: {document.column!r} has special tokens alone"
+        return BadRow("empty", message, document.location)
 
     def _encode_in_pieces(self, text: str) -> np.ndarray:
         """Return the ids of a long text, which is tokenized piece by piece."""
@@ -148,20 +150,19 @@ class DocumentTokenizer:
                 return whole[len(opening) :]
         return self._encode([piece])[0]
 
-    def _completions(self, documents: list[CompletionDocument]) -> list[TokenizedDocument | BadRow]:
+    def _completions(
+        self, documents: list[CompletionDocument]
+    ) -> Iterator[TokenizedDocument | BadRow]:
         pairs = [(document.prompt, document.completion) for document in documents]
-        found: list[TokenizedDocument | BadRow] = []
         for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
             if self._special.are_all(ids[start:]):
-                message = f"empty document: {document.column!r} has special tokens alone"
-                found.append(BadRow("empty", message, document.location))
+                yield self._empty(document)
                 continue
             before, behind = self._special.around(ids)
             whole = np.concatenate([before, ids, behind])
             mask = np.arange(len(whole)) >= len(before) + start
             notes = Counter([BLANK_HELD if held.isspace() else WORDS_HELD] if held else [])
-            found.append(self._with_target(document, whole, mask, notes))
-        return found
+            yield self._with_target(document, whole, mask, notes)
 
     def _joined_ids(
         self, pairs: Sequence[tuple[str, str]]
@@ -194,28 +195,27 @@ class DocumentTokenizer:
         ):
             yield ids, *first_token(text, len(before), len(text), offsets)
 
-    def _chats(self, documents: list[ChatDocument]) -> list[TokenizedDocument | BadRow]:
+    def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
         """Render chats one by one, then tokenize all renderings in one call."""
         masked: list[MaskedChat | BadRow] = []
         for document in documents:
             try:
                 masked.append(self._masks(document))
             except UnusableRowError as error:
-                masked.append(BadRow(error.reason, str(error), document.location))
+                masked.append(error.at(document.location))
         texts = [chat.text for chat in masked if isinstance(chat, MaskedChat)]
-        encoded = iter(encode_with_offsets(self.tokenizer, texts))
-        found: list[TokenizedDocument | BadRow] = []
+        encoded = encode_with_offsets(self.tokenizer, texts)
         for document, chat in zip(documents, masked, strict=True):
             if isinstance(chat, BadRow):
-                found.append(chat)
+                yield chat
                 continue
             ids, offsets = next(encoded)
             try:
                 mask = token_mask(chat, offsets)
-                found.append(self._with_target(document, ids, mask, self._notes(document, chat)))
             except UnusableRowError as error:
-                found.append(BadRow(error.reason, str(error), document.location))
-        return found
+                yield error.at(document.location)
+            else:
+                yield self._with_target(document, ids, mask, self._notes(document, chat))
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
         """Count the empty and missing thoughts and the special tokens in a chat, for the log."""

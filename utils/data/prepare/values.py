@@ -79,6 +79,10 @@ class UnusableRowError(ValueError):
         super().__init__(message)
         self.reason = reason
 
+    def at(self, location: Location) -> BadRow:
+        """Return the bad row at a location."""
+        return BadRow(self.reason, str(self), location)
+
 
 def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
     """Return the error for a value of the wrong type."""
