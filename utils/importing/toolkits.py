@@ -189,10 +189,7 @@ class Conversion:
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
 
     def _give(self, name: str, new: Given, winners: tuple[str, ...]) -> None:
-        """Add a key.
-
-        If two keys have the same meaning, keep the one that is on, or the toolkit's choice.
-        """
+        """Add a key; if two mean the same, keep the one that is on, or the toolkit's choice."""
         old = self.given.get(name)
         if old:
             ranks = [(is_off(each.value), each.source not in winners) for each in (old, new)]

@@ -160,8 +160,7 @@ def trained_bytes(
 def freeze_unused(model: PreTrainedModel) -> list[str]:
     """Freeze the parameters that the loss does not reach; return their names.
 
-    These are towers for images and sound, and the indexers of sparse attention. DDP would wait for
-    their gradients.
+    Towers for images and sound, and indexers of sparse attention: DDP would wait for gradients.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}

@@ -132,8 +132,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """Build the model on the meta device, without weights.
 
     Replaces an attention that the configuration names, because loading it would run its code.
-    Raises any Exception for a model that cannot be built, and ConfigurationError for one that is
-    too large.
+    Raises any Exception for a model that cannot be built, ConfigurationError for a too large one.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
@@ -170,10 +169,7 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether a model routes tokens to experts.
-
-    Its config may name experts that it lacks.
-    """
+    """Return whether the built model routes tokens to experts; its config does not tell."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 

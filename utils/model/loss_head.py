@@ -189,8 +189,7 @@ def _sums_by_source(
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the indices of flattened tokens (B * T) whose next token has a loss, int64 (N,).
 
-    labels (B, T) are unshifted. On the CPU this waits for no device. N differs between
-    micro-batches.
+    labels (B, T) are unshifted. On the CPU this waits for no device. N varies.
     """
     return _following(labels).ne(IGNORED).nonzero().squeeze(-1)
 

@@ -41,9 +41,8 @@ class Quantized(NamedTuple):
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
     """Return the layers of a model that are in 4 bits, or None; call it after `plan_adapters`.
 
-    These are the text model's linear layers except the last, with or without adapters. Experts'
-    weights are one tensor, which bitsandbytes does not support; embeddings and norms are not
-    quantized.
+    These are the text model's linear layers except the last, with or without adapters. Embeddings
+    and norms are not quantized, nor are experts, whose weights are one tensor.
     """
     if not model.load_in_4bit:
         return None

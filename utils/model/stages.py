@@ -131,8 +131,7 @@ def weights_origin(
 ) -> dict[str, Any] | None:
     """Describe the weights that the run starts from, as recorded in its provenance.
 
-    Hashes the weights; only rank 0 calls it. Raises ConfigurationError if they differ from their
-    manifest.
+    Hashes the weights; only rank 0 calls it. Raises ConfigurationError if the manifest differs.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

@@ -180,8 +180,7 @@ def _checked_config(
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the whole model, or of its text model if only that runs.
 
-    Raises ConfigurationError for a model that cannot be built, or that needs images with every
-    text.
+    Raises ConfigurationError for a model that cannot be built, or needs images with every text.
     """
     text = text_model_config(config)
     check_model(config)
@@ -226,10 +225,7 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the content of the model's configuration file.
-
-    None if a revision or a manifest already identifies the model.
-    """
+    """Return the model's configuration file; None if a revision or manifest identifies it."""
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
