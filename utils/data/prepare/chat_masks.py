@@ -6,8 +6,8 @@ each assistant turn are found near its marks (chat_turns.py). Start and end depe
 of messages and the text around the turn. They are cached, so that a chat costs two renderings.
 
 Every chat is checked. Each message's text is in the rendering. The trained text of an assistant
-turn holds its own text, the names, keys and numbers of its calls and the token that ends it. It
-holds nothing of other messages.
+turn holds its own text, the names, keys and numbers of its calls and the token that ends it. No
+text of another message is trained on.
 """
 
 import json

@@ -275,7 +275,7 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
 
 
 def _text_key(message: Mapping[str, Any]) -> str:
-    """Return the key of a message's text; if there is none, the key that is missing."""
+    """Return the key of a message's text, or the key that is missing."""
     order, usual = (_CONTENT, "content") if "role" in message else (("value", *_CONTENT), "value")
     return next((key for key in order if key in message), usual)
 

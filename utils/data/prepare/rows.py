@@ -156,7 +156,7 @@ def _found(names: Iterable[str]) -> str:
 
 
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
-    """Return the document of a record, or the reason why there is none."""
+    """Return the document of a record, or its fault."""
     try:
         if not rows.selects(record.fields):
             return BadRow(FILTERED, "not selected by the filter", record.location)

@@ -262,7 +262,7 @@ def _files_of_one_split(given: str, paths: list[str], split: str, is_named: bool
 
 
 def _split_name(path: str, given: str) -> str:
-    """Return the split in the name of a file or of a folder above it; "" if there is none."""
+    """Return the split in the name of a file or of a folder above it; "" for other names."""
     if not _holds_records(path):
         return ""
     parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)

@@ -218,7 +218,7 @@ class DocumentTokenizer:
                 yield self._with_target(document, ids, mask, self._notes(document, chat))
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
-        """Count the empty and missing thoughts and the special tokens in a chat, for the log."""
+        """Return the counts of empty thoughts, missing thoughts and special tokens in a chat."""
         empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
         return Counter(
             without_earlier_thinking=int(chat.drops_thinking),
