@@ -10,9 +10,11 @@ such as a sweep's. The page is one file: it opens anywhere, without a network. A
 when it ends.
 """
 
+import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from utils.launch.script import run_script
 from utils.support.journal_file import printable
@@ -20,11 +22,19 @@ from utils.support.journal_file import printable
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page that the command line asks for, and say where it is."""
-    from utils.report.page import parse_arguments, run_directories, write_pages
+    from utils.report.page import FILE_NAME, run_directories, write_pages
 
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("report.py", description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of them")
+    add("--output", type=Path, metavar="FILE", help=f"default: RUN/{FILE_NAME}; of several, here")
+    add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
+    add("--compare", action="store_true", help="compare; a single RUN with the others beside it")
+    given = parser.parse_args(argv)
     gc.disable()  # it would walk through a million parsed lines again and again
-    given = parse_arguments(argv, __doc__)
-    page = write_pages(run_directories(given), given.output, given.png)
+    paths = run_directories(given.runs, compare=given.compare)
+    page = write_pages(paths, given.output, given.png)
     for path in filter(None, (page, given.png)):
         sys.stdout.write(f"{printable(str(path))}\n")
     return 0

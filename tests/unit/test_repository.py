@@ -32,7 +32,7 @@ ALLOWED = {
     },
     "callbacks": {"model", "checkpoints", "data", "launch", "config", "support"},
     "model": {"checkpoints", "data", "kernels", "launch", "config", "support"},
-    "report": {"checkpoints", "config", "support"},
+    "report": {"status", "checkpoints", "config", "support"},
     "checkpoints": {"launch", "config", "support"},
     "data": {"launch", "config", "support"},
     "kernels": {"config", "support"},
@@ -230,7 +230,7 @@ def test_the_readmes_picture_is_that_of_the_report_of_the_recorded_run(tmp_path)
     import shlex
 
     import report
-    from utils.report.history import read_run
+    from utils.status.history import read_run
 
     (command,) = re.findall(r"report\.py (.*interrupted_run .*)", (ROOT / "Makefile").read_text())
     words = shlex.split(command.replace("docs/images", str(tmp_path)))

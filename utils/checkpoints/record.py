@@ -236,32 +236,6 @@ def is_run(directory: Path) -> bool:
         return False
 
 
-Record = RunRecord  # for the readers of status and report
-
-
-def read_record(output_dir: Path) -> RunRecord:
-    """Return the readable parts of a run's record."""
-    return RunRecord(output_dir, lenient=True)
-
-
-# The next three are for the readers of status and report.
-
-
-def earlier_starts(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a provenance.json; see `RunRecord.starts`."""
-    return RunRecord(path.parent).starts
-
-
-def first_settings(output_dir: Path) -> dict[str, Any]:
-    """Return the settings of the first start; see `RunRecord.settings`."""
-    return RunRecord(output_dir).settings
-
-
-def damage(output_dir: Path) -> dict[str, str]:
-    """Return the problem of each damaged file; see `RunRecord.damage`."""
-    return RunRecord(output_dir).damage
-
-
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
     """Copy the record into a checkpoint that is being written; restore damaged files before."""
     try:

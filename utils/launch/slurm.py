@@ -24,6 +24,7 @@ MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 # so that jobs get different ports if their ids differ by less than it.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,15 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
                 hosts += expand_hosts(f"{before}{number:0{len(first)}d}{after}")
         hosts += [] if ranges else [word]
     return tuple(hosts)
+
+
+def time_limit_s(text: str) -> int | None:
+    """Return the seconds of squeue's DAYS-HOURS:MINUTES:SECONDS; None for UNLIMITED."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def job_end_time() -> float | None:

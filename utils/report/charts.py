@@ -1,4 +1,4 @@
-"""The charts of a page: which series they show, thinned out, as JSON for page.js or a picture."""
+"""The charts of a page: their series, thinned out, as data for page.js and for a picture."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
+from utils.report.columns import column, thinned
 from utils.report.findings import Spike
-from utils.report.history import History, column, thinned
 from utils.report.ranks import DEVICE, Point, memory_series, slowest
+from utils.status.history import History
 from utils.support.journal_file import duration, printable
 
-POINTS = 1600  # of a series of one run, 800 pixels twice over; of several runs they share them
-SMOOTH_FROM = 200  # logs: fewer are shown as they are
-NAMED = 3  # of the slowest ranks
+POINTS = 1600  # in a series, two for each of 800 pixels; several runs share twice as many
+SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
+NAMED = 3  # slowest ranks with their own series
 Line = Mapping[str, Any]
 Chart = dict[str, Any]
 
-# Charts of training logs: title, unit, series by key, whether the scale is logarithmic at first.
+# Charts of training logs: title, unit, label by key, whether the scale is logarithmic at first.
 _TRAIN = (
     ("Learning rate", "", {"learning_rate": "learning rate"}, False),
     ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True),
@@ -34,7 +35,7 @@ _TRAIN = (
         "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False),
     ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
 )  # fmt: skip
-# Of pictures: texts stay texts in an SVG, which is the same each time it is drawn.
+# The look of pictures. An SVG keeps texts as texts, and is the same each time it is drawn.
 _LOST = "#c4c9d1"
 _BAR = "from left to right; blue: work that counts, grey: done again later, light: no start ran"
 _LOOK: Any = {
@@ -46,7 +47,7 @@ _LOOK: Any = {
     "xtick.color": "0.35", "ytick.color": "0.35",
 }  # fmt: skip
 _COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
-# Shown elsewhere on the page, or a part of what is.
+# Keys without a chart: they are shown elsewhere on the page, or are a part of another figure.
 _NO_CHART = {
     "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
     "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
@@ -55,7 +56,7 @@ _NO_CHART = {
 
 
 class Curves:
-    """The series of one run, with at most so many points and, where runs are compared, a colour."""
+    """Makes the series of one run, with at most so many points; a colour if runs are compared."""
 
     def __init__(self, run: History, points: int = POINTS, colour: int | None = None):
         self.run, self.points, self.colour = run, points, colour
@@ -64,7 +65,7 @@ class Curves:
         for line in run.lines:
             if line["event"] == "eval":
                 self.evaluated.setdefault(line.get("split"), []).append(line)
-        seen = np.stack([run.column("step"), run.column("tokens_seen")])
+        seen = np.stack([column(run.trained, key) for key in ("step", "tokens_seen")])
         self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
 
     def tokens(self, steps: Sequence[float]) -> list[float | None]:
@@ -77,14 +78,15 @@ class Curves:
         self, label: str, key: str, lines: Sequence[Line] | None = None,
         style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
-        """Return one series of training logs, or of `lines`, with its place on each axis.
+        """Return one series of training logs, or of `lines`, with its coordinates on each axis.
 
-        None without a finite value of `key`. A value that is not finite is a gap, none is not.
+        Returns None without a finite value of `key`. A value that is not finite is a gap; a line
+        without the key is left out.
         """
-        values = self.run.column(key) if lines is None else column(lines, key)
+        lines = self.trained if lines is None else lines
+        values = column(lines, key)
         if not np.isfinite(values).any():
             return None
-        lines = self.trained if lines is None else lines
         absent = [i for i in np.flatnonzero(np.isnan(values)).tolist() if lines[i].get(key) is None]
         places = np.delete(np.arange(len(values)), absent)
         values = np.where(np.isfinite(values), values, math.nan)[places]
@@ -105,9 +107,9 @@ class Curves:
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
-        """Return lines with the mean of so many logs up to each: noise hides what changes."""
+        """Return lines with a running mean, and the number of logs in each mean."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
-        values = self.run.column(key)
+        values = column(self.trained, key)
         places = np.flatnonzero(np.isfinite(values))
         sums = np.cumsum(np.insert(values[places], 0, 0.0))
         means = (sums[count:] - sums[:-count]) / count
@@ -128,9 +130,12 @@ class Curves:
 
 
 def charts_of(
-    run: History, found: Sequence[Spike], memory: Sequence[Point] = (), waited: Sequence[Any] = ()
+    run: History,
+    found: Sequence[Spike],
+    memory: Sequence[Point] = (),
+    waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return the charts of one run, with what `ranks` has of its memory and stragglers."""
+    """Return the charts of one run, with the memory of its ranks and the slowest ranks."""
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}
@@ -176,7 +181,7 @@ def charts_of(
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: these by name, then all others."""
+    """Return the chart of the slowest ranks: the named ones, then all others."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -186,7 +191,7 @@ def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
 
 
 def charts_of_several(runs: Sequence[History]) -> list[Chart]:
-    """Return the charts in which runs are laid over each other, a colour for each."""
+    """Return the charts of several runs, a colour for each run."""
     points = max(100, 2 * POINTS // len(runs))
     each = [(run.name, Curves(run, points, index)) for index, run in enumerate(runs)]
     smooth = [curves.series(name, "loss", curves.smoothed()[0]) for name, curves in each]
@@ -203,7 +208,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return where starts after the first resumed, on each axis, for lines across the charts."""
+    """Return the coordinates at which later starts resumed, for vertical lines in the charts."""
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:
@@ -277,7 +282,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
         line = next((one for one in chart["lines"] if one["style"] != "lost"), chart["lines"][0])
         if not start.lost_steps:
             continue
-        text = f"step {start.last_step:,}: " + row["ending"].text.partition(" (")[0]
+        text = f"step {start.last_step:,}: " + row["ending"].partition(" (")[0]
         resumed = f"start {number + 1} resumes from step {start.last_step - start.lost_steps:,}"
         text, right = (
             f"{fill(printable(text), 44)}\n{resumed}",
@@ -296,7 +301,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
 ) -> Chart:
-    """Put series together; None are those without a value. Colours follow the order."""
+    """Return a chart of these series, without None; colours follow their order."""
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]
     fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]
@@ -310,5 +315,5 @@ def _chart(
 
 
 def _short(value: float) -> float | None:
-    """Return a number with six digits, which is what a picture can show."""
+    """Return a number with six digits, enough for a picture; None for a gap."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,6 +1,5 @@
-"""The page itself: what page.html and page.js show, in one file that needs no network."""
+"""The page: facts for page.html and page.js, in one file that needs no network."""
 
-import argparse
 import json
 import logging
 import math
@@ -17,7 +16,8 @@ from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError
 from utils.report import findings, ranks
 from utils.report.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
-from utils.report.history import History, read_run
+from utils.status.endings import end_of_run, end_of_start, run_in_words, start_in_words
+from utils.status.history import History, read_run
 from utils.support.files import replace_text
 from utils.support.journal_file import FILE_NAME as JOURNAL
 from utils.support.journal_file import counted, duration
@@ -34,27 +34,16 @@ _NOT_IN_HTML = re.compile(
 logger = logging.getLogger(__name__)
 
 
-def parse_arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("report.py", description=description, formatter_class=form)
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of them")
-    add("--output", type=Path, metavar="FILE", help=f"default: RUN/{FILE_NAME}; of several, here")
-    add("--png", type=Path, metavar="FILE", help="also a picture (.png, .pdf, .svg; matplotlib)")
-    add("--compare", action="store_true", help="compare; a single RUN with the others beside it")
-    return parser.parse_args(argv)
+def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
+    """Return the run directories among `named` and in the folders among them.
 
-
-def run_directories(given: argparse.Namespace) -> list[Path]:
-    """Return the run directories that the command line names: folders stand for what they hold.
-
-    Raises ConfigurationError with everything that is no run.
+    With `compare`, a single run is compared with all runs in its folder. Raises ConfigurationError
+    with every path that is no run.
     """
     found: list[Path] = []
     problems = []
-    alone = given.compare and len(given.runs) == 1 and is_run(given.runs[0])
-    for path in [given.runs[0].resolve().parent] if alone else given.runs:
+    alone = compare and len(named) == 1 and is_run(named[0])
+    for path in [named[0].resolve().parent] if alone else named:
         inside = [path] if is_run(path) else list(filter(is_run, sorted(path.glob("*"))))
         found += inside
         if not inside:
@@ -68,11 +57,17 @@ def run_directories(given: argparse.Namespace) -> list[Path]:
 
 
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
-    """Write the page of one run, or of several that are compared; return where it is.
+    """Write the page of one run, or a comparison of several; return its path.
 
     Raises ConfigurationError where a run cannot be read or a file cannot be written.
     """
     runs = [read_run(path) for path in paths]
+    for run in runs:
+        if not run.starts:
+            raise ConfigurationError(
+                f"{run.path} holds no run: neither {JOURNAL} nor {PROVENANCE} can be read there. "
+                "Give a run's output_dir, or a folder of such directories."
+            )
     if output is None:
         output = (runs[0].path if len(runs) == 1 else Path()) / FILE_NAME
     if len(runs) == 1:
@@ -93,7 +88,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 
 
 def write_at_the_end(output_dir: Path) -> None:
-    """Write the page of a run that ends here; a failure is a log line: the run is done."""
+    """Write the page of a run that ends now; a failure is only logged, because the run is done."""
     try:
         logger.info("report: %s", write_pages([output_dir], None, None))
     except Exception as error:
@@ -101,7 +96,7 @@ def write_at_the_end(output_dir: Path) -> None:
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Fill the template in; every text is escaped, and none can end the script with the data."""
+    """Render the template; all texts are escaped, so that none can end the script with the data."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -109,7 +104,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     )
     environment.filters |= {
         "figure": figure, "count": counted, "clock": clock, "duration": duration,
-        "size": readable,
+        "size": readable, "shortened": _shortened,
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
@@ -120,55 +115,42 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def _facts_of_one(run: History) -> dict[str, Any]:
-    """Return what the page of one run says in words and tables."""
+    """Return the facts for the words and tables of one run."""
     memory = ranks.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
-    whole = sum(seconds.values()) or 1.0
     samples = [line for line in run.lines if line["event"] == "samples"]
-    last = next((start.entry for start in reversed(run.starts) if start.entry), {})
     return {
-        "title": run.name, "now": time.time(), "run": run, "entry": last,
-        "ending": findings.run_ending(run), "figures": findings.figures(run),
-        "starts": _start_rows(run),
-        "hours": [
-            {"name": name, "key": key, "seconds": seconds[key], "share": seconds[key] / whole}
-            for key, name in findings.HOURS
-            if seconds[key] >= 0.5
-        ],
+        "title": run.name, "now": time.time(), "run": run, "shown": SHOWN,
+        "entry": next((start.entry for start in reversed(run.starts) if start.entry), {}),
+        "end": end_of_run(run), "ending": run_in_words(run),
+        "figures": findings.figures(run), "starts": _start_rows(run),
+        "names_of_hours": findings.HOURS, "seconds": seconds,
+        "whole_s": sum(seconds.values()) or 1.0,
         "memory": memory, "fullest": ranks.memory_table(memory),
-        "headroom": sorted((one for one in memory if one["left"]), key=lambda one: one["left"])[:1],
         "stragglers": ranks.stragglers(run), "spikes": findings.spikes(run.trained),
-        "samples": [_sample_row(line) for line in reversed(samples[-SHOWN["evaluations"] :])],
-        "samples_left_out": max(0, len(samples) - SHOWN["evaluations"]),
-        "settings": findings.set_settings(run), "shown": SHOWN,
+        "samples": samples[::-1], "settings": findings.set_settings(run),
     }  # fmt: skip
 
 
-def _sample_row(line: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's samples as pairs of texts."""
-    rows = line.get("samples", ())
-    texts = [[redact(str(row.get(key, ""))) for key in ("prompt", "completion")] for row in rows]
-    most = SHOWN["characters"]
-    return {
-        "step": line["step"],
-        "rows": [[each[:most] + "..." * (len(each) > most) for each in row] for row in texts],
-    }
+def _shortened(text: Any) -> str:
+    """Return the beginning of a sample, known secrets masked."""
+    shown, most = redact(str(text)), SHOWN["characters"]
+    return shown[:most] + "..." * (len(shown) > most)
 
 
 def _start_rows(run: History) -> list[dict[str, Any]]:
-    """Return what the time bar and the table say of each start; places are percentages."""
+    """Return the rows of the time bar and the table of starts; widths are percentages."""
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)
     rows = []
     for start in run.starts:
-        useful = [line["time"] for line in start.lines if not line["lost"]]
-        ending = findings.start_ending(run, start)
-        until = start.ended if ending.kind not in ("interrupted", "failed") else max(
-            [start.trained or start.began, *useful]
-        )  # fmt: skip
+        end_of_it, until = end_of_start(run, start), start.ended
+        if end_of_it.word in ("interrupted", "failed"):
+            kept = [line["time"] for line in start.lines if not line["lost"]]
+            until = max([start.trained or start.began, *kept])
         rows.append(
             {
-                "start": start, "ending": ending,
+                "start": start, "end": end_of_it, "ending": start_in_words(run, start),
                 "left": 100 * (start.began - begin) / whole,
                 "width": 100 * (start.ended - start.began) / whole,
                 "useful": 100 * (until - start.began) / max(start.ended - start.began, 1e-9),
@@ -178,7 +160,7 @@ def _start_rows(run: History) -> list[dict[str, Any]]:
 
 
 def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
-    """Return what the page of several runs says in tables."""
+    """Return the facts for the tables of several runs."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         page = run.path / FILE_NAME
@@ -188,18 +170,19 @@ def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
         rows.append(
             {
                 "run": run, "link": link, "colour": index % 10,
-                "ending": findings.run_ending(run), "figures": findings.figures(run),
+                "end": end_of_run(run), "ending": run_in_words(run),
+                "figures": findings.figures(run),
             }
         )  # fmt: skip
-    splits = dict.fromkeys(split for row in rows for split in row["figures"]["evals"])
+    splits = dict.fromkeys(split for row in rows for split in row["figures"]["evaluations"])
     return {
-        "title": f"{len(runs)} runs", "rows": rows, "splits": list(splits),
+        "title": f"{len(rows)} runs", "rows": rows, "splits": list(splits),
         "differ": findings.settings_that_differ(runs),
     }  # fmt: skip
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Format a figure with so many digits; what is not known is a dash."""
+    """Format a figure with so many digits; an unknown one is a dash."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"

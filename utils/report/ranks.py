@@ -1,25 +1,26 @@
-"""What the ranks of a run tell: the memory of each by phase, and which one the others wait for."""
+"""Memory of each rank by phase, and the rank that the others wait for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from utils.report.history import FILE_NAME, History, column, number, thinned
-from utils.support.journal_file import read_line
+from utils.report.columns import column, number, thinned
+from utils.status.history import History
+from utils.support.journal_file import FILE_NAME, read_line
 
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # ranks, over all lines of a phase that are read; forty lines at least
-SHOWN = 6  # ranks that have a line of their own
+READ = 4000  # ranks in all lines of a phase that are read; at least forty lines
+SHOWN = 6  # ranks with their own line in the chart
 Point = dict[str, Any]
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return the memory of each rank at lines of each phase, those with the extremes among them.
+    """Return the memory of each rank at some lines of each phase, the extremes included.
 
-    A point has event, step, hours, rank (its name), key (what was measured), gib, and `left`: what
-    its device had left, None where that is not known.
+    A point has event, step, hours, rank (its name), key (the figure), gib, and `left`: the GiB that
+    its device had left, None if unknown.
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -37,14 +38,14 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Read lines of the journal once more, for what each rank had."""
+    """Read the memory of each rank from lines of the journal."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return of each phase the point with the most memory, and the median of the ranks then."""
+    """Return the point with the most memory of each phase, and the median of the ranks then."""
     rows = []
     for event, phase in PHASES.items():
         if own := [point for point in points if point["event"] == event]:
@@ -56,7 +57,7 @@ def memory_table(points: Sequence[Point]) -> list[Point]:
 
 
 def memory_series(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Return the points of the fullest ranks in training, and those of all ranks by other phase."""
+    """Return the points of the fullest ranks in training, and of all ranks in each other phase."""
     by_name: dict[str, list[Point]] = {}
     for point in points if memory_table(points) else ():
         train = point["event"] == "train"
@@ -69,18 +70,20 @@ def memory_series(points: Sequence[Point]) -> dict[str, list[Point]]:
 
 
 def slowest(line: Mapping[str, Any]) -> str:
-    """Name the rank that others waited for since the line before."""
+    """Return the name of the rank that the others waited for since the last line."""
     return f"rank {line['slowest_rank']} ({line.get('slowest_host')})"
 
 
 def stragglers(run: History) -> list[dict[str, Any]]:
-    """Return the ranks that others waited for, the costliest first: seconds, logs, shares of all.
+    """Return the ranks that the others waited for, the costliest first: seconds and shares.
 
     `slowest_cost` is the share of a step's time that the other ranks lose by waiting.
     """
-    steps = np.diff(run.column("step"), prepend=0)
-    seconds = np.nan_to_num(run.column("step_time_s")) * steps
-    lost = np.nan_to_num(run.column("slowest_cost")) * seconds
+    steps, times, shares = (
+        np.nan_to_num(column(run.trained, key)) for key in ("step", "step_time_s", "slowest_cost")
+    )
+    seconds = times * np.diff(steps, prepend=0)
+    lost = shares * seconds
     costs: dict[str, list[float]] = {}
     for line, cost in zip(run.trained, lost.tolist(), strict=True):
         if "slowest_rank" in line:

@@ -1,6 +1,8 @@
-"""How runs are doing, from outside: without torch, on a login node, in well below a second.
+"""How runs are doing, without torch, on a login node, in well below a second.
 
-run_state  what a run's directory and Slurm's queue tell: state, progress, pace, last words, advice
+history    the one reader of a run directory: starts, log lines, checkpoints, pages, damage
+endings    how a start or a run stands: the evidence, and the words of status.py and report.py
+run_state  a run and its job in Slurm's queue as the value that status.py shows
 display    one run in lines, many in a table, or JSON; redrawn on request
-wandb_sync what wandb recorded offline goes to its server
+wandb_sync uploads what wandb recorded offline
 """

@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from utils.checkpoints.files import readable
-from utils.status.run_state import STATES, Job, RunStatus, queued_jobs, read_status, runs_below
+from utils.status.endings import Job
+from utils.status.run_state import STATES, RunStatus, queued_jobs, read_status, runs_below
 from utils.support.journal_file import counted, duration, printable, strict_json
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
-WIDTH = 160  # of what goes into a file or a pipe
+WIDTH = 160  # of output into a file or a pipe
 
 
 def show_runs(
@@ -45,7 +46,7 @@ def show_runs(
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
-    """Print what `look` returns; with `watch_s` again after so many seconds, until Ctrl-C."""
+    """Print the output of `look`; with `watch_s` again after so many seconds, until Ctrl-C."""
     first = look()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if watch_s is None or isinstance(first, str):

@@ -21,12 +21,12 @@ from utils.config.strategy import SUBMITTING, strategy_variables
 from utils.data.prepare.hub import refuse_uncached
 from utils.launch.accelerate_command import plan_launch
 from utils.launch.script import run_script
+from utils.launch.slurm import time_limit_s
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
 _SIGNAL = re.compile(r"R?BR?:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.I)
 _DEFAULT_LEAD_S = 60  # Slurm's default if --signal has no time
-_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,15 +115,6 @@ def _gpus(tres: str) -> int:
     entries = [entry for entry in tres.split(",") if "gpu" in entry]
     number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
     return int(number[1]) if number else len(entries[:1])
-
-
-def time_limit_s(text: str) -> int | None:
-    """Return the seconds of squeue's DAYS-HOURS:MINUTES:SECONDS; None for UNLIMITED."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:

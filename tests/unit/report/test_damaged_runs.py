@@ -92,6 +92,18 @@ def looked_at(run: Path) -> tuple[Page, str, dict]:
     return Page(page), "\n".join(str(line) for line in lines.renderables), found[0]
 
 
+def test_the_copies_of_the_record_are_hashed_once(run, monkeypatch):
+    hashed = []
+
+    def digests(paths):
+        hashed.extend(paths := list(paths))
+        return file_digests(paths)
+
+    monkeypatch.setattr("utils.checkpoints.record.file_digests", digests)
+    show_runs([str(run)], None, as_json=True)
+    assert [path.name for path in hashed] == ["config.yaml", "provenance.json"]
+
+
 def flipped(content: bytes, chance: random.Random) -> bytes:
     """One byte changed: a bit, or another character that JSON may hold there."""
     place = chance.randrange(len(content))

@@ -5,39 +5,55 @@ import os
 
 import numpy as np
 import pytest
-from made_up_run import BEGIN, write_run
+from made_up_run import BEGIN, iso, write_run
 
 from utils.report import findings
 from utils.report.charts import charts_of, charts_of_several, starts_on_axes
-from utils.report.history import read_run, thinned
+from utils.report.columns import thinned
+from utils.status.endings import End, end_of_run, end_of_start, run_in_words, start_in_words
+from utils.status.history import read_run
 
 
-def end(run):
-    return findings.run_ending(read_run(run))
+def ends(run):
+    """The evidence of each start's end, and what the report says of the run."""
+    history = read_run(run)
+    return [end_of_start(history, start) for start in history.starts], *run_in_words(history)
 
 
 def test_the_ends_of_starts_and_of_the_run(made_up_run):
     run = read_run(made_up_run)
-    endings = [findings.start_ending(run, start) for start in run.starts]
-    assert [ending.kind for ending in endings] == ["failed", "stopped", "finished"]
-    assert endings[0].text == "step 61 was not finite"
+    assert ends(made_up_run)[0] == [End.NOT_FINITE, End.STOPPED, End.FINISHED]
+    assert start_in_words(run, run.starts[0]) == "step 61 was not finite"
     (made_up_run / "nonfinite-step-61.json").unlink()
     run = read_run(made_up_run)
-    killed = findings.start_ending(run, run.starts[0])
-    assert killed.kind == "interrupted"
-    assert "no last word" in killed.text
-    assert end(made_up_run).text == "Finished at step 160 of 160."
+    assert end_of_start(run, run.starts[0]).word == "interrupted"
+    assert "no last word" in start_in_words(run, run.starts[0])
+    assert ends(made_up_run)[1] == "Finished at step 160 of 160."
     (made_up_run / "final").rmdir()
-    assert "final/ is not there" in end(made_up_run).text
+    assert "final/ is not there" in ends(made_up_run)[1]
     journal = made_up_run / "metrics.jsonl"
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
-    left = end(made_up_run)
-    assert (left.kind, left.then.split(":")[0]) == ("failed", "There is no committed checkpoint")
+    of_starts, _, then = ends(made_up_run)
+    assert of_starts[-1] is End.UNEXPLAINED
+    assert then.startswith("There is no committed checkpoint:")
     lock = made_up_run / ".lock" / "owner-3"
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "left": False}))
-    assert end(made_up_run).kind == "running", "its lock has just been written"
+    assert end_of_run(read_run(made_up_run)) is End.ALIVE, "its lock has just been written"
     os.utime(lock, (1, 1))
-    assert end(made_up_run).kind == "interrupted"
+    assert end_of_run(read_run(made_up_run)) is End.LOST
+
+
+def test_a_start_that_died_before_its_entry_was_written_is_a_start(made_up_run):
+    lock = made_up_run / ".lock" / "owner-4"
+    content = json.loads((made_up_run / ".lock" / "owner-3").read_text())
+    content["owner"]["since"] = iso(BEGIN + 9000)
+    lock.write_text(json.dumps(content | {"left": False}))
+    os.utime(lock, (1, 1))
+    of_starts, text, _ = ends(made_up_run)
+    assert of_starts == [End.NOT_FINITE, End.STOPPED, End.FINISHED, End.LOST]
+    assert text.startswith("Interrupted at step 160 of 160: no last word")
+    lock.write_text(json.dumps(content | {"left": True, "phase": "starting"}))
+    assert ends(made_up_run)[0] == of_starts[:3], "a refused start is none"
 
 
 def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
@@ -97,7 +113,7 @@ def test_the_figures_settings_and_what_differs(made_up_run, tmp_path):
     run = read_run(made_up_run)
     figures = findings.figures(run)
     assert figures["tokens"] == 160 * 4096
-    assert figures["evals"]["web"]["best"][0] == 160
+    assert min(figures["evaluations"]["web"], key=lambda at: at.loss).step == 160
     assert [row["name"] for row in findings.set_settings(run)] == ["learning_rate", "max_steps"]
     path = write_run(tmp_path / "other")
     (path / "config.yaml").write_text("learning_rate: 0.002\nmax_steps: 160\ntrain_data:\n- web\n")

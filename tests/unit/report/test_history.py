@@ -8,7 +8,8 @@ import pytest
 
 from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
-from utils.report.history import read_run
+from utils.report.page import write_pages
+from utils.status.history import read_run
 
 
 def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run):
@@ -16,17 +17,16 @@ def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run)
     steps = [(start.done, start.last_step) for start in run.starts]
     assert steps == [(-1, 60), (40, 100), (100, 160)]
     assert [start.lost_steps for start in run.starts] == [20, 0, 0]
-    assert [start.left for start in run.starts] == [False, True, True]
+    assert [start.owner.left for start in run.starts] == [False, True, True]
     assert [line["step"] for line in run.trained] == list(range(1, 161))
     first, second, _ = run.starts
     assert first.ended == first.lines[-1]["time"] + 4, "its lock beat after its last line"
     assert first.trained == first.began + 10
     # 9 s between the first line of the first start and its begin; the pause is not counted.
     assert second.lines[0]["hours"] * 3600 == first.ended - first.began + 15
-    assert run.missing == []
+    assert run.missing == run.damaged == ()
     assert run.max_steps == 160
-    assert not run.alive
-    assert run.finished
+    assert run.has_final
 
 
 def without_marks(lines):
@@ -76,15 +76,16 @@ def test_a_damaged_run_is_read_and_what_is_missing_is_said(made_up_run, name, da
         path.write_bytes(content[:-7] if damage == "cut" else b"\xff\x00\n" * 50)
     run = read_run(made_up_run)
     if (name, damage) != ("config.yaml", "cut"):  # what is left of it is valid
-        assert any(each.startswith(name) for each in run.missing)
+        assert any(each.startswith(name) for each in run.missing + run.damaged)
     steps = [line["step"] for line in run.trained]
     assert steps == ([] if name == "metrics.jsonl" and damage != "cut" else list(range(1, 161)))
     assert len(run.starts) == 3
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
+    (tmp_path / "provenance.json").write_text("{")
     with pytest.raises(ConfigurationError, match="holds no run"):
-        read_run(tmp_path)
+        write_pages([tmp_path], None, None)
 
 
 def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
@@ -114,6 +115,6 @@ def test_a_strangers_run_shows_no_file_of_another_folder(made_up_run, tmp_path):
     )
     path.write_text(json.dumps(content))
     run = read_run(made_up_run)
-    shown = {page["name"] for page in run.pages}
+    shown = {page.name for page in run.pages}
     assert not shown & {"hang.txt", "out-of-memory-rank7.txt"}
     assert "of somebody else" not in str([start.error for start in run.starts])

@@ -1,6 +1,7 @@
 """The page's text is escaped, without secrets, and below its limits; refusals of the command."""
 
 import json
+import math
 import re
 import time
 
@@ -9,7 +10,7 @@ from made_up_run import BEGIN, train_line, write_run, write_run_of_ranks
 
 import report
 from utils.config.errors import ConfigurationError
-from utils.report.history import read_run
+from utils.status.history import read_run
 
 
 def data_of(page: str) -> dict:
@@ -134,6 +135,22 @@ def test_a_picture(made_up_run, tmp_path):
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
     with pytest.raises(ConfigurationError, match=r"curves.docx cannot be written"):
         report.main([str(made_up_run), "--png", str(tmp_path / "curves.docx")])
+
+
+def test_a_picture_shows_the_points_of_the_page(made_up_run, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.extend(figure.axes)
+    )
+    report.main([str(made_up_run), "--png", str(tmp_path / "curves.png")])
+    charts = {axes.get_title("left"): axes.lines for axes in drawn if axes.get_title("left")}
+    on_the_page = data_of((made_up_run / "report.html").read_text())["charts"]
+    assert list(charts) == [chart["title"] for chart in on_the_page[:5]]
+    for chart in on_the_page[:5]:
+        for line, curve in zip(chart["lines"], charts[chart["title"]], strict=False):
+            assert list(curve.get_xdata()) == line["step"]
+            shown = [None if math.isnan(y) else y for y in curve.get_ydata()]
+            assert shown == line["y"]
 
 
 def test_what_is_no_run_is_refused_all_at_once(made_up_run, tmp_path):

@@ -1,9 +1,11 @@
 """How runs are doing, of made-up directories in every state: no torch, damage is named."""
 
 import dataclasses
+import datetime
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,8 +18,10 @@ from rich.console import Console
 import status
 from utils.checkpoints.files import FileRecord, Manifest, write_manifest
 from utils.config.errors import ConfigurationError
-from utils.status import display, run_state, wandb_sync
-from utils.status.run_state import Job, queued_jobs, read_status, runs_below
+from utils.report.page import write_pages
+from utils.status import display, history, run_state, wandb_sync
+from utils.status.endings import Job
+from utils.status.run_state import queued_jobs, read_status, runs_below
 from utils.support import notes, run_lock
 from utils.support.run_lock import _machine
 
@@ -33,7 +37,7 @@ def make_run(directory, *, slurm=None, starts=1, owner=None, left=False, error=N
     directory.mkdir(parents=True)
     start = {
         "script": "pretrain.py", "argv": ["pretrain.py", "--config", "my run.yaml"], "slurm": slurm,
-        "launch": {"world_size": 16 if slurm else 1},
+        "launch": {"world_size": 16 if slurm else 1}, "time": "2026-01-01T00:00:01+00:00",
     }  # fmt: skip
     (directory / "provenance.json").write_text(
         json.dumps({"run_id": "a", "starts": [start] * starts})
@@ -126,6 +130,24 @@ def test_the_state_is_told_by_the_lock_the_queue_and_the_last_event(
     assert found.damaged == []
 
 
+@pytest.mark.parametrize("event", [None, "stopped", "summary"])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("age_s", [3, 300])
+@pytest.mark.parametrize("final", [False, True])
+def test_status_and_report_tell_the_same_of_a_run(event, left, age_s, final, tmp_path, monkeypatch):
+    """One reads the ends of the journal, the other all of it."""
+    monkeypatch.setattr(history, "TAIL_BYTES", 200)
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE, left=left, age_s=age_s)
+    journal(run, *STEPS, *([{"event": event, "step": 50}] if event else []))
+    if final:
+        (run / "final").mkdir()
+    page = write_pages([run], None, None).read_text()
+    word = re.search(r'class="badge (\w+)"', page)[1]
+    state = read_status(run, {}).state
+    finishing = (event, left, age_s, final) == ("summary", False, 3, True)
+    assert state == ("running" if finishing else word.replace("interrupted", "failed"))
+
+
 def refused(run, job=None, *, number=2, since="2026-01-01 09:00:00+00:00", age_s=5.0):
     """The lock of a start that was refused before it wrote itself into provenance.json."""
     who = ELSEWHERE | {"since": since, "pid": 4712, "job": job}
@@ -181,7 +203,7 @@ def test_a_start_that_claimed_the_run_or_is_the_only_one_tells_the_state(tmp_pat
     found = read_status(run, {})
     assert (found.state, found.error) == ("failed", "configuration error: its seed is")
     refused(run, number=9, age_s=1)  # a newer one is alive, whatever was refused before
-    newest = json.loads((run / ".lock" / "owner-9").read_text()) | {"left": False}
+    newest = json.loads((run / ".lock" / "owner-9").read_text()) | {"left": False, "error": None}
     (run / ".lock" / "owner-9").write_text(json.dumps(newest))
     found = read_status(run, {})
     assert (found.state, found.refused) == ("running", None)
@@ -189,6 +211,10 @@ def test_a_start_that_claimed_the_run_or_is_the_only_one_tells_the_state(tmp_pat
 
 def test_progress_pace_and_losses_are_those_of_what_was_not_undone(tmp_path):
     run = make_run(tmp_path / "run", starts=2, owner=HERE | {"pid": os.getpid()})
+    record = json.loads((run / "provenance.json").read_text())
+    resumed_at = datetime.datetime.fromtimestamp(time.time() - 20, datetime.UTC)
+    record["starts"][1]["time"] = resumed_at.isoformat(timespec="seconds")
+    (run / "provenance.json").write_text(json.dumps(record))
     journal(run, *STEPS, trained(60), evaluated(60), before_s=100)
     saved(run, 40)
     saved(run, 55, run_id="a")
@@ -211,8 +237,8 @@ def test_a_long_journal_is_read_at_its_ends_alone(tmp_path, monkeypatch):
     journal(
         run, *(trained(step, 500.0, memory_by_rank=[{"x": "x" * 500}]) for step in range(10, 90))
     )
-    monkeypatch.setattr(run_state, "TAIL_BYTES", 5000)
-    monkeypatch.setattr(run_state, "HEAD_BYTES", 1500)
+    monkeypatch.setattr(history, "TAIL_BYTES", 5000)
+    monkeypatch.setattr(history, "HEAD_BYTES", 1500)
     found = read_status(run, {})
     assert (found.step, found.max_steps, found.tokens_per_s_at_start) == (89, 100, 900)
     assert found.left_s == pytest.approx(11 * 2)
@@ -273,9 +299,6 @@ def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
     old = run / "out-of-memory-rank1.txt"
     old.write_text("of an earlier start")
     os.utime(old, (1, 1))
-    start = json.loads((run / "provenance.json").read_text())
-    start["starts"][0]["time"] = "2026-01-01T00:00:00+00:00"
-    (run / "provenance.json").write_text(json.dumps(start))
     journal(run, started(), *(trained(s, slowest_cost=s / 500, **figures) for s in (10, 20, 30)))
     text = shown(read_status(run, {}))
     assert "memory    61.2 GiB at its peak, 9.0 left\n" in text
@@ -383,7 +406,11 @@ def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys
     runs = tmp_path / "runs"
     running = make_run(runs / "one", owner=HERE | {"pid": os.getpid()})
     journal(running, *STEPS, trained(60) | {"loss": "NaN"})
-    make_run(runs / "sweep" / "lr-1", owner=ELSEWHERE, left=True, error="not finite: step 3")
+    spoilt = runs / "sweep" / "lr-1"
+    make_run(spoilt, owner=ELSEWHERE, left=True, error="not finite: step 3")
+    facts = {"step": 3, "losses": [], "weights": [], "gradient_norm": "NaN", "documents": []}
+    facts["documents_of"] = "the global batch"
+    (spoilt / "nonfinite-step-3.json").write_text(json.dumps(facts))
     (runs / "sweep" / "log.txt").touch()
     assert runs_below(runs) == [running, runs / "sweep" / "lr-1"]
     assert "change what the log says, then start" in read_status(runs / "sweep" / "lr-1", {}).advice
