@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, T
 
 import chat
 from utils.checkpoints.files import Manifest, flush_and_record, list_files, write_manifest
+from utils.config.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -91,13 +92,8 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     assert first == again == ask(run, *asked).out.strip() == plain(base, T5)
     assert second == plain(base, T5, ANSWER | {"content": first}, T78)
     assert told == plain(base, T9 | {"role": "system"}, T5)
-    records = [{"prompt": "t5"}, {"messages": [T5, ANSWER, T78, ANSWER], "id": 7}, {"prompt": "t9"}]
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, records)))
-    shown = ask(base, "--prompts", str(tmp_path / "asked.jsonl"), "--batch_size", "2")
-    lines = [json.loads(line) for line in shown.out.splitlines()]
-    for line in lines:
-        assert line["messages"].pop()["content"] == plain(base, *line["messages"])
-    assert lines[1] == {"messages": [T5, ANSWER, T78], "id": 7, "reference": "t1"}
+    with_variable = ask(base, *asked, "--system", "t9", "--chat_template_kwargs", '{"x": 1}')
+    assert with_variable.out.strip() == told
     put = TextStreamer.put  # replaced by one with Ctrl-C after each token
     monkeypatch.setattr(TextStreamer, "put", lambda *each: put(*each) or signal.raise_signal(2))
     assert ask(base, typed="t5\n/reset\nt5").out.split() == first.split()[:1] * 2
@@ -116,4 +112,13 @@ def test_an_empty_answer_is_said(base_model, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(GenerationMixin, "generate", ends)
     assert chat.main([str(tmp_path / "text"), "--prompt", "t5", "--max_new_tokens", "2"]) == 0
-    assert "[1 of 1 answers are empty: the model ended at once]" in capsys.readouterr().err
+    assert "[the answer is empty: the model ended at once]" in capsys.readouterr().err
+
+
+def test_flags_that_cannot_work_are_refused_before_the_model_is_looked_for():
+    flags = ["--greedy", "--temperature", "0.7", "--top_p", "2", "--prompt", " "]
+    with pytest.raises(ConfigurationError) as refused:
+        chat.main(["no/such/model/anywhere", *flags, "--max_new_tokens", "-1"])
+    assert [problem.split()[0].rstrip(":") for problem in refused.value.problems] == [
+        "--prompt", "--temperature", "--top_p", "--top_p", "--max_new_tokens",
+    ]  # fmt: skip

@@ -271,7 +271,9 @@ def test_a_chat_spends_the_limit_of_its_template_once(sound, readers, tmp_path, 
         damaged.write, "chat_template.jinja", damaged.TEMPLATES["loop"].encode()
     )
     folder = copied(sound, "base", Damage("loop", write), tmp_path)
-    monkeypatch.setattr(chat.ChatModel, "rendered", lambda *_: pytest.fail("a second time"))
+    monkeypatch.setattr(
+        "utils.runs.chat.ChatModel.rendered", lambda *_: pytest.fail("a second time")
+    )
     with pytest.raises(ConfigurationError, match=rf"{folder}: its chat template takes more than"):
         readers["answer"](folder, tmp_path / "out")
 

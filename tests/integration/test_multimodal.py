@@ -10,13 +10,13 @@ from families import WITH_IMAGES, tiny_config, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, IdeficsConfig, MusicgenConfig
 
-import chat
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model.architecture import causal_lm_class, outside_text
 from utils.model.probe import build_probe_model, probe_config
 from utils.model.weights import runnable
+from utils.runs.chat import load
 
 # Models with three rows of positions; layers for images inside the text model; attention that looks
 # ahead without a mask; experts; recurrent layers; token types of images; an ordinary one.
@@ -86,7 +86,7 @@ def test_a_model_for_images_trains_on_text(name, fine_tuning, heldout, tmp_path)
             assert (directory / file).read_text() == content
     said = final.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
     assert said.shape == (1, 13)
-    model, _ = chat.load(str(run / "final"), "cpu", "float32")
+    model, _ = load(str(run / "final"), "cpu", "float32")
     assert type(model) is type(original)
 
 

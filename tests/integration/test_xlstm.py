@@ -9,11 +9,11 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, xLSTMConfig
 
-import chat
 import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model import xlstm
+from utils.runs.chat import load
 
 # Kernel names of NX-AI/xLSTM-7b. With Triton its mode has no backward pass.
 PUBLISHED = {
@@ -65,7 +65,7 @@ def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(pretraining, fine
     shutil.copy(tiny.make_tokenizer(tmp_path / "tokenizer") / "tokenizer.json", run / "final")
     tuned = {"model_name_or_path": run / "final", "packing": "none", "use_peft": True}
     assert sft_train.main(fine_tuning(tmp_path / "tuned", **tuned, max_steps=2)) == 0
-    model, _ = chat.load(str(tmp_path / "tuned" / "final"), "cpu", "float32")
+    model, _ = load(str(tmp_path / "tuned" / "final"), "cpu", "float32")
     said = model.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
     assert said.shape == (1, 13)
 

@@ -7,6 +7,7 @@ provenance  where each start comes from, in provenance.json; Weights & Biases
 finish      the run's callbacks, and its end
 export      final/ and adapter/
 model_card  their README.md
+chat        chat.py: conversations with a finished model or a checkpoint
 publish     python -m utils.runs.publish: to the Hub; push_to_hub
 evaluate    python -m utils.runs.evaluate: lm-evaluation-harness; lm_eval_tasks
 """
