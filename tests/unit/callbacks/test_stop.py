@@ -1,4 +1,4 @@
-"""StopWatch over several ranks and a clock of its own, without processes."""
+"""StopWatch on several ranks with a simulated clock, without processes."""
 
 import logging
 from types import SimpleNamespace
@@ -32,13 +32,13 @@ def agreement_of(ranks: int) -> type:
             return max(rounds[self.turn - 1])
 
         def close(self):
-            """Left by on_train_end."""
+            """Do nothing; called by on_train_end."""
 
     return Agreement
 
 
 class Saves:
-    """The Checkpoints of a run."""
+    """A stand-in for a run's Checkpoints."""
 
     def __init__(self, output_dir, estimated_bytes=0):
         self.output_dir, self.estimated_bytes = output_dir, estimated_bytes
@@ -110,10 +110,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch, 
     assert record.message == "stopping after step 3: a signal to rank 2"
     for control in ranks.controls:
         control.should_log = control.should_evaluate = control.should_save = True
-    ranks.event("on_epoch_end")  # Trainer takes leaving its loop for one
+    ranks.event("on_epoch_end")  # Trainer also calls it when its loop is left early
     assert ranks.saves == [False] * 3
     ranks.event("on_train_end")
-    ranks.event("on_prediction_step", 5.0)  # the evaluation of a finished run is left alone
+    ranks.event("on_prediction_step", 5.0)  # a finished run's evaluation is not interrupted
 
 
 def test_rank_0_gives_its_own_reason_and_a_stop_outweighs_a_save(tmp_path, monkeypatch, caplog):
@@ -209,7 +209,7 @@ def test_one_save_is_one_checkpoint_and_a_failure_to_look_is_logged_once(
 
 
 def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_path, monkeypatch):
-    """Two ranks agree a step late: the step's own checkpoint may come in between."""
+    """Two ranks agree one step late, so the step's own checkpoint may come in between."""
     ranks = Ranks(tmp_path, monkeypatch, ranks=2, save_minutes=1)
     for _ in range(6):
         ranks.step(10.0)
@@ -233,7 +233,7 @@ def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step_or_batch(tmp_
 
 def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     deadline = Deadline(3600, 100.0, Saves(tmp_path))
-    for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first is forgotten
+    for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first does not count
         deadline.steps_s.append(step_s)
     for stall_s, write_s in ((3.0, 17.0), (12.0, 0.0)):
         deadline.checkpoints.saved(stall_s, write_s)
@@ -242,11 +242,11 @@ def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     assert deadline.reason(3700 - needed + 0.1) == (
         "the time limit ends in 74 s: a step takes 7 s, a save 20 s"
     )
-    deadline.checkpoints.writing = True  # one more to wait for
+    deadline.checkpoints.writing = True  # one more save to wait for
     assert deadline.reason(3700 - needed - 20.1) is None
     assert deadline.reason(3700 - needed - 19.9) is not None
     assert Deadline(-5, 10.0, Saves(tmp_path)).reason(11.0) is not None
-    # Before any save its time follows from its size, within a share of the job.
+    # Before the first save its time is estimated from its size, limited to a share of the job.
     for total_s, size_bytes, needed in ((36_000, 20 * 10**9, 180), (60, 10**12, 6 + 1.5 * 6)):
         deadline = Deadline(total_s, 0.0, Saves(tmp_path, estimated_bytes=size_bytes))
         assert deadline.reason(total_s - needed - 0.1) is None

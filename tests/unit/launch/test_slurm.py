@@ -23,7 +23,7 @@ STEP = {
 
 
 def test_a_slurm_step_is_read_from_its_variables():
-    found = read_allocation(STEP, 7)  # devices that Slurm did not give
+    found = read_allocation(STEP, 7)  # devices that Slurm did not allocate
     assert found == Allocation(("n1", "n2"), 1, 4, 4, "n1", 20310)
     assert (found.host, found.world_size) == ("n2", 8)
     found = read_allocation(STEP | {"STOKER_MAIN_ADDRESS": "10.0.0.1"}, 7)
@@ -49,7 +49,7 @@ def test_processes_follow_from_gpus_or_are_the_users(monkeypatch):
     assert read_allocation(on_cpu_step, 7).processes == 1
     found = read_allocation(on_cpu_step | {"STOKER_PROCESSES_PER_NODE": "3"}, 7)
     assert (found.processes, found.gpus, found.world_size) == (3, None, 6)
-    # A cluster that does not count GPUs.
+    # The cluster does not count GPUs.
     step = {name: value for name, value in STEP.items() if name != "SLURM_GPUS_ON_NODE"}
     found = read_allocation(step | {"STOKER_PROCESSES_PER_NODE": "4"}, 7)
     assert (found.processes, found.gpus) == (4, 4)
@@ -57,7 +57,7 @@ def test_processes_follow_from_gpus_or_are_the_users(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "login1")
     found = read_allocation({}, 2)
     assert (found.hosts, found.processes, found.gpus) == (("login1",), 2, 2)
-    assert (found.address, found.port) == ("127.0.0.1", 0)  # accelerate takes a free one
+    assert (found.address, found.port) == ("127.0.0.1", 0)  # accelerate chooses a free port
     assert read_allocation({}, 0).processes == 1
 
 
@@ -70,7 +70,7 @@ def test_allocations_that_cannot_train_are_refused():
         (STEP | {"STOKER_PROCESSES_PER_NODE": "2"}, ConfigurationError, r"='2', but .* has 4 GPU"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ConfigurationError, r"are 8 tasks on 2 node"),
         (BATCH | {"SLURM_JOB_NUM_NODES": "2"}, ConfigurationError, "started by srun"),
-        # The shell that salloc gives, on the login node.
+        # A shell from salloc on the login node.
         ({"SLURM_JOB_ID": "5"}, ConfigurationError, "started by srun"),
         (STEP | {"STOKER_PROCESSES_PER_NODE": "0"}, ConfigurationError, "='0', but .* has 4 GPU"),
     ]:
@@ -96,7 +96,7 @@ def test_ports_differ_between_jobs_and_steps():
     ]
     assert len(set(ports)) == len(ports)
     assert 20000 <= min(ports) < max(ports) < 32767
-    assert all(port % 2 == 0 for port in ports)  # the one after it is the job's too
+    assert all(port % 2 == 0 for port in ports)  # the next port belongs to the job too
 
 
 def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_path, caplog):
@@ -109,7 +109,7 @@ def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert job_end_time() is None  # no job
+    assert job_end_time() is None  # outside of a job
     end = datetime.datetime(2030, 1, 2, 3, 4, 5)
     monkeypatch.setenv("SLURM_JOB_ID", "123")
     squeue(end.isoformat(), job="123")

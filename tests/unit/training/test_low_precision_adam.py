@@ -1,4 +1,4 @@
-"""AdamW with states in fewer bits: torch's own numbers in float32, close to them in less."""
+"""AdamW with states in fewer bits: equal to torch's in float32, close to it in fewer bits."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from utils.training.low_precision_adam import LowPrecisionAdamW
 from utils.training.low_precision_states import PERIODS, moment, random_words
 from utils.training.optimizer import _misfit
 
-# Units of 256, 192 and 1; periods of 2**11 end within weights, parts of eight within some.
+# Blocks of 256, 192 and 1; noise periods of 2**11 and parts of eight end within some weights.
 SHAPES = ((180, 256), (380, 192), (384,), (80, 50))
 SETTINGS = {"betas": (0.9, 0.95), "weight_decay": 0.1, "lr": 1e-2}
 LOW = ["bfloat16", "int8"]
@@ -21,7 +21,7 @@ COMPILED = pytest.param(True, marks=pytest.mark.slow)  # a compiler runs
 
 @pytest.fixture(autouse=True)
 def small_periods_and_nothing_compiled(monkeypatch):
-    """A weight has several parts, and each part several periods."""
+    """Make small periods, so that weights have several parts, and compile nothing."""
     monkeypatch.setitem(PERIODS, "cpu", 2**11)
     torch._dynamo.reset()
     random_words.cache_clear()
@@ -45,7 +45,7 @@ def torchs_own() -> torch.optim.AdamW:
 
 
 def take(optimizer, steps: range) -> list[torch.Tensor]:
-    """Take steps, each at another learning rate."""
+    """Take steps with different learning rates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -76,13 +76,13 @@ def test_it_is_torchs_own_in_float32_and_near_it_in_fewer_bytes(kept_as, bytes_,
 
 
 def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_random():
-    """A hundred updates of 0.001: to the nearest, each is lost, for 1 has neighbours 0.004 away."""
+    """Rounded to the nearest, each update of 0.001 is lost, because 1 has neighbours 0.004 away."""
     moved = {}
     for rounding in (False, True):
         parameter = nn.Parameter(torch.ones(100, 100, dtype=torch.bfloat16))
         optimizer = low([parameter], stochastic_rounding=rounding, lr=1e-3, weight_decay=0)
         for _ in range(100):
-            parameter.grad = torch.ones_like(parameter)  # Adam's update is then the learning rate
+            parameter.grad = torch.ones_like(parameter)  # so Adam's update equals the learning rate
             optimizer.step()
         moved[rounding] = 1 - parameter.detach().double().mean().item()
     assert moved[False] == 0
@@ -108,7 +108,7 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     ("dtype", "kept_as"), [(torch.float32, "float32"), (torch.bfloat16, "int8")]
 )
 def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
-    """With other noise half of all roundings would differ: here one in a thousand may."""
+    """With different noise half of all roundings would differ; here one in a thousand may."""
     eager, compiled = (low(weights(dtype), kept_as, each) for each in (False, True))
     before = compiled_graphs()
     theirs, ours = (take(each, range(4)) for each in (eager, compiled))
@@ -155,7 +155,7 @@ def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch)
 
     def stepped(part: slice) -> torch.Tensor:
         weight = nn.Parameter(whole[part].clone())
-        # A shard may be too small for 8 bits, but the weight it is of is not.
+        # A shard may be too small for 8 bits although its weight is not.
         monkeypatch.setattr(low_precision_adam, "_first_element", lambda _: part.start * width)
         monkeypatch.setattr(low_precision_adam, "block_size", lambda _: width)
         optimizer = low([weight], kept_as, compiled)
