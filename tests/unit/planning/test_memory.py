@@ -1,4 +1,4 @@
-"""The memory and disk space that a run needs, the choice that fits, and refusals."""
+"""What a run needs on a device and on the disk, the choice that makes it fit, and refusals."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_weights_that_no_device_holds_are_refused_with_the_place_of_their_sizes(
 
 
 def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
-    """The out-of-memory page and the headroom use it; a start on a CPU does not predict."""
+    """For the page of a run whose memory runs out, and the headroom; a CPU's is not slower."""
     counted = []
 
     def stand_in(_settings, _config, launch, work, choice, _counts):
@@ -166,7 +166,7 @@ def test_states_and_what_cannot_run_without_data(monkeypatch, caplog):
     "changes", [{}, {"lora_modules_to_save": "lm_head"}, {"dtype": "float32"}, {"use_peft": None}]
 )
 def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(config, changes):
-    """PEFT keeps adapters in float32 (weights, gradients, states) beside bfloat16 weights."""
+    """PEFT keeps adapters in float32 beside weights in bfloat16: weights, gradients and states."""
     lora = {"use_peft": "true", "dtype": "bfloat16", "bf16": "false"} | changes
     base = {"model_config": None, "model_name_or_path": "m"}
     given = settings(parse_fine_tuning, global_batch_size=16, **base, **lora)
@@ -179,7 +179,7 @@ def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(confi
     optimizer = torch.optim.AdamW(trained)
     optimizer.step()
     states = [each[name] for each in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    given.training.gradient_accumulation_steps = 2  # all gradients exist at the peak
+    given.training.gradient_accumulation_steps = 2  # all gradients are there at the peak
     counts = count_parameters(given.model, config)
     found = estimate_memory(given, config, LAUNCH, work(weights=dtype), "none", counts)
     assert found.weights == sum(weight.nbytes for weight in model.parameters())
@@ -199,7 +199,7 @@ def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
 
 @pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
 def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
-    """With accumulation the gradients of earlier micro-batches exist beside the buckets."""
+    """With accumulation those of the first micro-batches lie beside the buckets."""
     given = settings()
     given.training.gradient_accumulation_steps = accumulation
     launch = replace(LAUNCH, world_size=2, strategy="ddp")
@@ -228,7 +228,7 @@ def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
     adapters = disk(parse=parse_fine_tuning, **lora)
     assert 0 < adapters < disk() / 5
     assert disk(parse=parse_fine_tuning, dtype="bfloat16", **lora) == adapters, "float32 too"
-    # DeepSpeed saves master weights, and the weights again.
+    # DeepSpeed keeps masters, and the weights once more.
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert disk("zero2") == 16 * parameters  # float32: weights twice, two states
     assert disk("zero2", bf16="true") == (4 + 2 + 12) * parameters
