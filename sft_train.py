@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
 
     settings = parse_fine_tuning(argv, description=__doc__)  # the rest is imported if it is sound
     from utils.model.weights import load_model, load_model_config
-    from utils.planning.plan import plan_run
+    from utils.planning.plan import log_plan, plan_run
     from utils.planning.run_data import load_run_data, load_run_tokenizer
     from utils.runs.start import check_start, start_process
 
@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_model_config(settings, tokenizer)
     data = load_run_data(settings, tokenizer, config, fine_tuning=True)
     plan = plan_run(settings, data, config, launch)
+    log_plan(plan)
     if settings.run.dry_run:
         return check_start(settings, plan, data, config, launch)
     from utils.launch.processes import check_running_strategy
@@ -40,9 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     if run.finished:
         return 0
     trainer = FineTuneTrainer(
-        load_model(settings, config, plan.attention, data.new_tokens, run.weights_from),
+        load_model(
+            settings, config, plan.attention, plan.quantized, data.new_tokens, run.weights_from
+        ),
         tokenizer,
-        settings,
+        plan.training_arguments(run.run_id),
         plan,
         data,
         run_callbacks(settings, plan, data, launch, run, checkpoints),

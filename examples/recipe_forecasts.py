@@ -27,11 +27,14 @@ from utils.config.settings import (  # noqa: E402
     parse_fine_tuning,
     parse_pretraining,
 )
+from utils.kernels.varlen import NAME  # noqa: E402
 from utils.launch.processes import LaunchFacts, requested_strategy  # noqa: E402
 from utils.model.adapters import plan_adapters  # noqa: E402
+from utils.model.attention import OPEN, AttentionChoice  # noqa: E402
 from utils.model.compilation import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
 from utils.planning.memory import GIB, plan_memory  # noqa: E402
+from utils.planning.memory_trace import Kernels  # noqa: E402
 from utils.planning.plan import choose_optimizer_states  # noqa: E402
 from utils.planning.suggestions import (  # noqa: E402
     Planner,
@@ -154,23 +157,21 @@ def model_config(settings: RunSettings) -> PreTrainedConfig:
 def planner_of(path: Path) -> tuple[Planner, LaunchFacts]:
     """Return the planner of a recipe on its hardware, and the recipe's launch."""
     parse = parse_fine_tuning if path.parent.name == "sft" else parse_pretraining
-    before = dict(os.environ)
-    try:  # the settings describe the launch in the environment
-        argv = ["--config", str(path), "--dry_run", "--assume", hardware(path.read_text())]
-        settings = parse(argv, "")
-        ranks = int(os.environ["WORLD_SIZE"])
-        launch = LaunchFacts(0, ranks, requested_strategy(os.environ, ranks), (), "cpu")
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    argv = ["--config", str(path), "--dry_run", "--assume", hardware(path.read_text())]
+    settings = parse(argv, "")
+    ranks, environment = settings.values.world_size, settings.values.environment
+    launch = LaunchFacts(0, ranks, requested_strategy(environment, ranks), (), "cpu")
     config = model_config(settings)
     choose_optimizer_states(settings, config, launch)
-    plan_adapters(settings, config)
-    compiled = choose_compilation(settings, config, launch, elsewhere=True)
+    adapters = plan_adapters(settings.model, config)
+    if adapters is not None:
+        settings = replace(settings, model=adapters.model)
+    compiled, _ = choose_compilation(settings, config, launch, elsewhere=True)
     fine_tuning = isinstance(settings.training, FineTuneConfig)
     seen = CHAT_TOKENS if fine_tuning else settings.data.sequence_length / 2
-    head = LossHeadChoice("fused", "taken to be")
-    planner = make_planner(settings, config, launch, head, compiled, seen)
+    attention, head = AttentionChoice(NAME, OPEN, ""), LossHeadChoice("fused", "taken to be")
+    kernels = Kernels(attention, head, compiled, elsewhere=True)
+    planner = make_planner(settings, config, launch, kernels, seen)
     return planner, launch
 
 
@@ -178,12 +179,7 @@ def predicted_line(path: Path) -> str:
     """Return the line of a recipe; raises ConfigurationError where it does not fit."""
     planner, launch = planner_of(path)
     settings, training = planner.settings, planner.settings.training
-    training.gradient_accumulation_steps = settings.run.global_batch_size // (
-        launch.world_size * training.per_device_train_batch_size
-    )
-    memory = plan_memory(
-        settings, planner.config, launch, None, planner.loss_head, planner.compiled
-    )
+    memory, _ = plan_memory(settings, planner.config, launch, planner.kernels)
     found = planner.candidate(launch, training.per_device_train_batch_size, memory.choice)
     tokens = training.max_steps * settings.run.global_batch_size * settings.data.sequence_length
     whole = f"{duration(tokens / found.tokens_per_s)} for {tokens / 1e9:,.3g} B tokens"
@@ -215,7 +211,8 @@ def main(argv: list[str] | None = None) -> None:
     for path in recipes():
         if suggesting:
             logging.info("%s", path.stem)
-            suggest(*planner_of(path))
+            for level, text in suggest(*planner_of(path)):
+                logging.log(level, "%s", text)
         else:
             path.write_text(with_prediction(path.read_text(), predicted_line(path)))
 

@@ -79,7 +79,8 @@ def compile_every_layer() -> None:
 
 def use_fastest_products() -> None:
     """Multiply float32 on a CPU by the library that Stoker would take: one setting of torch's."""
-    settle_products("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        settle_products()
 
 
 def load_model(job: Job) -> Any:

@@ -46,7 +46,7 @@ def stoker(length: int) -> tuple[Callable[[], object], int]:
     from utils.kernels.cpu_products import settle_products
     from utils.kernels.varlen import packed_varlen
 
-    settle_products("cpu")
+    settle_products()
     module, ends = torch.nn.Module(), boundaries(length)
 
     def attend(*states: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def stoker(width: int) -> tuple[Callable[[], object], int]:
     """Multiply as a run does."""
     from utils.kernels.cpu_products import settle_products
 
-    settle_products("cpu")
+    settle_products()
     return _timed(width)
 
 

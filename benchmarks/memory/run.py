@@ -30,9 +30,9 @@ def main() -> int:
     plan_memory, load_model = plan.plan_memory, models.load_model
 
     def note_plan(*given: Any) -> Any:
-        memory = plan_memory(*given)
+        memory, report = plan_memory(*given)
         found.update(asdict(memory), predicted=memory.predicted_bytes[memory.choice])
-        return memory
+        return memory, report
 
     def start_measuring(*given: Any, **named: Any) -> Any:
         if torch.cuda.is_available():

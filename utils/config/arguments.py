@@ -3,13 +3,14 @@
 Also here: what `DIR=weight`, `NAME=DIR` and `global_batch_size` mean.
 """
 
+import copy
 import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
@@ -19,9 +20,10 @@ from utils.config.errors import ConfigurationError
 from utils.support.redaction import redact, redacted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+Arguments = TypeVar("Arguments")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunArguments:
     """How the run as a whole is done."""
 
@@ -105,7 +107,7 @@ class RunArguments:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataArguments:
     """The token datasets and how they become sequences."""
 
@@ -269,6 +271,17 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
     dataset_kwargs: dict[str, Any] | str | None = field(
         default_factory=lambda: {"skip_prepare_dataset": True}
     )
+
+
+def with_values(arguments: Arguments, **values: Any) -> Arguments:
+    """Return a copy of parsed arguments with other values; the parsed ones are never written.
+
+    dataclasses.replace would run `__post_init__`, in which the libraries' classes derive values and
+    set up devices.
+    """
+    copied = copy.copy(arguments)
+    vars(copied).update(values)
+    return copied
 
 
 def token_count(written: float | str) -> int:

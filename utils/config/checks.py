@@ -6,7 +6,6 @@ or at fault itself ends the check. utils/config/settings.py refuses contradictio
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
 from utils.config.declarations import Check, SettingValues, UnusableSettingError, shown
 from utils.config.launch_settings import check_launch_settings
-from utils.config.precision import is_true
 from utils.config.strategy import check_strategy
 from utils.config.unknown_names import unknown_name
 
@@ -70,7 +68,7 @@ def check_precision(values: SettingValues) -> Iterator[str]:
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
             "at null, and set fp16: true for mixed precision"
         )
-    if values["fp16"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU")):
+    if values["fp16"] and values.on_cpu:
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
 
 
@@ -81,10 +79,9 @@ def check_backend(values: SettingValues) -> Iterator[str]:
     backend, shown = values["ddp_backend"], values.shown("ddp_backend")
     if backend is None:
         return
-    on_cpu = values["use_cpu"] or is_true("ACCELERATE_USE_CPU")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if values.world_size == 1:
         values.notes.append(f"{shown} has no effect: there is one process")
-    elif on_cpu and backend not in ("gloo", "mpi"):
+    elif values.on_cpu and backend not in ("gloo", "mpi"):
         yield f"{shown} does not connect processes on the CPU: leave it out"
     elif backend != "nccl" and not torch.distributed.is_backend_available(backend):
         yield f"{shown}: torch has no such backend here; leave it out"

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -132,6 +133,12 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) is (get_origin(hint) or hint)  # true is no integer
 
 
+def is_true(variable: str, environment: Mapping[str, str]) -> bool:
+    """Whether a variable is true in any of the words that accelerate takes."""
+    words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
+    return environment.get(variable, "").lower() in words
+
+
 def shown(value: Any) -> str:
     """Write a value for a message as a recipe or a flag would have it."""
     if isinstance(value, str):
@@ -170,13 +177,25 @@ class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before any object is built of them.
 
     Reading a setting in `unusable` raises UnusableSettingError. `notes` are lines to log: what
-    was overruled by a stronger source, and what was derived.
+    was overruled by a stronger source, and what was derived. `environment`: the variables of the
+    launch, of this process or of the one that a dry run stands for.
     """
 
     declared: Mapping[str, Declaration]
     given: dict[str, Given]
     unusable: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes of the launch."""
+        return int(self.environment.get("WORLD_SIZE", "1"))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the settings or the launch ask for the CPU."""
+        return bool(self["use_cpu"] or is_true("ACCELERATE_USE_CPU", self.environment))
 
     def __getitem__(self, name: str) -> Any:
         if name in self.unusable:

@@ -25,12 +25,14 @@ class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
     Carries every fault found, so that one start shows them all. Scripts print it without a
-    traceback on rank 0 and exit with `exit_code`.
+    traceback on rank 0 and exit with `exit_code`. `report` has lines for the log, each with its
+    level, that were worked out before the refusal.
     """
 
     exit_code = ExitCode.REFUSED
     kind = "configuration error"
     ending = "refused"  # how the launcher calls it: the run was refused, or it failed
+    report: Sequence[tuple[int, str]] = ()
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)

@@ -6,14 +6,13 @@ variables serves files, flags and the environment.
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import SettingValues
-from utils.config.precision import PRECISION_VARIABLE, is_true
+from utils.config.declarations import SettingValues, is_true
+from utils.config.precision import PRECISION_VARIABLE
 
 # Blocks of a file whose keys accelerate takes with and without this prefix.
 PREFIXES = {"parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_",
@@ -95,12 +94,13 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
     """Refuse a launch with which this training would be wrong, whatever set it."""
-    faults = [*launch_faults(os.environ)]
+    environment = values.environment
+    faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    is_parallel = is_true("ACCELERATE_USE_PARALLELISM_CONFIG") and is_true("ACCELERATE_USE_FSDP")
-    if is_parallel and not faults:
-        sizes = [os.environ.get(name, "1") for name in _DATA_PARALLEL]
+    processes = values.world_size
+    needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
+    if all(is_true(name, environment) for name in needed) and not faults:
+        sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
         with suppress(ValueError):  # accelerate says so
             if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:
                 yield (
@@ -108,23 +108,25 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
                     f"{sizes[1]} are not the {processes} processes of this launch, with at least 2 "
                     "to shard over: correct them, or remove parallelism_config"
                 )
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if is_true("ACCELERATE_USE_DEEPSPEED") and file != "none":
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
         yield from _deepspeed_file_faults(file, values, processes)
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Set what the recipe decides to "auto" in a DeepSpeed launch, with a note; Trainer fills it.
+    """Note what the recipe decides in a DeepSpeed launch as "auto", which Trainer fills in.
 
     `accelerate config` writes numbers there, which Trainer would refuse once the model is loaded.
     """
-    if not is_true("ACCELERATE_USE_DEEPSPEED"):
+    if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
+    decided: dict[str, str] = {}
     for name, why in BY_RECIPE.items():
-        if (written := os.environ.get(name, "auto")).lower() not in ("auto", "none"):
+        if (written := values.environment.get(name, "auto")).lower() not in ("auto", "none"):
             key = name.removeprefix("ACCELERATE_").lower()
             values.notes.append(f"{key} {written} of the accelerate config has no effect: {why}")
-            os.environ[name] = "auto"
+            decided[name] = "auto"
+    values.environment = {**values.environment, **decided}
 
 
 def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:

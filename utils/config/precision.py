@@ -5,10 +5,10 @@ it fast, and off elsewhere.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from utils.config.declarations import Given, SettingValues
+from utils.config.declarations import Given, SettingValues, is_true
 
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
@@ -28,7 +28,7 @@ def settle_precision(values: SettingValues) -> None:
     config.yaml keeps the answer, so that a run keeps its numbers on another CPU, with `use_cpu`:
     bf16 on a CPU has to be asked for.
     """
-    by_launch = os.environ.get(PRECISION_VARIABLE, "no")
+    by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     if values["bf16"] is None:
         bf16, why = _open_precision(values, by_launch)
         values.given["bf16"] = Given(bf16, why)
@@ -36,7 +36,11 @@ def settle_precision(values: SettingValues) -> None:
             values.given["fp16"] = Given(True, why)
         if bf16 and _computes_on_cpu(values):
             values.given["use_cpu"] = Given(True, values.source("use_cpu"))
-    elif values["bf16"] and is_true("ACCELERATE_USE_CPU") and _computes_on_cpu(values):
+    elif (
+        values["bf16"]
+        and is_true("ACCELERATE_USE_CPU", values.environment)
+        and _computes_on_cpu(values)
+    ):
         values.given["use_cpu"] = Given(True, "ACCELERATE_USE_CPU")  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         shown = values.shown("fp16" if values["fp16"] else "bf16")
@@ -63,19 +67,14 @@ def _computes_on_cpu(values: SettingValues) -> bool:
     """Whether the run surely trains on a CPU; a dry run on a login node does not know."""
     import torch
 
-    if is_true("ACCELERATE_USE_FSDP") or is_true("ACCELERATE_USE_DEEPSPEED"):
+    sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+    if any(is_true(name, values.environment) for name in sharding):
         return False  # that needs GPUs, and is refused without
-    if values["use_cpu"] or is_true("ACCELERATE_USE_CPU"):
+    if values.on_cpu:
         return True
     if values["dry_run"] or torch.accelerator.is_available():
         return False
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1
-
-
-def is_true(variable: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a variable of the environment is true in any of the words that accelerate takes."""
-    words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
-    return environment.get(variable, "").lower() in words
+    return values.world_size == 1
 
 
 def has_fast_bf16() -> bool:
@@ -93,18 +92,24 @@ def has_amx() -> bool:
 
 
 @contextmanager
-def without_launch(is_dry_run: bool) -> Iterator[None]:
-    """Hide from TrainingArguments the accelerate config's precision, which overrules `bf16: false`.
+def launch_for_libraries(values: SettingValues) -> Iterator[None]:
+    """Show TrainingArguments the environment of the launch, and restore this process's afterwards.
 
-    In a dry run the launch too: WORLD_SIZE=8 stands for processes of which none is there.
+    Hidden is the accelerate config's precision, which overrules `bf16: false`. In a dry run the
+    launch is hidden too: WORLD_SIZE=8 stands for processes of which none is there.
     """
-    names = [PRECISION_VARIABLE]
-    if is_dry_run:
-        names += [*LAUNCHER_VARIABLES, *(n for n in os.environ if n.startswith(MPI_VARIABLES))]
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    hidden = {PRECISION_VARIABLE}
+    if values["dry_run"]:
+        hidden |= {*LAUNCHER_VARIABLES}
+        hidden |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
+    shown = {n: v for n, v in values.environment.items() if n not in hidden}
+    different = {name for name, value in shown.items() if os.environ.get(name) != value}
+    names = hidden | different
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update({name: shown[name] for name in different})
     try:
         yield
     finally:
         for name in names:
             os.environ.pop(name, None)
-        os.environ.update(hidden)
+        os.environ.update(before)

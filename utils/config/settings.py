@@ -1,6 +1,5 @@
 """The settings of a run, from command line to objects: overruled, derived, checked, built."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from utils.config.checks import (
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.launch_settings import let_recipe_decide
-from utils.config.precision import settle_precision, without_launch
-from utils.config.strategy import stand_for_launch
+from utils.config.precision import launch_for_libraries, settle_precision
+from utils.config.strategy import describe_launch
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _parse(
     description: str,
 ) -> RunSettings:
     settle = (
-        *(stand_for_launch, rename_checkpointing, choose_length, leave_out_overruled),
+        *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled),
         *(derive_batch_sizes, derive_evaluation, derive_best_metric, derive_saves_of_the_best),
         *(derive_for_debugging, settle_precision, let_recipe_decide, leave_out_moot),
     )
@@ -80,9 +79,9 @@ def _parse(
     # So a recipe for bf16 on GPUs is checked on a login node.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
     instead: dict[str, Any] = {"use_cpu": True, "tf32": None} if without_gpu else {}
-    if values["dry_run"] or "LOCAL_RANK" not in os.environ:
+    if values["dry_run"] or "LOCAL_RANK" not in values.environment:
         instead["ddp_backend"] = None  # accelerate takes its name for a group of processes
-    with without_launch(is_dry_run=values["dry_run"]):
+    with launch_for_libraries(values):
         training = values.build(training_class, **instead)
     run, data = values.build(RunArguments), values.build(DataArguments)
     model = values.build(ModelArguments)
@@ -261,7 +260,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
     comes from a stronger source: a flag, or the number of ranks of this launch.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = values.world_size
     micro_rank = values.rank("per_device_train_batch_size")
     if micro < 1:
         return  # check_ranges says so

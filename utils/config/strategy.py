@@ -15,7 +15,7 @@ from utils.config.assumed import assumed_gpus
 from utils.config.declarations import Given, SettingValues
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import block, block_variables, launch_faults
-from utils.config.precision import PRECISION_VARIABLE, is_true
+from utils.config.precision import PRECISION_VARIABLE
 
 CONFIG = "ACCELERATE_CONFIG"
 SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
@@ -130,31 +130,33 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     return variables
 
 
-def stand_for_launch(values: SettingValues) -> None:
-    """Let a dry run see the launch that it is about: processes and strategy, by the environment.
+def describe_launch(values: SettingValues) -> None:
+    """Give a dry run the environment of the launch that it stands for: processes and strategy.
 
     They are those of `assume`, or of whoever set WORLD_SIZE (slurm/submit.sh). A real launch
-    (`accelerate launch ... --dry_run`) has said what it is.
+    (`accelerate launch ... --dry_run`) has its own.
     """
+    environment = values.environment
     if not values["dry_run"]:
         return
     if values["assume"]:
         try:
-            os.environ["WORLD_SIZE"] = str(assumed_gpus(values["assume"]).world_size)
+            world_size = assumed_gpus(values["assume"]).world_size
         except ValueError:  # check_strategy says so
             return
-    elif "WORLD_SIZE" not in os.environ or is_launched(os.environ):
+        environment = {**environment, "WORLD_SIZE": str(world_size)}
+    elif "WORLD_SIZE" not in environment or is_launched(environment):
         return
+    values.environment = environment
     strategy = Given(values["strategy"], values.source("strategy"))
-    on_cpu = not values["assume"] and (values["use_cpu"] or is_true("ACCELERATE_USE_CPU"))
+    on_cpu = not values["assume"] and values.on_cpu
     try:
-        config = choose_config(
-            os.environ, strategy, int(os.environ["WORLD_SIZE"]), on_cpu=bool(on_cpu)
-        )
+        config = choose_config(environment, strategy, values.world_size, on_cpu=on_cpu)
     except ConfigurationError:  # check_strategy says so
         return
     variables = strategy_variables(config.content)
-    os.environ.update({name: value for name, value in variables.items() if value != "no"})
+    described = {name: value for name, value in variables.items() if value != "no"}
+    values.environment = {**environment, **described}
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -165,7 +167,8 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
     """Refuse a strategy that cannot train, GPUs that nobody knows, and both of no dry run."""
-    environment = os.environ if values["dry_run"] and not is_launched(os.environ) else {}
+    decides = values["dry_run"] and not is_launched(values.environment)
+    environment = values.environment if decides else {}
     try:
         given = Given(values["strategy"], values.source("strategy"))
         choose_config(environment, given, processes=2, on_cpu=False)

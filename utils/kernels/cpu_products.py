@@ -15,7 +15,7 @@ _CACHE_LINE = 64  # bytes
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 
 
-def settle_products(device: str) -> str | None:
+def settle_products() -> str | None:
     """Use oneDNN for float32 products in this process if MKL is slow; return a line for the log.
 
     MKL's AVX-512 kernels are only fast on Intel's processors: a float32 step on an AMD EPYC takes
@@ -23,7 +23,7 @@ def settle_products(device: str) -> str | None:
     oneDNN only does that with AMX, and a check here verifies that it does not. A precision that the
     user set is not changed.
     """
-    avx_512 = device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
     if not slow or torch.get_float32_matmul_precision() != _EXACT:
         return None

@@ -278,6 +278,8 @@ def _fail(error: Exception) -> int:
 
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error of all ranks, or of this rank alone; return its exit code."""
+    for level, text in error.report:
+        logger.log(level, "%s", text)
     problems = [redact(problem) for problem in error.problems]
     first = problems[0].splitlines()[0]
     note = first if error.kind in first else f"{error.kind}: {first}"

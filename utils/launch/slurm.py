@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.config.precision import is_true
 from utils.config.strategy import AUTO, CONFIG
 from utils.support.host import host_name
 

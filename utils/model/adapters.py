@@ -1,10 +1,10 @@
 """The trained part of a model: LoRA's adapters, or all weights that text passes through."""
 
 import contextlib
-import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -15,9 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from utils.config.arguments import ModelArguments
+from utils.config.arguments import ModelArguments, with_values
 from utils.config.errors import ConfigurationError
-from utils.config.settings import RunSettings
 from utils.model.architecture import (
     MISFITS,
     apart_inside,
@@ -32,8 +31,6 @@ from utils.model.architecture import (
 from utils.support.foreign import foreign, limits, read_object, reason
 from utils.support.host import memory_room_bytes
 from utils.support.notes import memory_error
-
-logger = logging.getLogger(__name__)
 
 ALL = "all-linear"
 # Settings of PEFT that say how large an adapter is.
@@ -51,6 +48,19 @@ class Targets(NamedTuple):
     modules: list[str]
     parameters: list[str]
     head: bool  # the last layer is trained whole in addition
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What LoRA trains in a model.
+
+    model: the model's settings with these targets by their full names, and with the dropout that
+    they allow. report: lines for the log.
+    """
+
+    targets: Targets
+    model: ModelArguments
+    report: tuple[str, ...]
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
@@ -169,37 +179,38 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
     return list(frozen)
 
 
-def plan_adapters(settings: RunSettings, config: PreTrainedConfig) -> Targets | None:
-    """Find what LoRA adapts, give it to the model's settings, and log it; None without LoRA.
+def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
+    """Find what LoRA adapts; None without LoRA. Raises ConfigurationError.
 
-    By default that is every linear layer but the last, and the experts, of the text model. PEFT
-    adapts the model without weights here, so that all is refused now that it would refuse.
+    By default LoRA adapts every linear layer of the text model except the last, and the experts.
+    PEFT adapts the model without weights here, so that what PEFT refuses is refused now.
     """
-    model = settings.model
     if not model.use_peft:
         return None
     from peft.tuners.lora import LoraLayer
 
     targets = _targets(without_weights(config), model)
-    experts = _last_names(targets.parameters)
+    experts, report = _last_names(targets.parameters), list[str]()
     if experts and model.lora_dropout:
-        dropout, model.lora_dropout = model.lora_dropout, 0.0
-        logger.info(f"lora_dropout: 0, not {dropout:g}: experts ({', '.join(experts)}) take none")
-    adapted = _adapt(config, model, targets.modules, targets.parameters)
+        report.append(
+            f"lora_dropout: 0, not {model.lora_dropout:g}: experts ({', '.join(experts)}) take none"
+        )
+        model = with_values(model, lora_dropout=0.0)
+    model, adapted = _adapt(config, model, targets.modules, targets.parameters)
     layers = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     missed = [name for name in targets.modules if f"base_model.model.{name}" not in layers]
     if missed:
         # PEFT takes these names for those of former experts; as parameters it knows them.
         rest = [name for name in targets.modules if name not in missed]
         weights = [f"{name}.weight" for name in missed]
-        adapted = _adapt(config, model, rest, targets.parameters + weights)
+        model, adapted = _adapt(config, model, rest, targets.parameters + weights)
     trained, total = adapted.get_nb_trainable_parameters()
     names = ", ".join([*_last_names(targets.modules), *(f"experts' {name}" for name in experts)])
-    logger.info(
+    report.append(
         f"LoRA: rank {model.lora_r} on {names}: {trained:,} of {total:,} parameters "
         f"({trained / total:.2%}) train"
     )
-    return targets
+    return AdapterPlan(targets, model, tuple(report))
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -217,12 +228,13 @@ def check_model(config: PreTrainedConfig) -> None:
 
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
-) -> Any:
-    """Let PEFT adapt these targets, which the model's settings then name."""
-    model.lora_target_modules = list(modules)
-    model.lora_target_parameters = list(parameters) or None
+) -> tuple[ModelArguments, Any]:
+    """Return the model's settings with these targets, and the model as PEFT adapts it."""
+    named = with_values(
+        model, lora_target_modules=list(modules), lora_target_parameters=list(parameters) or None
+    )
     try:
-        return with_adapters(without_weights(config), model)
+        return named, with_adapters(without_weights(config), named)
     except MISFITS as error:
         raise ConfigurationError(
             f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "

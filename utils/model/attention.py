@@ -24,6 +24,7 @@ MASK_COST = (
     "sequence length"
 )
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
+OPEN = "open"  # the kernel of a run that trains on another machine, which chooses it there
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 PROOFS = {
     "plain": "no document sees the padding behind it",

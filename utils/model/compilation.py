@@ -7,7 +7,6 @@ and the same random state.
 """
 
 import importlib.util
-import logging
 import os
 import shutil
 from functools import partial
@@ -27,8 +26,6 @@ from utils.launch.processes import LaunchFacts
 from utils.model.architecture import causal_lm_class, has_experts, without_weights
 from utils.support.collectives import gathered, on_rank_0
 from utils.support.files import cache_root
-
-logger = logging.getLogger(__name__)
 
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
@@ -85,10 +82,15 @@ OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
 
-def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
-    """Set and return torch's cache directory for compiled code.
+def compile_cache() -> Path:
+    """Return torch's cache directory for compiled code (in a job: utils/launch/caches.py)."""
+    return Path(os.environ.get(CACHE_VARIABLE) or cache_root() / "compiled")
 
-    Raises ConfigurationError under ZeRO-3, and if this host compiles but has no C++ compiler.
+
+def check_compilation(strategy: str, compiles_here: bool = True) -> None:
+    """Raise ConfigurationError where layers cannot be compiled.
+
+    They cannot under ZeRO-3, nor if this host compiles but has no C++ compiler.
     """
     if strategy == "zero3":
         raise ConfigurationError(
@@ -101,7 +103,6 @@ def prepare_compilation(strategy: str, compiles_here: bool = True) -> Path:
             f"--compile true needs a C++ compiler, and there is no {compiler} here (CXX names "
             "another): load or install one, or set --compile false"
         )
-    return Path(os.environ.setdefault(CACHE_VARIABLE, str(cache_root() / "compiled")))
 
 
 def marked_layers(model: nn.Module) -> list[nn.Module]:
@@ -118,6 +119,7 @@ def compile_layers(model: nn.Module) -> None:
     if not layers:
         name = type(model).__name__
         raise ConfigurationError(f"--compile true: {name} is not built of layers; set it to false")
+    os.environ.setdefault(CACHE_VARIABLE, str(compile_cache()))
     # All layers may differ, and each is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -133,8 +135,8 @@ def leave_length_open(tensor: torch.Tensor) -> None:
 
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
-) -> bool:
-    """Decide whether to compile layers, and log the decision.
+) -> tuple[bool, str]:
+    """Return whether to compile layers, and the reason for the log; empty: nothing to say.
 
     By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
     keeps the decision of its last start, because compiled layers round differently. `elsewhere`
@@ -151,11 +153,11 @@ def choose_compilation(
             hindrance = next(filter(None, gathered(_hindrance(config, launch, elsewhere))), None)
             compiled, why = not hindrance, f"as {hindrance}" if hindrance else "auto"
     if compiled:
-        where = prepare_compilation(launch.strategy, compiles_here=not elsewhere)
-        why = f"{why or 'as requested'}, layer by layer, static shapes, kept in {where}"
-    if why:
-        logger.info("compile: %s%s", "" if compiled else "off, ", why)
-    return bool(compiled)
+        check_compilation(launch.strategy, compiles_here=not elsewhere)
+        why = f"{why or 'as requested'}, layer by layer, static shapes, kept in {compile_cache()}"
+    elif why:
+        why = f"off, {why}"
+    return bool(compiled), why
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
@@ -170,7 +172,7 @@ def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -
     if not model_class.supports_gradient_checkpointing:  # which is how layers are marked
         return f"transformers marks no layers in {model_class.__name__}"
     try:
-        prepare_compilation(launch.strategy, compiles_here=not elsewhere)
+        check_compilation(launch.strategy, compiles_here=not elsewhere)
     except ConfigurationError as error:
         return str(error)
     return None

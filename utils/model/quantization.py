@@ -39,10 +39,11 @@ class Quantized(NamedTuple):
 
 
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
-    """Return the layers of a model that are in 4 bits, or None; call it after `plan_adapters`.
+    """Return the layers of a model that are in 4 bits, or None.
 
     These are the text model's linear layers except the last, with or without adapters. Embeddings
-    and norms are not quantized, nor are experts, whose weights are one tensor.
+    and norms are not quantized, nor are experts, whose weights are one tensor. `model` names LoRA's
+    targets as AdapterPlan does.
     """
     if not model.load_in_4bit:
         return None
@@ -76,14 +77,13 @@ def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy
 
 
 def quantized_loading(
-    settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype
+    settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype, found: Quantized | None
 ) -> dict[str, Any]:
     """Return the arguments of from_pretrained for 4 bits; empty if nothing is quantized.
 
     Layers compute in the type of mixed precision, or in `dtype`, the type of the other weights.
     """
     model, training = settings.model, settings.training
-    found = quantized_layers(model, config)
     if found is None:
         return {}
     linear, computed = (nn.Linear, Conv1D), COMPUTED.get(training.mixed_precision, dtype)

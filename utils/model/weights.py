@@ -37,7 +37,7 @@ from utils.model.attention import AttentionChoice
 from utils.model.config import add_rows, config_from_file, fit_embedding, read_config_file
 from utils.model.finished_model import generation_settings, read_published_files
 from utils.model.probe import probe_config, torch_operators
-from utils.model.quantization import compute_alike, quantized_loading
+from utils.model.quantization import Quantized, compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_training
 from utils.support.collectives import on_every_rank, on_rank_0
@@ -258,7 +258,8 @@ def published_rows(
 def load_model(
     settings: RunSettings,
     config: PreTrainedConfig,
-    attention: AttentionChoice | None,
+    attention: AttentionChoice,
+    quantized: Quantized | None,
     new_tokens: Sequence[int],
     weights_from: str | None,
 ) -> PreTrainedModel:
@@ -269,7 +270,6 @@ def load_model(
     None if Trainer loads the run's own checkpoint over random weights. Collective over ranks;
     raises ConfigurationError for weights that do not fit.
     """
-    assert attention is not None, "only a dry run leaves it open"
     model, dtype = settings.model, weights_dtype(settings.model, config)
     weights = weights_from or model.model_name_or_path
     if weights is None:
@@ -287,7 +287,7 @@ def load_model(
             config=published,
             dtype=dtype,
             attn_implementation=attention.name,
-            **quantized_loading(settings, config, dtype),
+            **quantized_loading(settings, config, dtype, quantized),
         )
         if published is not config:
             add_rows(made, list(new_tokens), config.get_text_config().vocab_size)

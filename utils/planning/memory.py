@@ -13,23 +13,20 @@ from transformers import PreTrainedConfig
 
 from utils.config.arguments import ModelArguments, RunArguments
 from utils.config.assumed import assumed_gpus
+from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
-from utils.model.adapters import linear_and_experts, trained_bytes, with_adapters
-from utils.model.architecture import MISFITS, causal_lm_class, without_weights
-from utils.model.attention import AttentionChoice
+from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
+from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.compilation import CHOICES
 from utils.model.finished_model import name_of
-from utils.model.loss_head import LossHeadChoice
 from utils.model.quantization import quantized_layers
 from utils.model.weights import weights_dtype
-from utils.planning.memory_trace import Workload, most_alive, trace
+from utils.planning.memory_trace import Kernels, Workload, most_alive, trace
 from utils.planning.remedies import Fits, remedies
 from utils.support.collectives import gathered
 from utils.support.host import host_name, memory_room_bytes
-
-logger = logging.getLogger(__name__)
 
 GIB = 2**30
 VARIABLE = "STOKER_GPU_MEMORY_GIB"
@@ -51,12 +48,25 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
 
 
+class Report(list[tuple[int, str]]):
+    """Lines for the log, each with its level: a function that plans returns them and logs none."""
+
+    def say(self, text: str) -> None:
+        """Add a fact."""
+        self.append((logging.INFO, text))
+
+    def warn(self, text: str) -> None:
+        """Add a warning."""
+        self.append((logging.WARNING, text))
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on each device when most are in use.
 
     `activations` are all else that is alive then: what the backward pass needs, the loss head's
-    logits, whole weights of gathered layers. 0 if they could not be `counted`.
+    logits, whole weights of gathered layers. 0 if they could not be `counted`. fault: a warning for
+    the log, on what could not be counted.
     """
 
     weights: int
@@ -64,6 +74,7 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     counted: bool
+    fault: str = ""
 
     @property
     def total(self) -> int:
@@ -96,22 +107,21 @@ class MemoryPlan:
 
 
 def plan_memory(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts,
-    attention: AttentionChoice | None, loss_head: LossHeadChoice, compiled: bool,
-) -> MemoryPlan:  # fmt: skip
-    """Predict the memory of one device, choose the activation checkpointing, and log both.
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
+) -> tuple[MemoryPlan, Report]:
+    """Predict the memory of one device and choose the activation checkpointing.
 
-    Hands Trainer the choice as the boolean it knows. Collective over ranks, which all choose by
-    the smallest room. Without `attention` there is no device to ask: a dry run takes the GPU that
-    --assume or slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even
-    if the prediction is too high, and for weights that a host cannot hold.
+    Returns the choice, and the lines of the log. Collective over ranks, which all choose by the
+    smallest room. Where the run trains elsewhere the device is the GPU that --assume or
+    slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even if the
+    prediction is too high, and for weights that a host cannot hold.
     """
-    training = settings.training
+    report = Report()
     requested, possible = checkpointing_choices(settings, config, launch)
-    work = workload(settings, config, launch, attention, loss_head, compiled)
+    work = workload(settings, config, launch, kernels)
     counts = count_parameters(settings.model, config)
     if (quantized := work.quantized) is not None:
-        logger.info(
+        report.say(
             f"load_in_4bit: {quantized.weights:,} of {counts[0]:,} parameters are kept in "
             f"{settings.model.bnb_4bit_quant_type}, the rest in {name_of(work.weights)}"
         )
@@ -119,7 +129,9 @@ def plan_memory(
         choice: estimate_memory(settings, config, launch, work, choice, counts)
         for choice in (possible if requested == "auto" else [requested])
     }
-    elsewhere = attention is None
+    for fault in dict.fromkeys(each.fault for each in predicted.values() if each.fault):
+        report.warn(fault)
+    elsewhere = kernels.elsewhere
     own = planned_device(settings.run, os.environ) if elsewhere else own_device(launch)
     room, size = (
         min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
@@ -129,10 +141,11 @@ def plan_memory(
     needed, weights = predicted[choice].total, predicted[choice].weights
     limit = room if size is None else int(margin * size)
     hopeless = limit is not None and weights > limit
-    logger.info(f"memory: {counts[0]:,} parameters, {counts[1]:,} trained; {predicted[choice]}")
-    logger.info("activation checkpointing: %s", reason)
+    sizes = f"{counts[0]:,} parameters, {counts[1]:,} trained"
+    report.say(f"memory: {sizes}; {predicted[choice]}")
+    report.say(f"activation checkpointing: {reason}")
     if room is not None and (hopeless or needed > room):
-        fits = fitting(room, config, attention, loss_head, compiled)
+        fits = fitting(room, config, kernels)
         others = remedies(settings, launch, choice, possible, fits)
         problem = (
             f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room) / GIB:.1f} "
@@ -141,8 +154,7 @@ def plan_memory(
         )
         if hopeless or (size is not None and needed > margin * size):
             raise ConfigurationError(problem)
-        logger.warning("%s. It will probably run out", problem)
-    training.activation_checkpointing = training.gradient_checkpointing = choice != "none"
+        report.warn(f"{problem}. It will probably run out")
 
     def peak(choice: str, work: Workload, launch: LaunchFacts = launch) -> int:
         return estimate_memory(settings, config, launch, work, choice, counts).total
@@ -154,7 +166,7 @@ def plan_memory(
         sequence = peak(choice, replace(work, rows=work.rows + 1)) - needed
         rows = replace(work, weights=work.autocast or work.weights)
         sharded = peak(choice, rows, replace(launch, strategy="fsdp2"))
-    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded)
+    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded), report
 
 
 def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int) -> str:
@@ -163,34 +175,31 @@ def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int
     return f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} right?"
 
 
-def fitting(
-    room: int, config: PreTrainedConfig, attention: AttentionChoice | None,
-    loss_head: LossHeadChoice, compiled: bool,
-) -> Fits:  # fmt: skip
-    """Return what says whether a run with other settings fits into `room` bytes."""
+def fitting(room: int, config: PreTrainedConfig, kernels: Kernels) -> Fits:
+    """Return a function that says whether a run with other settings fits into `room` bytes."""
 
     def fits(settings: RunSettings, launch: LaunchFacts, choice: str) -> bool:
-        if launch.strategy == "fsdp2" and attention is not None and launch.device == "cpu":
+        if launch.strategy == "fsdp2" and launch.device == "cpu" and not kernels.elsewhere:
             return False  # it needs GPUs
-        model, layers = settings.model, compiled and launch.strategy != "zero3"
+        model = settings.model
         if model.use_peft and not (model.lora_target_modules or model.lora_target_parameters):
-            modules, experts = linear_and_experts(without_weights(config))
-            model.lora_target_modules, model.lora_target_parameters = modules, experts or None
-            model.lora_dropout = 0.0 if experts else model.lora_dropout
-        work = workload(settings, config, launch, attention, loss_head, layers)
-        try:
-            counts = count_parameters(model, config)
-        except MISFITS:  # PEFT does not adapt every model
-            return False
+            try:
+                adapters = plan_adapters(model, config)
+            except ConfigurationError:  # PEFT does not adapt every model
+                return False
+            assert adapters is not None, "use_peft is true"
+            settings = replace(settings, model=adapters.model)
+        compiled = kernels.compiled and launch.strategy != "zero3"
+        work = workload(settings, config, launch, replace(kernels, compiled=compiled))
+        counts = count_parameters(settings.model, config)
         return estimate_memory(settings, config, launch, work, choice, counts).total <= room
 
     return fits
 
 
 def workload(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts,
-    attention: AttentionChoice | None, loss_head: LossHeadChoice, compiled: bool,
-) -> Workload:  # fmt: skip
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
+) -> Workload:
     """Return the micro-batch of a rank, in the types that this launch computes with."""
     training = settings.training
     weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
@@ -199,7 +208,7 @@ def workload(
     rows, length = training.per_device_train_batch_size, settings.data.sequence_length
     device = "cuda" if launch.device == "cuda" else "cpu"
     quantized = quantized_layers(settings.model, config)
-    return Workload(rows, length, weights, mixed, device, attention, loss_head, compiled, quantized)
+    return Workload(rows, length, weights, mixed, device, kernels, quantized)
 
 
 def checkpointing_choices(
@@ -211,7 +220,7 @@ def checkpointing_choices(
     """
     value = settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
-    by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
+    by_launch = is_true("FSDP_ACTIVATION_CHECKPOINTING", settings.values.environment)
     if launch.strategy.startswith("fsdp") and by_launch:
         raise ConfigurationError(
             "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
@@ -300,9 +309,9 @@ def estimate_memory(
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
     `counts` are of all and of the trained parameters. The launch's strategy says what is sharded.
-    Where the architecture cannot run without data activations are left out, with a warning.
+    Where the architecture cannot run without data, activations are left out: see `fault`.
     """
-    training, dtype = settings.training, weights_dtype(settings.model, config)
+    dtype = weights_dtype(settings.model, config)
     size, gradients = dtype.itemsize, trained_bytes(settings.model, config, dtype, counts[1])
     states = _optimizer_bytes(settings, launch, gradients, counts[1])
     if launch.strategy.startswith("zero") and work.autocast is not None:
@@ -313,13 +322,14 @@ def estimate_memory(
         for kind, strategies in SHARDED_BY.items()
     }
     gradients //= shards["gradients"]
-    accumulates, ddp = training.gradient_accumulation_steps > 1, launch.strategy == "ddp"
+    accumulates = settings.run.global_batch_size > work.rows * launch.world_size
+    ddp = launch.strategy == "ddp"
     # DDP's buckets are the gradients' place from the first step on.
     held = gradients if accumulates or ddp else 0
     most, made = gradients, gradients  # while the optimizer steps
-    gathered_weights, counted = 0, False
+    gathered_weights, counted, fault = 0, False, ""
     try:
-        stretches, gathered_weights = trace(settings, config, work, choice)
+        stretches, gathered_weights, fault = trace(settings, config, work, choice)
         # FSDP2 adds a layer's gradients over the ranks in float32 (utils/launch/processes.py).
         sharded = launch.strategy == "fsdp2" and launch.world_size > 1
         copied = 4 / work.weights.itemsize if work.autocast else 1.0
@@ -329,14 +339,14 @@ def estimate_memory(
         most, made = max((most, made), found)
         counted = True
     except MISFITS as error:
-        logger.warning(
-            "memory: %s does not run without data (%s: %.200s), so activations are not counted",
-            type(config).__name__, type(error).__name__, error,
-        )  # fmt: skip
+        fault = (
+            f"memory: {type(config).__name__} does not run without data "
+            f"({type(error).__name__}: {error!s:.200}), so activations are not counted"
+        )
     activations = most - made
     if shards["weights"] > 1:
         activations += gathered_weights
-    if work.device != "cpu" or work.attention is None:  # a GPU, or a dry run for one
+    if work.device != "cpu" or work.kernels.elsewhere:  # a GPU, or a dry run for one
         activations += WORKSPACE_BYTES
     if work.quantized is not None:
         # A layer's weights are dequantized while it computes, whichever is running at the peak.
@@ -346,7 +356,7 @@ def estimate_memory(
     if work.quantized is not None:
         weights -= work.quantized.bytes_saved(settings.model, dtype)
     weights, states = weights // shards["weights"], states // shards["optimizer"]
-    return MemoryEstimate(weights, made, states, activations, counted)
+    return MemoryEstimate(weights, made, states, activations, counted, fault)
 
 
 def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:

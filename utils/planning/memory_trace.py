@@ -5,13 +5,12 @@ makes it until nothing holds it. Layers alike are gone through once. `trace` is 
 """
 
 import copy
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -34,12 +33,20 @@ from utils.model.loss_head import LossHeadChoice
 from utils.model.probe import torch_operators
 from utils.model.quantization import Quantized
 
-logger = logging.getLogger(__name__)
-
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
 WITH_SCORES = ("sdpa", "eager")  # they run as they are: masks and scores may be in memory
 COUNTED = "counted_attention"  # transformers looks for "flash", "sdpa" and the like inside a name
 EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes a step. `elsewhere`: the run trains on GPUs of another machine."""
+
+    attention: AttentionChoice
+    loss_head: LossHeadChoice
+    compiled: bool = False
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,7 @@ class Workload:
     weights: torch.dtype
     autocast: torch.dtype | None
     device: str
-    attention: AttentionChoice | None  # None: the compute node chooses, a flash kernel if any
-    loss_head: LossHeadChoice
-    compiled: bool = False
+    kernels: Kernels
     quantized: Quantized | None = None
 
 
@@ -102,36 +107,46 @@ def most_alive(
     return max((most, of_most), (at_end, made)) if copied else (most, of_most)
 
 
-def trace(
-    settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
-) -> tuple[list[Stretch], int]:
+class Traced(NamedTuple):
+    """The memory of a step.
+
+    gathered_bytes: the weights of two layers and of everything outside the layers, which each rank
+    holds whole where a strategy gathers weights. fault: why layers were not counted as compiled.
+    """
+
+    stretches: list[Stretch]  # in the order of the step
+    gathered_bytes: int
+    fault: str = ""
+
+
+def trace(settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str) -> Traced:
     """Count a step's memory with this activation checkpointing; nothing is computed.
 
-    Returns the stretches of a step in order, and the bytes of the weights of two layers and of what
-    is in none: whole on each rank, where a strategy gathers weights. Raises what the architecture
-    raises where it cannot run without data (MISFITS).
+    Raises what the architecture raises where it cannot run without data (MISFITS).
     """
+    fault = ""
     # Where layers are computed again the checkpoint says what is kept, compiled or not.
-    if work.compiled and choice == "none":
+    if work.kernels.compiled and choice == "none":
         try:
             return _trace(_build(settings, config, work, choice), work, cut=True)
         except MISFITS as error:
-            logger.warning(
-                "memory: layers of %s are counted as not compiled, which is more: %s: %.200s",
-                type(config).__name__, type(error).__name__, error,
-            )  # fmt: skip
-    return _trace(_build(settings, config, work, choice), work, cut=False)
+            fault = (
+                f"memory: layers of {type(config).__name__} are counted as not compiled, which is "
+                f"more: {type(error).__name__}: {error!s:.200}"
+            )
+    traced = _trace(_build(settings, config, work, choice), work, cut=False)
+    return traced._replace(fault=fault)
 
 
-def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch], int]:
+def _trace(model: nn.Module, work: Workload, *, cut: bool) -> Traced:
     layers = layers_of(model)
     kinds = _kinds(layers)
     # Experts multiply by the operator that transformers has for where torch has none: it takes
     # tensors without data of any type, and what it makes is as large. (A Mock keeps what it gets.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
-    # Without a device to ask it is a GPU elsewhere, of which a CPU's build has no fake tensors.
-    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.attention is None else {})
+    # A CPU's build of torch has no fake tensors of a GPU elsewhere: fake tensors of a CPU stand in.
+    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.kernels.elsewhere else {})
     with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu, torch_operators():
         _put_on_device(model)
         if cut:
@@ -141,7 +156,7 @@ def _trace(model: nn.Module, work: Workload, *, cut: bool) -> tuple[list[Stretch
         stretches = _go_through(model, work)
     sizes = [_bytes(layer.parameters()) for layer in layers]
     gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
-    return _all_layers(stretches, kinds), gathered
+    return Traced(_all_layers(stretches, kinds), gathered)
 
 
 def _zero(*_: Any) -> int:
@@ -159,17 +174,18 @@ def _build(
     settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
 ) -> nn.Module:
     config = copy.deepcopy(config)
-    if work.attention is None or work.attention.name not in WITH_SCORES:
+    kernels = work.kernels
+    if kernels.attention.name not in WITH_SCORES:
         kernel = VarlenKernel(COUNTED, COUNTED, EVERYTHING, _as_flash, on_cuda_only=False)
         AttentionInterface.register(COUNTED, partial(packed_varlen, kernel=kernel))
         config._attn_implementation = COUNTED
     else:
-        config._attn_implementation = work.attention.name
+        config._attn_implementation = kernels.attention.name
     with torch.device("meta"):
         # The class itself: from_config would split the weights over the ranks under ZeRO-3.
         model_class: Any = causal_lm_class(config)
         model = model_class(config).to(work.weights)
-        work.loss_head.install(model, work.compiled)
+        kernels.loss_head.install(model, kernels.compiled)
         if choice == "selective":
             keep_products(model)
         if choice != "none":
@@ -254,13 +270,14 @@ def _fake_batch(work: Workload) -> dict[str, Any]:
         "max_length_k": work.sequence_length,
         "num_items_in_batch": torch.zeros((), dtype=torch.int64),
     }
-    if work.loss_head.name == "fused":
+    kernels = work.kernels
+    if kernels.loss_head.name == "fused":
         inputs["loss_positions"] = torch.zeros(tokens, dtype=torch.int64)
-    if work.loss_head.router is not None:
+    if kernels.loss_head.router is not None:
         inputs["sequence_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
-    if work.attention is not None:
-        batches = work.attention.batches  # the longest document fills its sequence
-        inputs = shape_inputs(inputs, "plain" if batches == "alone" else batches)
+    batches = kernels.attention.batches
+    # The longest document fills its sequence.
+    inputs = shape_inputs(inputs, "plain" if batches == "alone" else batches)
     return inputs | {"use_cache": False}
 
 

@@ -3,8 +3,6 @@
 A dry run and every start build the same optimizer, schedule, recomputation and trackers here.
 """
 
-import copy
-import logging
 import math
 import warnings
 from collections.abc import Iterator
@@ -18,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from utils.config.arguments import with_values
 from utils.config.checks import REPORTERS
 from utils.config.declarations import SettingValues
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.model.architecture import first_line, without_weights
 from utils.model.weights import weights_dtype
-
-logger = logging.getLogger(__name__)
+from utils.planning.memory import Report
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
@@ -56,14 +54,16 @@ def rehearse(
     own_optimizer: bool,
     total_steps: int,
     device: torch.device | None,
-) -> None:
+) -> Report:
     """Build what the settings name and take a step with it; raises ConfigurationError.
 
-    `own_optimizer`: Trainer builds none, so the schedule alone is judged. `device` is the one that
-    trains. On a login node it is None: nothing is computed there.
+    Returns lines for the log, on settings without effect. `own_optimizer`: Trainer builds none, so
+    the schedule alone is judged. `device` is the one that trains. On a login node it is None:
+    nothing is computed there.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
+    report = Report()
     with _judged(values, "activation_checkpointing_kwargs", problems):
         _try_recomputation(args)
     for reporter in args.report_to or ():
@@ -79,16 +79,17 @@ def rehearse(
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if not own_optimizer:
-            _check_effect(settings, model, pairs, built.defaults)
+            report += _check_effect(settings, model, pairs, built.defaults)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             built.step()
     if trainer.optimizer is not None:
         with _judged(values, SCHEDULE, problems):
-            _try_schedule(trainer, settings, total_steps)
+            report += _try_schedule(trainer, settings, total_steps)
     if problems:
         raise ConfigurationError(problems)
+    return report
 
 
 @contextmanager
@@ -139,28 +140,27 @@ def _stand_in(
 
 def _check_effect(
     settings: RunSettings, model: PreTrainedModel, pairs: dict[str, str], built: dict[str, Any]
-) -> None:
-    """Refuse keys of optim_args that the optimizer does not read; log other settings like that.
+) -> Report:
+    """Refuse keys of optim_args that the optimizer does not read; report other settings like that.
 
     A key may say what `built`, the options of the optimizer, has anyway: relative_step=false.
     """
-    values, args = settings.values, copy.copy(settings.training)
-    optimizer = values.shown("optim")
+    values, args = settings.values, settings.training
+    report = Report()
     for name in OF_SOME_OPTIMIZERS:
         if values.rank(name) > 0 and values.changed(name):
-            given, before = getattr(args, name), _options(args, model)
-            setattr(args, name, values.declared[name].default)
-            if _options(args, model) == before:
-                logger.info("settings: %s has no effect: %s", values.shown(name), optimizer)
-            setattr(args, name, given)
+            without = with_values(args, **{name: values.declared[name].default})
+            if _options(without, model) == _options(args, model):
+                text = f"{values.shown(name)} has no effect: {values.shown('optim')}"
+                report.say(f"settings: {text}")
     for key, value in pairs.items():
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
             continue
         others = {name: other for name, other in pairs.items() if name != key}
         seen = []
         for each in (others, *({**others, key: tried} for tried in (value, *TRIED))):
-            args.optim_args = ",".join(f"{name}={other}" for name, other in each.items())
-            seen.append(_options(args, model))
+            written = ",".join(f"{name}={other}" for name, other in each.items())
+            seen.append(_options(with_values(args, optim_args=written), model))
         # Trainer sets weight_decay for each group of weights, which overrules the optimizer's.
         if key == "weight_decay" or all(options == seen[0] for options in seen):
             setting = SETTINGS_OF_KEYS.get(key)
@@ -168,6 +168,7 @@ def _check_effect(
                 f"set {setting}" if setting else "this optimizer does not read it; leave it out"
             )
             raise ValueError(f"{key} has no effect in optim_args: {advice}")
+    return report
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
@@ -196,13 +197,14 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
     return pairs
 
 
-def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) -> None:
-    """Compute learning rates of the whole run; log it if none is as high as learning_rate."""
+def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) -> Report:
+    """Compute learning rates of the whole run; warn if none is as high as learning_rate."""
+    report = Report()
     scheduler: Any = trainer.create_scheduler(total_steps)
     if not isinstance(scheduler, LambdaLR):
         for _ in range(3):
             scheduler.step(1.0)  # metrics of evaluations
-        return
+        return report
     warmup = settings.training.get_warmup_steps(total_steps)
     steps = {*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), total_steps - 1}
     steps |= {step for step in (1, warmup - 1, warmup, warmup + 1) if 0 <= step < total_steps}
@@ -216,9 +218,10 @@ def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) 
     for scale in scheduler.lr_lambdas:
         scale(total_steps)  # computed after the last step, where no step uses it
     if peak < NEARLY_WHOLE:
-        logger.warning(
+        report.warn(
             f"{settings.values.shown('lr_scheduler_type')}: the learning rate is at most "
             f"{peak * settings.training.learning_rate:.3g} in this run, not "
             f"{settings.training.learning_rate:g} ({total_steps:,} steps, "
             f"{settings.values.shown('warmup_steps')})"
         )
+    return report

@@ -1,10 +1,10 @@
 """Settings with which a run fits into its GPUs, each tried with the prediction that it failed."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from utils.config.arguments import with_values
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 
@@ -66,13 +66,13 @@ def changed(
     settings: RunSettings, launch: LaunchFacts, choice: str, changes: Changes
 ) -> tuple[RunSettings, LaunchFacts, str]:
     """Return settings, launch and activation checkpointing with these changes."""
-    training, data = copy.copy(settings.training), copy.copy(settings.data)
-    model = copy.copy(settings.model)
-    for part in (training, data, model):
-        vars(part).update({name: changes[name] for name in changes.keys() & vars(part).keys()})
+    parts: dict[str, Any] = {
+        "training": settings.training, "data": settings.data, "model": settings.model,
+    }  # fmt: skip
+    for name, part in parts.items():
+        own = {key: value for key, value in changes.items() if key in vars(part)}
+        parts[name] = with_values(part, **own)
+    settings = replace(settings, **parts)
     strategy, ranks = changes.get("strategy", launch.strategy), changes.get(GPUS, launch.world_size)
-    batch = training.per_device_train_batch_size * ranks
-    training.gradient_accumulation_steps = max(settings.run.global_batch_size // batch, 1)
-    settings = replace(settings, training=training, data=data, model=model)
     launch = replace(launch, strategy=strategy, world_size=ranks)
     return settings, launch, changes.get(RECOMPUTED, choice)

@@ -4,8 +4,6 @@
 are predictions (memory.py) and forecasts (forecast.py): nothing is measured here.
 """
 
-import copy
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,13 +11,12 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from utils.config.arguments import accumulation_steps
+from utils.config.arguments import accumulation_steps, with_values
 from utils.config.assumed import GPUS, AssumedGpus, assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.architecture import MISFITS, first_line
-from utils.model.loss_head import LossHeadChoice
 from utils.planning.forecast import (
     SOURCE,
     ModelProducts,
@@ -32,15 +29,15 @@ from utils.planning.memory import (
     MARGIN,
     RESERVED,
     VARIABLE,
+    Report,
     checkpointing_choices,
     estimate_memory,
     fitting,
     planned_device,
     workload,
 )
+from utils.planning.memory_trace import Kernels
 from utils.planning.remedies import remedies
-
-logger = logging.getLogger(__name__)
 
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of strategies that are named otherwise
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -71,20 +68,18 @@ class Planner:
 
     settings: RunSettings
     config: PreTrainedConfig
-    loss_head: LossHeadChoice
-    compiled: bool
+    kernels: Kernels
     gpus: AssumedGpus
     document_tokens: float
     products: ModelProducts
 
     def candidate(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> Candidate:
         """Predict one choice; raises ConfigurationError where the global batch does not divide."""
-        training = copy.copy(self.settings.training)
-        training.per_device_train_batch_size = micro_batch
-        training.gradient_accumulation_steps = self._accumulation(launch, micro_batch)
+        self._accumulation(launch, micro_batch)  # raises
+        training = with_values(self.settings.training, per_device_train_batch_size=micro_batch)
         settings = replace(self.settings, training=training)
-        compiled = self._compiled(launch)
-        work = workload(settings, self.config, launch, None, self.loss_head, compiled)
+        kernels = replace(self.kernels, compiled=self._compiled(launch))
+        work = workload(settings, self.config, launch, kernels)
         counts = self.products.parameters
         memory = estimate_memory(settings, self.config, launch, work, recomputed, counts)
         speed = self.speed(launch, micro_batch, recomputed)
@@ -110,7 +105,7 @@ class Planner:
         return accumulation_steps(total, micro_batch, launch.world_size)
 
     def _compiled(self, launch: LaunchFacts) -> bool:
-        return self.compiled and launch.strategy != "zero3"
+        return self.kernels.compiled and launch.strategy != "zero3"
 
     @property
     def room(self) -> int:
@@ -136,8 +131,7 @@ class Planner:
 
     def choices(self, launch: LaunchFacts) -> list[str]:
         """Return the recomputation that is possible, the least first."""
-        training = copy.copy(self.settings.training)
-        training.activation_checkpointing = "auto"  # type: ignore[assignment] # ours is wider
+        training = with_values(self.settings.training, activation_checkpointing="auto")
         settings = replace(self.settings, training=training)
         return checkpointing_choices(settings, self.config, launch)[1]
 
@@ -184,14 +178,12 @@ def make_planner(
     settings: RunSettings,
     config: PreTrainedConfig,
     launch: LaunchFacts,
-    loss_head: LossHeadChoice,
-    compiled: bool,
-    seen: float,
+    kernels: Kernels,
+    document_tokens: float,
 ) -> Planner:
-    """Return the planner of a dry run, and log with --suggest what it suggests.
+    """Return the planner of a dry run; raises ConfigurationError where nobody named the GPUs.
 
-    `seen` is how long the document is that a token is in, on average. Raises ConfigurationError
-    where nobody named the GPUs.
+    `document_tokens`: the mean length, over all tokens, of the document that a token is in.
     """
     if settings.run.assume:
         gpus = assumed_gpus(settings.run.assume)
@@ -210,24 +202,22 @@ def make_planner(
             f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
             f"({first_line(error)}): leave them out."
         ) from error
-    planner = Planner(settings, config, loss_head, compiled, gpus, seen, products)
-    if settings.run.suggest:
-        suggest(planner, launch)
-    return planner
+    return Planner(settings, config, kernels, gpus, document_tokens, products)
 
 
-def suggest(planner: Planner, launch: LaunchFacts) -> None:
-    """Log the fastest settings that fit and the next ones, or what would fit."""
+def suggest(planner: Planner, launch: LaunchFacts) -> Report:
+    """Return the lines of `--suggest`: the fastest settings that fit, or what would fit."""
+    report = Report()
     if not planner.candidate(launch, 1, planner.choices(launch)[-1]).counted:
-        logger.warning("suggest: nothing, for what activations take cannot be counted here")
-        return
+        report.warn("suggest: nothing, for what activations take cannot be counted here")
+        return report
     ordered = best_first(list(planner.candidates(launch)))
     if not ordered:
         choices = planner.choices(launch)
-        fits = fitting(planner.room, planner.config, None, planner.loss_head, planner.compiled)
+        fits = fitting(planner.room, planner.config, planner.kernels)
         what = remedies(planner.settings, launch, choices[-1], choices, fits)
-        logger.warning("suggest: nothing fits %s; %s", planner.gpus, what)
-        return
+        report.warn(f"suggest: nothing fits {planner.gpus}; {what}")
+        return report
     best, kept = ordered[0], planner.settings.run.global_batch_size
     kinds: dict[tuple[str, str], Candidate] = {}
     for one in ordered:
@@ -242,22 +232,20 @@ def suggest(planner: Planner, launch: LaunchFacts) -> None:
         f"{'tokens/s':>12}",
         *map(planner.row, [*kinds.values()][:ROWS]),
     ]
-    logger.info("%s", "\n".join(lines))
+    report.say("\n".join(lines))
+    return report
 
 
-def report_forecast(
-    planner: Planner, launch: LaunchFacts, recomputed: str, total_steps: int
-) -> None:
-    """Log how fast the run of these settings will be, and how long it takes."""
+def forecast_line(planner: Planner, launch: LaunchFacts, recomputed: str, total_steps: int) -> str:
+    """Write how fast the run of these settings will be, and how long it takes."""
     gpus, run = planner.gpus, planner.settings.run
     if gpus.flops is None:
-        logger.info("forecast: no speed, the GPUs are known by their memory alone (%s)", gpus)
-        return
+        return f"forecast: no speed, the GPUs are known by their memory alone ({gpus})"
     micro_batch = planner.settings.training.per_device_train_batch_size
     speed = planner.speed(launch, micro_batch, recomputed)
     step_tokens = run.global_batch_size * planner.settings.data.sequence_length
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
-    logger.info(
+    return (
         f"forecast: {rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
         f"{duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
         f"({SOURCE}{network})"

@@ -26,17 +26,17 @@ from utils.support.redaction import redact, redacted
 logger = logging.getLogger(__name__)
 
 
-def prepare_trackers(settings: RunSettings, output_dir: Path, run_id: str, step: int) -> None:
+def prepare_trackers(
+    settings: RunSettings, name: str | None, output_dir: Path, run_id: str, step: int
+) -> None:
     """Let the trackers of `report_to` write into the run directory, as one run over its starts.
 
-    Sets their environment variables before the Trainer is made; what the user set stays. `step` is
-    the one that this start resumes from. Rank 0 alone calls it.
+    Sets their environment variables before the Trainer is made; what the user set stays. `name` is
+    the run's name in the trackers. `step` is the one that this start resumes from. Only rank 0
+    calls it.
     """
-    args, place, default = settings.training, output_dir.absolute(), os.environ.setdefault
-    reporters = set(args.report_to or ())
-    args.run_name = redact(args.run_name) if args.run_name else None
-    if args.run_name is None and reporters & {"mlflow", "trackio"}:
-        args.run_name = f"{place.name}-{run_id[:6]}"  # trackio resumes by name alone
+    place, default = output_dir.absolute(), os.environ.setdefault
+    reporters = set(settings.training.report_to or ())
     if "trackio" in reporters:
         default("TRACKIO_DIR", f"{place}/trackio")
     if "tensorboard" in reporters:
@@ -63,7 +63,7 @@ def prepare_trackers(settings: RunSettings, output_dir: Path, run_id: str, step:
         # Trainer takes the run that it finds, and adds its own settings alone.
         config = redacted({**settings.resolved, "git": git_state(_REPOSITORY)})
         config = json.loads(json.dumps(config, default=str))
-        wandb.init(name=args.run_name, config={"stoker": config})
+        wandb.init(name=name, config={"stoker": config})
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:

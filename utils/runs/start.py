@@ -39,6 +39,7 @@ from utils.config.errors import ConfigurationError, NoProgressError, StorageErro
 from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, strategy_variables
+from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import (
     LaunchFacts,
     check_connected,
@@ -50,7 +51,7 @@ from utils.launch.signals import install_stop_signals
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, published_rows, weights_dtype
-from utils.planning.plan import RunPlan, on_a_login_node
+from utils.planning.plan import RunPlan, on_a_login_node, tracker_name
 from utils.planning.run_data import RunData
 from utils.runs.changes import accepted_changes, identity_facts
 from utils.runs.preflight import check_place, check_storage, known_files
@@ -110,14 +111,15 @@ def start_process(settings: RunSettings) -> LaunchFacts:
             on_rank_0(lambda: _adopt(settings))  # before anything looks for what the run began with
         guard_loading(launch.strategy)
         report_strategy(settings, launch)
+        settle_cpu(settings, launch)
         return launch
     import torch
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = settings.values.world_size
     # A build for CUDA names it on a login node without a GPU too, unless it has to look.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None or settings.run.assume else accelerator.type
-    strategy = requested_strategy(os.environ, world_size)
+    strategy = requested_strategy(settings.values.environment, world_size)
     if SUBMITTING not in os.environ and not settings.run.assume:  # a start here is meant
         check_connected(world_size, visible_gpus=0)
         gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -128,7 +130,17 @@ def start_process(settings: RunSettings) -> LaunchFacts:
             )  # fmt: skip
     launch = LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
     report_strategy(settings, launch)
+    settle_cpu(settings, launch)
     return launch
+
+
+def settle_cpu(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Set how this process multiplies and frees memory, if it trains on this host's CPU."""
+    if launch.device != "cpu" or on_a_login_node(settings, launch):
+        return
+    keep_freed_memory(os.environ)
+    if line := settle_products():
+        logger.info("float32 products: %s", line)
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -204,7 +216,8 @@ def start_run(
         mark_run_started(output_dir)
         if not run.finished:
             step = Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2]
-            prepare_trackers(settings, output_dir, run.run_id, int(step))
+            name = tracker_name(settings.training, run.run_id)
+            prepare_trackers(settings, name, output_dir, run.run_id, int(step))
     return run, checkpoints
 
 
@@ -225,7 +238,6 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
         if resolved != settings.resolved:
             text += f"{MASKED_NOTE}\n"
         replace_text(output_dir / CONFIG, text + dump_yaml(resolved))
-    assert plan.attention is not None, "only a dry run leaves it open"
     write_provenance(
         output_dir / PROVENANCE,
         launch,
@@ -236,7 +248,7 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
         loss_head=dataclasses.asdict(plan.loss_head),
         activation_checkpointing=dataclasses.asdict(plan.memory),
         compiled=plan.compiled,
-        float32_products=plan.float32_products,
+        float32_products=products_name(),
         save_dtype=name_of(plan.save_dtype),
         given={name: each.source for name, each in settings.values.given.items()},
         **run.facts,
@@ -297,7 +309,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
                 "name another --output_dir; nothing is written over."
             )
         return Run(run_id, None, False, facts)
-    if "WORLD_SIZE" in os.environ or not on_a_login_node(settings, launch):
+    if "WORLD_SIZE" in settings.values.environment or not on_a_login_node(settings, launch):
         check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
     refuse_code(checkpoint)
     step = read_manifest(checkpoint).step

@@ -3,11 +3,10 @@
 from typing import Any
 
 from datasets import Dataset, load_from_disk
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTTrainer, get_peft_config
 from typing_extensions import override
 
-from utils.config.settings import RunSettings
 from utils.planning.plan import RunPlan
 from utils.planning.run_data import RunData
 from utils.training.callbacks import Callbacks
@@ -21,12 +20,12 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         self,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
-        settings: RunSettings,
+        args: TrainingArguments,
         plan: RunPlan,
         data: RunData,
         callbacks: Callbacks,
     ):
-        adapters = get_peft_config(settings.model)
+        adapters = get_peft_config(plan.adapters.model) if plan.adapters else None
         if adapters is not None:
             _train_new_tokens(adapters, model)
         # SFTTrainer looks at one record of a datasets.Dataset; it reads no other.
@@ -34,12 +33,12 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
         config = vars(model.config.get_text_config())
         router = {name: value for name, value in config.items() if "router" in name}
-        everything = (model, tokenizer, settings, plan, data, callbacks)
+        everything = (model, tokenizer, args, plan, data, callbacks)
         super().__init__(*everything, train_dataset=dataset, peft_config=adapters)
         # SFTTrainer turned the experts' term on there: ours needs no setting of the model, whose
         # configuration is exported as it was.
         config.update(router)
-        if settings.model.load_in_4bit:
+        if plan.quantized is not None:
             made: Any = self.model
             for weight in made.parameters():
                 if weight.requires_grad:  # SFTTrainer has made them bfloat16, as QLoRA's authors

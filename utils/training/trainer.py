@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
@@ -18,7 +18,6 @@ from utils.callbacks.out_of_memory import memory_page
 from utils.callbacks.progress import Phase
 from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
-from utils.config.settings import RunSettings
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import PADDING_SEQUENCE, eval_batches
 from utils.launch.processes import tune_strategy
@@ -43,12 +42,12 @@ class PackedTrainer(SavingTrainer):
     """
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: RunSettings,
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments,
         plan: RunPlan, data: RunData, callbacks: Callbacks, **kwargs: Any,
     ):  # fmt: skip
+        self.settings = settings = plan.settings
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
-        assert plan.attention is not None, "only a dry run leaves it open"
         loss_head, self.batches = plan.loss_head, plan.attention.batches
         self.fused_head = loss_head.name == "fused"
         loss_head.install(model, self.compiled)  # before PEFT wraps it
@@ -61,25 +60,18 @@ class PackedTrainer(SavingTrainer):
         self.callbacks, self.checkpoints = callbacks, callbacks.stop.checkpoints
         self.save_best = settings.run.save_best
         self.extra_saves = []
-        if settings.training.bf16_full_eval or settings.training.fp16_full_eval:
-            # Trainer would cast the weights in place in the evaluation before the export.
-            logger.info("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
-            settings.training.bf16_full_eval = settings.training.fp16_full_eval = False
-        # Trainer would make the repository now, and upload at each save; the end of the run does.
-        self.settings, settings.training.push_to_hub = settings, False
         super().__init__(
             model=model,
-            args=settings.training,
+            args=args,
             processing_class=tokenizer,
             data_collator=dict,  # never called: the loaders assemble whole batches
             eval_dataset=self.eval_splits or None,
-            optimizer_cls_and_kwargs=optimizer_of(settings.training, plan),
+            optimizer_cls_and_kwargs=optimizer_of(args, plan),
             callbacks=[RestoreAtBegin(self._restore), *callbacks.in_order()],
             **kwargs,
         )
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the journal reports
-        self.args.save_total_limit = None  # Checkpoints deletes old ones
         # A loss scaler leaves out steps with gradients that overflow.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)

@@ -13,6 +13,7 @@ from command_lines import BASE
 
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import launch_faults
+from utils.config.precision import launch_for_libraries
 from utils.config.settings import parse_pretraining
 from utils.config.strategy import read_config, strategy_variables
 
@@ -133,7 +134,10 @@ def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "auto")
     settings = parse_pretraining(tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None}), "")
-    assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
+    assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4", "the process stays as it is"
+    assert settings.values.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
+    with launch_for_libraries(settings.values):
+        assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
     assert [note for note in settings.values.notes if "accelerate config" in note] == [
         "gradient_accumulation_steps 4 of the accelerate config has no effect: global_batch_size "
         "decides"

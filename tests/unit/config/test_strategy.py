@@ -52,7 +52,6 @@ def test_assumed_gpus_are_parsed_with_nodes_and_known_figures():
 def test_gpus_that_nobody_knows_are_refused(text, problem):
     with pytest.raises(ConfigurationError, match=f"assume {text} .--assume.: {problem}"):
         parse("--dry_run", "--assume", text)
-    assert "WORLD_SIZE" not in os.environ
 
 
 def test_what_is_of_a_dry_run_is_refused_elsewhere(monkeypatch):
@@ -70,26 +69,28 @@ def test_what_is_of_a_dry_run_is_refused_elsewhere(monkeypatch):
         parse(*dry)
 
 
-def test_a_dry_run_sees_the_launch_it_is_about():
-    settings = parse("--dry_run", "--assume", "2x4x48GB", "--strategy", "fsdp2")
-    assert requested_strategy(os.environ, 8) == "fsdp2"
-    assert os.environ["WORLD_SIZE"] == "8"
+def described(*words):
+    """Return the processes and the strategy of the launch that a dry run stands for."""
+    values = parse(*words).values
+    return values.world_size, requested_strategy(values.environment, values.world_size)
+
+
+def test_a_dry_run_sees_the_launch_it_is_about_and_leaves_the_process_alone():
+    before = dict(os.environ)
+    words = "--dry_run", "--assume", "2x4x48GB", "--strategy", "fsdp2"
+    assert described(*words) == (8, "fsdp2")
+    settings = parse(*words)
     assert settings.training.per_device_train_batch_size == 1, "8 sequences divide over 8 ranks"
     assert settings.resolved["bf16"] is False, "on a GPU it is the user's to turn on"
+    assert os.environ == before
 
 
 def test_who_starts_the_dry_run_may_say_the_processes_and_a_launch_decides(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    parse("--dry_run", "--strategy", "zero2")
-    assert requested_strategy(os.environ, 4) == "zero2"
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
-        monkeypatch.delenv(name)
+    assert described("--dry_run", "--strategy", "zero2") == (4, "zero2")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # accelerate launch sets it
-    parse("--dry_run", "--strategy", "fsdp2")
-    assert requested_strategy(os.environ, 4) == "ddp"
+    assert described("--dry_run", "--strategy", "fsdp2") == (4, "ddp")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    parse("--strategy", "fsdp2")  # no dry run
-    assert requested_strategy(os.environ, 4) == "ddp"
+    assert described("--strategy", "fsdp2") == (4, "ddp"), "no dry run"
     monkeypatch.setenv("WORLD_SIZE", "1")
-    parse("--dry_run", "--strategy", "fsdp2")
-    assert requested_strategy(os.environ, 1) == "single"
+    assert described("--dry_run", "--strategy", "fsdp2") == (1, "single")

@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
+from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.config.precision import is_true
 from utils.launch.slurm import (
     Allocation,
     expand_hosts,

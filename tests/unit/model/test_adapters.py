@@ -48,7 +48,8 @@ ALL = [
 def test_lora_adapts_linear_layers_and_experts_by_default(name):
     config = tiny_config(name)
     settings = asked()
-    targets = plan_adapters(settings, config)
+    plan = plan_adapters(settings.model, config)
+    targets = plan.targets
     plain = tiny_model(config)
     head, text = plain.get_output_embeddings(), config.get_text_config()
     inside = "model.language_model." if hasattr(plain.base_model, "language_model") else ""
@@ -69,7 +70,7 @@ def test_lora_adapts_linear_layers_and_experts_by_default(name):
         expected |= experts
     assert {*targets.modules, *targets.parameters} == expected
     assert targets.head is False
-    adapted = with_adapters(tiny_model(config), settings.model).train()
+    adapted = with_adapters(tiny_model(config), plan.model).train()
     linear = {path.removesuffix(".weight") for path in adapted_names(adapted)}
     assert linear == {path.removesuffix(".weight") for path in expected}
     tokens = torch.arange(2, 2 + 2 * 40).view(2, 40) % (text.vocab_size - 2)
@@ -80,16 +81,18 @@ def test_lora_adapts_linear_layers_and_experts_by_default(name):
     assert all(value.grad.any() for path, value in trained.items() if "lora_B" in path)
 
 
-def test_it_is_logged_and_experts_take_no_dropout(caplog):
-    caplog.set_level("INFO")
+def test_experts_take_no_dropout_and_the_log_says_so():
     settings = asked(lora_dropout=0.1)
-    plan_adapters(settings, tiny_config("qwen3_moe"))
-    assert "lora_dropout: 0, not 0.1: experts (gate_up_proj, down_proj) take none" in caplog.text
-    assert "LoRA: rank 2 on q_proj, k_proj, v_proj, o_proj, experts' gate_up_proj" in caplog.text
-    assert settings.model.lora_dropout == 0
+    plan = plan_adapters(settings.model, tiny_config("qwen3_moe"))
+    dropout, trained = plan.report
+    assert dropout == "lora_dropout: 0, not 0.1: experts (gate_up_proj, down_proj) take none"
+    assert "LoRA: rank 2 on q_proj, k_proj, v_proj, o_proj, experts' gate_up_proj" in trained
+    assert plan.model.lora_dropout == 0
+    assert settings.model.lora_dropout == 0.1, "what was parsed stays"
     settings = asked(lora_dropout=0.1, lora_target_modules=["q_proj", "v_proj"])
-    assert plan_adapters(settings, tiny_config("qwen3_moe")).parameters == []
-    assert settings.model.lora_dropout == 0.1
+    plan = plan_adapters(settings.model, tiny_config("qwen3_moe"))
+    assert plan.targets.parameters == []
+    assert plan.model.lora_dropout == 0.1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_it_is_logged_and_experts_take_no_dropout(caplog):
 )
 def test_wrong_names_are_refused(given, told):
     with pytest.raises(ConfigurationError, match=told):
-        plan_adapters(asked(**given), tiny_config("llama"))
+        plan_adapters(asked(**given).model, tiny_config("llama"))
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,11 @@ def test_wrong_names_are_refused(given, told):
 )
 def test_names_and_patterns(name, given, modules, parameters):
     settings = asked(lora_target_modules=given)
-    targets = plan_adapters(settings, tiny_config(name))
+    plan = plan_adapters(settings.model, tiny_config(name))
+    targets = plan.targets
     assert (len(targets.modules), len(targets.parameters)) == (modules, parameters)
     assert targets.head is False
-    adapted = with_adapters(tiny_model(tiny_config(name)), settings.model)
+    adapted = with_adapters(tiny_model(tiny_config(name)), plan.model)
     assert len(adapted_names(adapted)) == modules + parameters
 
 

@@ -10,25 +10,26 @@ from utils.config.errors import ConfigurationError
 from utils.model.compilation import (
     CACHE_VARIABLE,
     LEAST_GRAPHS,
+    check_compilation,
+    compile_cache,
     compile_layers,
-    prepare_compilation,
 )
 
 
 def test_where_layers_cannot_be_compiled_is_said_before_anything_starts(monkeypatch, tmp_path):
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert prepare_compilation("ddp") == tmp_path / "stoker" / "compiled", "it outlives the job"
+    assert compile_cache() == tmp_path / "stoker" / "compiled", "it outlives the job"
     with pytest.raises(ConfigurationError, match="ZeRO-3 gathers weights in hooks"):
-        prepare_compilation("zero3")
+        check_compilation("zero3")
     with pytest.raises(ConfigurationError, match="Linear is not built of layers"):
         compile_layers(nn.Linear(2, 2))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("CXX", "my-g++")
     with pytest.raises(ConfigurationError, match=r"compiler, and there is no my-g\+\+ here"):
-        prepare_compilation("single")
-    assert prepare_compilation("single", compiles_here=False), "a login node asks nobody"
+        check_compilation("single")
+    check_compilation("single", compiles_here=False)  # a login node needs no compiler
 
 
 class Widening(GradientCheckpointingLayer):

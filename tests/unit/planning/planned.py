@@ -5,9 +5,9 @@ from transformers import AutoConfig
 
 from utils.config.settings import RunSettings, parse_pretraining
 from utils.launch.processes import LaunchFacts
-from utils.model.attention import AttentionChoice
+from utils.model.attention import OPEN, AttentionChoice
 from utils.model.loss_head import LossHeadChoice
-from utils.planning.memory_trace import Workload
+from utils.planning.memory_trace import Kernels, Workload
 
 LLAMA = AutoConfig.for_model(
     "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
@@ -22,7 +22,9 @@ MIXTRAL = AutoConfig.for_model(
     "mixtral", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=512, num_local_experts=4,
 )  # fmt: skip
-CPU = AttentionChoice("packed_varlen", "per_document", "")
+HEAD = LossHeadChoice("fused", "as set")
+CPU = Kernels(AttentionChoice("packed_varlen", "per_document", ""), HEAD)
+ELSEWHERE = Kernels(AttentionChoice("packed_varlen", OPEN, ""), HEAD, elsewhere=True)
 LAUNCH = LaunchFacts(rank=0, world_size=1, strategy="single", hosts=("here",), device="cpu")
 
 
@@ -43,6 +45,6 @@ def settings(parse=parse_pretraining, **changes) -> RunSettings:
 def work(**changes) -> Workload:
     values = {
         "rows": 2, "sequence_length": 64, "weights": torch.float32, "autocast": None,
-        "device": "cpu", "attention": CPU, "loss_head": LossHeadChoice("fused", "as set"),
+        "device": "cpu", "kernels": CPU,
     }  # fmt: skip
     return Workload(**(values | changes))

@@ -1,7 +1,6 @@
 """A GPU compiles unless something speaks against it, and a run keeps what it was begun with."""
 
 import json
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -38,27 +37,25 @@ def record_start(tmp_path, compiled):
 
 
 @pytest.fixture(autouse=True)
-def a_gpu(monkeypatch, caplog):
+def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda _name: object())
     monkeypatch.setenv(compilation.CACHE_VARIABLE, "/scratch/mine")
-    caplog.set_level(logging.INFO, "utils.model.compilation")
 
 
-def test_a_gpu_compiles_by_default_and_a_cpu_does_not(tmp_path, caplog):
-    assert not chosen(tmp_path, device="cpu")
-    assert not chosen(tmp_path, asked=False)
-    assert not caplog.text, "what nobody else decides is not logged"
-    assert chosen(tmp_path, asked=True, device="cpu")
-    assert chosen(tmp_path)
-    assert "compile: auto, layer by layer, static shapes, kept in /scratch/mine" in caplog.text
+def test_a_gpu_compiles_by_default_and_a_cpu_does_not(tmp_path):
+    nothing_to_say = False, ""
+    assert chosen(tmp_path, device="cpu") == chosen(tmp_path, asked=False) == nothing_to_say
+    assert chosen(tmp_path, asked=True, device="cpu")[0]
+    said = "auto, layer by layer, static shapes, kept in /scratch/mine"
+    assert chosen(tmp_path) == (True, said)
 
 
-def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
+def test_what_speaks_against_it_is_said(tmp_path, monkeypatch):
     def against(said, **changes):
-        caplog.clear()
-        assert not chosen(tmp_path, **changes)
-        assert said in caplog.text
+        compiled, why = chosen(tmp_path, **changes)
+        assert not compiled
+        assert said in why
 
     against("ZeRO-3 gathers weights", strategy="zero3")
     against("as are routed to it", model=MixtralConfig)
@@ -73,26 +70,28 @@ def test_what_speaks_against_it_is_logged(tmp_path, monkeypatch, caplog):
             against(said)
 
 
-def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
-    assert not chosen(tmp_path)
-    assert "needs a C++ compiler" in caplog.text
+    compiled, why = chosen(tmp_path)
+    assert not compiled
+    assert "needs a C++ compiler" in why
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path, asked=True)
     # A dry run on a login node needs none.
-    assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)
-    assert not chosen(tmp_path, device="cpu", elsewhere=True)
+    assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)[0]
+    assert not chosen(tmp_path, device="cpu", elsewhere=True)[0]
     record_start(tmp_path, compiled=True)
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path)
-    assert not chosen(tmp_path, asked=False)
+    assert not chosen(tmp_path, asked=False)[0]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_run_that_resumes_keeps_it(compiled, tmp_path, caplog):
+def test_a_run_that_resumes_keeps_it(compiled, tmp_path):
     record_start(tmp_path, compiled)
     for device in ("cpu", "cuda"):
-        assert chosen(tmp_path, device=device) is compiled
-    assert "as in the last start of this run" in caplog.text
+        found, why = chosen(tmp_path, device=device)
+        assert found is compiled
+        assert "as in the last start of this run" in why

@@ -2,10 +2,11 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from planned import GEMMA, LAUNCH, LLAMA, MIXTRAL, settings, work
+from planned import CPU, GEMMA, HEAD, LAUNCH, LLAMA, MIXTRAL, settings, work
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
@@ -16,16 +17,17 @@ from utils.model.adapters import plan_adapters, with_adapters
 from utils.model.architecture import causal_lm_class
 from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
-from utils.model.loss_head import LossHeadChoice
 from utils.model.quantization import quantized_layers
 from utils.model.weights import load_model
 from utils.planning import memory_trace
 from utils.planning.memory import count_parameters, estimate_memory
 from utils.planning.memory_trace import LiveBytes, Stretch, cut_as_compiled, most_alive, trace
 
+COMPILED = replace(CPU, compiled=True)
+
 
 def most(config, choice, **changes) -> int:
-    stretches, _ = trace(settings(), config, work(**changes), choice)
+    stretches = trace(settings(), config, work(**changes), choice).stretches
     return most_alive(stretches, 1, held=0)[0]
 
 
@@ -73,15 +75,15 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
     causal_lm_class(config)(config).save_pretrained(tmp_path)
     lora = {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "lora_r": 4}
     given = settings(parse_fine_tuning, model_config=None, model_name_or_path=tmp_path, **lora)
-    plan_adapters(given, config)
-    head, quantized = LossHeadChoice("fused", ""), quantized_layers(given.model, config)
+    given = replace(given, model=plan_adapters(given.model, config).model)
+    quantized = quantized_layers(given.model, config)
     sizes = {"rows": 1, "sequence_length": 16}
-    job = work(weights=torch.bfloat16, loss_head=head, quantized=quantized, **sizes)
+    job = work(weights=torch.bfloat16, quantized=quantized, **sizes)
     counts = count_parameters(given.model, config)
     found = estimate_memory(given, config, LAUNCH, job, choice, counts)
     attention = AttentionChoice("sdpa", "plain", "")
-    model = load_model(given, config, attention, [], None)
-    head.install(model)
+    model = load_model(given, config, attention, quantized, [], None)
+    HEAD.install(model)
     if choice != "none":
         model.activation_checkpointing_enable()
     model = with_adapters(model, given.model).train()
@@ -95,7 +97,7 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
 def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(monkeypatch):
     found = [most(GEMMA, choice, autocast=torch.bfloat16) for choice in CHOICES]
     assert found == sorted(found, reverse=True)
-    stretches, _ = trace(settings(), LLAMA, work(), "full")
+    stretches = trace(settings(), LLAMA, work(), "full").stretches
     kept = next(each.live for each in stretches if each.name == "forward 0")
     assert kept == 2 * 64 * LLAMA.hidden_size * 4, "a layer's input"
     monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
@@ -105,20 +107,21 @@ def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(mo
 @pytest.mark.slow
 def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
     """What is computed again is counted as without the compiler."""
-    found = most(GEMMA, "none", autocast=torch.bfloat16, compiled=True)
+    found = most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED)
     assert found < 0.9 * most(GEMMA, "none", autocast=torch.bfloat16)
-    assert most(LLAMA, "selective", compiled=True) == most(LLAMA, "selective")
+    assert most(LLAMA, "selective", kernels=COMPILED) == most(LLAMA, "selective")
     monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
-    assert most(GEMMA, "none", autocast=torch.bfloat16, compiled=True) == found
+    assert most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED) == found
 
 
-def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch, caplog):
+def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch):
     def refuse(*_):
         raise RuntimeError("not traceable")
 
     monkeypatch.setattr(memory_trace, "cut_as_compiled", refuse)
-    assert most(LLAMA, "none", compiled=True) == most(LLAMA, "none")
-    assert "LlamaConfig are counted as not compiled, which is more: Runtime" in caplog.text
+    assert most(LLAMA, "none", kernels=COMPILED) == most(LLAMA, "none")
+    fault = trace(settings(), LLAMA, work(kernels=COMPILED), "none").fault
+    assert "LlamaConfig are counted as not compiled, which is more: Runtime" in fault
 
 
 @pytest.mark.slow

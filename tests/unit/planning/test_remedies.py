@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from planned import LAUNCH, settings
+from planned import ELSEWHERE, LAUNCH, settings
 from transformers import AutoConfig
 
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.model.loss_head import LossHeadChoice
 from utils.planning import memory
 from utils.planning.memory import plan_memory
 
-HEAD = LossHeadChoice("fused", "")
 MIB = 2**20
 MODEL = AutoConfig.for_model(
     "llama", hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
@@ -50,6 +48,6 @@ def test_what_a_refusal_names(parse, ranks, strategy, mib, named, monkeypatch):
         parse, per_device_train_batch_size=4, sequence_length=512, activation_checkpointing="none"
     )
     with pytest.raises(ConfigurationError) as refusal:
-        plan_memory(run, MODEL, launch, None, HEAD, False)
+        plan_memory(run, MODEL, launch, ELSEWHERE)
     (text,) = refusal.value.problems
     assert text.endswith(named)

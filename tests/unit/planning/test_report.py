@@ -19,21 +19,17 @@ SAVE_BEST = {
 
 
 @pytest.fixture
-def report(tmp_path, caplog):
+def report(tmp_path):
     """Report a run of these settings and return its lines."""
 
-    def run(launch=LAUNCH, total_steps=1000, level="INFO", **settings: object):
+    def run(launch=LAUNCH, total_steps=1000, level=logging.INFO, **settings: object):
         given = {
             "output_dir": tmp_path / "run", "save_steps": 100, "per_device_train_batch_size": 1,
             "use_cpu": None, "dry_run": "true",
         } | settings  # fmt: skip
         parsed = planned.settings(**given)
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "utils.planning.plan"):
-            report_run(parsed, launch, total_steps, checkpoint_bytes=2**30)
-        return "\n".join(
-            record.getMessage() for record in caplog.records if record.levelname == level
-        )
+        lines = report_run(parsed, launch, total_steps, checkpoint_bytes=2**30)
+        return "\n".join(text for at, text in lines if at == level)
 
     return run
 
@@ -46,8 +42,8 @@ def test_what_will_happen_is_a_fact_per_line(report, tmp_path):
         f"run directory: {tmp_path}/run (new)",
         f"to stop it with a checkpoint: touch {tmp_path}/run/STOP",
     ]
-    assert report(level="WARNING") == ""
-    unsaved = report(level="WARNING", save_strategy="no", save_steps=None)
+    assert report(level=logging.WARNING) == ""
+    unsaved = report(level=logging.WARNING, save_strategy="no", save_steps=None)
     assert unsaved == "save_strategy no: only a stop is saved, a crash loses everything"
 
 

@@ -6,24 +6,22 @@ from dataclasses import replace
 
 import planned
 import pytest
-from planned import LLAMA
+from planned import ELSEWHERE, LLAMA
 from transformers import AutoConfig
 
 from utils.config.assumed import AssumedGpus
 from utils.config.errors import ConfigurationError
 from utils.launch.processes import LaunchFacts
-from utils.model.loss_head import LossHeadChoice
 from utils.planning.memory import GIB, MARGIN, RESERVED
 from utils.planning.suggestions import (
     Candidate,
     best_first,
     duration,
+    forecast_line,
     make_planner,
-    report_forecast,
     suggest,
 )
 
-HEAD = LossHeadChoice("fused", "as set")
 FOUR = LaunchFacts(0, 4, "fsdp2", (), "cpu")
 WIDE = AutoConfig.for_model(
     "llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
@@ -42,15 +40,14 @@ def plan(monkeypatch):
             use_cpu=None, dry_run="true", assume="4xA100-40GB", global_batch_size=16,
             sequence_length=256, bf16="true", **changes,
         )  # fmt: skip
-        planner = make_planner(given, config, FOUR, HEAD, False, 128.0)
+        planner = make_planner(given, config, FOUR, ELSEWHERE, 128.0)
         gpus = AssumedGpus("A100", 1, 4, memory_mib / 1024, 312e12, 300e9)
         return replace(planner, gpus=gpus)
 
     return make
 
 
-def test_what_is_suggested_fits_and_keeps_the_global_batch(plan, caplog):
-    caplog.set_level(logging.INFO)
+def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
     # With whole weights on each GPU (16 bytes each): no. A quarter of them, and recomputed: yes.
     planner = plan(200)
     found = list(planner.candidates(FOUR))
@@ -58,8 +55,8 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan, caplog):
     room = 200 * 2**20 * (1 - RESERVED["cuda"])
     assert all(one.total_bytes * MARGIN["cuda"] <= room for one in found)
     assert all(16 % (4 * one.micro_batch) == 0 for one in found)
-    suggest(planner, FOUR)
-    lines = caplog.text.splitlines()
+    ((_, text),) = suggest(planner, FOUR)
+    lines = text.splitlines()
     assert "suggest: the fastest that fits 4 x A100, by forecast (global_batch_size 16)" in lines[0]
     assert lines[1] == "  strategy: fsdp2"
     best = best_first(found)[0]
@@ -80,13 +77,12 @@ def test_more_memory_recomputes_less_and_does_not_shard(plan):
     assert chosen == [("fsdp2", 1, "full"), ("ddp", 4, "none")]
 
 
-def test_where_nothing_fits_it_says_what_would(plan, caplog):
-    suggest(plan(140), FOUR)
-    assert (
-        "suggest: nothing fits 4 x A100; by the same prediction this fits: GPUs: 16" in caplog.text
-    )
-    assert "GPUs: 16, strategy: fsdp2, per_device_train_batch_size: 1" in caplog.text
-    assert "use_peft" not in caplog.text, "pretraining has none"
+def test_where_nothing_fits_it_says_what_would(plan):
+    ((level, text),) = suggest(plan(140), FOUR)
+    assert level == logging.WARNING
+    assert "suggest: nothing fits 4 x A100; by the same prediction this fits: GPUs: 16" in text
+    assert "GPUs: 16, strategy: fsdp2, per_device_train_batch_size: 1" in text
+    assert "use_peft" not in text, "pretraining has none"
 
 
 def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
@@ -97,20 +93,19 @@ def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
     assert {each.strategy for each in planner.candidates(one)} == {"single"}
 
 
-def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
     given = planned.settings(use_cpu=None, dry_run="true")
     with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):
-        make_planner(given, LLAMA, FOUR, HEAD, False, 9.0)
+        make_planner(given, LLAMA, FOUR, ELSEWHERE, 9.0)
     monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "40")
-    planner = make_planner(given, LLAMA, FOUR, HEAD, False, 9.0)
+    planner = make_planner(given, LLAMA, FOUR, ELSEWHERE, 9.0)
     assert (planner.gpus.memory_gib, planner.gpus.world_size) == (40, 4)
-    suggest(planner, FOUR)
-    assert caplog.text.splitlines()[-1].endswith("?")
-    report_forecast(planner, FOUR, "none", 10)
-    assert "no speed, the GPUs are known by their memory alone" in caplog.text
-    report_forecast(plan(40_000), FOUR, "none", 100)
-    assert re.search(r"forecast: [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", caplog.text)
+    ((_, text),) = suggest(planner, FOUR)
+    assert text.splitlines()[-1].endswith("?")
+    line = forecast_line(planner, FOUR, "none", 10)
+    assert "no speed, the GPUs are known by their memory alone" in line
+    line = forecast_line(plan(40_000), FOUR, "none", 100)
+    assert re.search(r"forecast: [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line)
 
 
 def test_of_two_as_fast_the_simpler_comes_first():

@@ -11,6 +11,7 @@ import pytest
 import requests
 
 from utils.launch.processes import LaunchFacts
+from utils.planning.plan import tracker_name
 from utils.runs.provenance import (
     end_wandb,
     git_state,
@@ -134,10 +135,12 @@ def test_wandb_gets_the_report_and_the_stop_before_the_run_ends(tmp_path, monkey
 
 
 def started(directory, step=0, **settings):
-    """Prepare the trackers of a start; return Trainer's settings."""
-    args = SimpleNamespace(**{"run_name": None, "report_to": []} | settings)
-    prepare_trackers(SimpleNamespace(training=args, resolved={}), directory, "a1b2c3d4", step)
-    return args
+    """Prepare the trackers of a start; return the run's name in them."""
+    given = {"run_name": None, "report_to": [], "output_dir": directory} | settings
+    args = SimpleNamespace(**given)
+    name = tracker_name(args, "a1b2c3d4")
+    prepare_trackers(SimpleNamespace(training=args, resolved={}), name, directory, "a1b2c3d4", step)
+    return name
 
 
 def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
@@ -154,8 +157,7 @@ def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
         ),
     )
     os.environ["MLFLOW_TAGS"] = '{"team": "x"}'
-    args = started(tmp_path / "run", report_to=["mlflow", "trackio"])
-    assert args.run_name == "run-a1b2c3"
+    assert started(tmp_path / "run", report_to=["mlflow", "trackio"]) == "run-a1b2c3"
     assert asked == ["stoker", "tags.stoker_run_id = 'a1b2c3d4'"]
     assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/run/mlflow.db"
     assert json.loads(os.environ["MLFLOW_TAGS"]) == {"team": "x", "stoker_run_id": "a1b2c3d4"}
@@ -163,7 +165,7 @@ def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
     assert "MLFLOW_RUN_ID" not in os.environ
     known.append(SimpleNamespace(info=SimpleNamespace(run_id="r7")))
     os.environ["MLFLOW_TRACKING_URI"] = "http://server"
-    assert started(tmp_path, run_name="mine", report_to=["mlflow"]).run_name == "mine"
+    assert started(tmp_path, run_name="mine", report_to=["mlflow"]) == "mine"
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://server"
     assert os.environ["MLFLOW_RUN_ID"] == "r7"
 

@@ -1,0 +1,62 @@
+"""What was parsed stays as it was parsed: a run derives values, and writes none back."""
+
+import copy
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+import pretrain
+import sft_train
+from utils.config import settings as parsing
+
+LORA = {
+    "use_peft": True, "lora_r": 2, "lora_dropout": 0.1, "activation_checkpointing": "auto",
+    "save_total_limit": 2,
+}  # fmt: skip
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_best": True}
+
+
+def snapshot(settings) -> dict:
+    parts = {name: getattr(settings, name) for name in ("run", "data", "model", "training")}
+    values = {
+        f"{name}.{each.name}": copy.deepcopy(getattr(part, each.name))
+        for name, part in parts.items()
+        for each in fields(part)
+    }
+    return values | {"given": dict(settings.values.given), "resolved": dict(settings.resolved)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [pretrain, sft_train], ids=["pretraining", "LoRA"])
+def test_a_run_and_its_resume_leave_the_settings_as_parsed(
+    script, pretraining, fine_tuning, workspace, tmp_path, monkeypatch
+):
+    parsed = []
+
+    def keep(parse):
+        def parse_and_keep(*args, **kwargs):
+            settings = parse(*args, **kwargs)
+            parsed.append((settings, snapshot(settings)))
+            return settings
+
+        return parse_and_keep
+
+    for name in ("parse_pretraining", "parse_fine_tuning"):
+        monkeypatch.setattr(parsing, name, keep(getattr(parsing, name)))
+    is_pretraining = script is pretrain
+    command_line = pretraining if is_pretraining else fine_tuning
+    heldout = workspace / ("heldout" if is_pretraining else "chats_heldout")
+    changes = EVALUATED | {"eval_data": f"heldout={heldout}", "save_steps": 2}
+    changes |= {"bf16_full_eval": True, "run_name": "mine"} if is_pretraining else LORA
+    for steps in (2, 4):  # a new run, and one that resumes
+        accepted = {"accept_changes": "max_steps"}
+        argv = command_line(tmp_path / "run", max_steps=steps, **changes, **accepted)
+        assert script.main([*argv, "--dry_run"]) == 0
+        assert script.main(argv) == 0
+    assert len(parsed) == 4
+    for settings, before in parsed:
+        assert snapshot(settings) == before
+    settings, _ = parsed[0]
+    for part, name in ((settings, "run"), (settings.run, "strategy"), (settings.data, "packing")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, None)
