@@ -17,7 +17,7 @@ from recipe_schemas import CLASSES  # noqa: E402 - the folder is not ROOT
 
 from benchmarks.figures.marks import replace_between  # noqa: E402
 from utils.config.declarations import Declaration, declared_settings, shown  # noqa: E402
-from utils.config.unknown_names import OTHER_NAMES, REFUSED  # noqa: E402
+from utils.config.unknown_names import REFUSED, other_names  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "settings.md"
 MARKS = "<!-- all settings: make figures -->", "<!-- end of all settings -->"
@@ -31,7 +31,7 @@ def with_tables(document: str) -> str:
     lines += ["", "## Preparing data (`prepare_data.py`)", *settings(preparation.values())]
     lines += ["", "## Settings of the libraries that are refused", ""]
     lines += [*reasons(REFUSED, "refused", "because")]
-    lines += ["", "## What other toolkits call it", "", *reasons(OTHER_NAMES, "theirs", "here")]
+    lines += ["", "## What other toolkits call it", "", *reasons(other_names(), "theirs", "here")]
     return replace_between(document, *MARKS, "\n".join(lines))
 
 

@@ -21,7 +21,7 @@ from utils.config.preparation import (
     sources_of,
 )
 from utils.config.settings import parse_fine_tuning
-from utils.config.unknown_names import OTHER_NAMES
+from utils.config.unknown_names import other_names
 from utils.importing.toolkits import LEFT, TOOLKITS
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
@@ -45,9 +45,9 @@ def test_what_tables_and_refusals_call_ours_is_a_setting():
     assert {"global_batch_size", "sources", "optim_states", "config"} <= ours <= KNOWN
     for theirs, here in rows:
         for name in names(theirs) - KNOWN:  # the error for this name agrees with the table
-            advice = OTHER_NAMES.get(name, "")
+            advice = other_names().get(name, "")
             assert not advice.isidentifier() or advice in names(here), f"{name}: {advice}, {here}"
-    assert {advice for advice in OTHER_NAMES.values() if advice.isidentifier()} <= KNOWN
+    assert {advice for advice in other_names().values() if advice.isidentifier()} <= KNOWN
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_importer_agrees_with_the_tables(title, at_least):
     compared = 0
     for theirs, here in rows:
         for name in names(theirs):
-            ours = toolkit.names.get(name) or OTHER_NAMES.get(name, "")
+            ours = toolkit.names.get(name) or other_names().get(name, "")
             if ours in KNOWN and name not in LEFT:
                 assert ours in names(here), f"{name}: {ours}, {here}"
                 compared += 1

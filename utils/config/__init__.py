@@ -3,6 +3,7 @@
 arguments         the settings of pretrain.py and sft_train.py: fields, help, defaults
 preparation       the settings of prepare_data.py
 settings          reads a run's settings: overruled, derived, checked, built
+rules             settings that have no effect while another has some value
 checks            what is refused, with the reason
 command_line, recipes    flags and YAML files -> values, each with its source
 display           what --help and --print_config show

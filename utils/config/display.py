@@ -6,15 +6,14 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from utils.config.declarations import Declaration, SettingValues, placeholder, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import entry_text
+from utils.config.rules import RULES
 from utils.config.unknown_names import REFUSED, unknown_name
 
 WIDTH = 98  # two columns are left of a hundred
-ROOT = Path(__file__).resolve().parents[2]
 
 # What most runs set; the rest is behind `--help all`. A test checks that each exists.
 SHORT_LIST = {
@@ -40,6 +39,28 @@ OWN_FLAGS = {
 }
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings that no recipe is about
 EXAMPLES = {bool: "true", int: "8", float: "0.1", dict: "'{\"KEY\": 1}'", list: "VALUE"}
+# Pages that explain a setting. A test checks that each page names its settings.
+PAGES = {
+    "docs/data.md": "train_data on_overlong packing sources eval_sources columns tokenizer_backend "
+    "chat_template_kwargs on_bad_row num_proc shard merge",
+    "docs/running.md": "max_tokens max_steps num_train_epochs dry_run save_minutes profile_steps "
+    "early_stopping_patience early_stopping_threshold ema_decay sample_max_new_tokens async_save "
+    "lm_eval_tasks stochastic_rounding max_eval_sequences use_peft pad_embeddings_to_multiple_of "
+    "compile neftune_noise_alpha report_to run_name push_to_hub hub_private_repo hub_model_id "
+    "load_best_model_at_end metric_for_best_model resume_from_checkpoint",
+    "docs/memory.md": "bf16 load_in_4bit bnb_4bit_quant_type "
+    "use_bnb_nested_quant activation_checkpointing activation_offloading dtype",
+    "docs/parallelism.md": "strategy assume suggest optim_states",
+    "docs/slurm.md": "output_dir save_steps save_total_limit accept_changes validation_fraction "
+    "format",
+    "docs/metrics.md": "eval_data loss_head",
+    "docs/faq.md": "hang_timeout_s save_best learning_rate warmup_steps ddp_timeout add_tokens "
+    "chat_template template_date",
+    "docs/tutorial.md": "per_device_train_batch_size sample_prompts sequence_length "
+    "tokenizer_name_or_path model_name_or_path lora_modules_to_save use_dora models offline_dir",
+    "docs/exactness.md": "init_optimizer full_determinism router_aux_loss_coef",
+    "docs/scope.md": "model_config init_from",
+}
 LIBRARIES = {
     "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer",
     "trl": "https://huggingface.co/docs/trl/sft_trainer",
@@ -159,8 +180,6 @@ def _whose_default(declaration: Declaration) -> str:
 
 def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
     """Yield "while X is Y" for each rule by which a setting has no effect."""
-    from utils.config.settings import RULES  # which imports the reader of flags, and that this
-
     for cause, applies, names in RULES:
         if name in names.split():
             known = declared[cause].choices or (
@@ -177,12 +196,10 @@ def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
 
 
 def _documents(declaration: Declaration) -> Iterator[str]:
-    """Yield where a setting is written about: our documents by file and line, then a library's."""
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        if path.name not in ("architecture.md", "coming-from.md"):
-            text = path.read_text(encoding="utf-8").partition("<!-- all settings")[0]
-            if found := re.search(rf"(`|--){declaration.name}\b", text):
-                yield f"docs/{path.name}:{text.count(chr(10), 0, found.start()) + 1}"
+    """Yield the pages about a setting: of our documents, then of the library that declares it."""
+    for page, names in PAGES.items():
+        if declaration.name in names.split():
+            yield page
     for each in declaration.owner.__mro__:
         address = LIBRARIES.get(each.__module__.partition(".")[0])
         if address and declaration.name in inspect.get_annotations(each):

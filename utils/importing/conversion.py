@@ -8,7 +8,8 @@ from utils.config.checks import check_packages, check_run
 from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_file
-from utils.config.settings import RULES, derive_evaluation
+from utils.config.rules import RULES
+from utils.config.settings import derive_evaluation
 from utils.importing.sources import convert_data, listed
 from utils.importing.toolkits import (
     BY_DEFAULT,

@@ -1,6 +1,7 @@
 """The keys of axolotl, LLaMA-Factory and TRL, and the state of a conversion.
 
-Our name for a key comes from the toolkit's table, else from OTHER_NAMES, else it is the same.
+Our name for a key comes from the toolkit's table, else from utils/config/other_names.yaml, else it
+is the same.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from utils.config.arguments import (
     RunArguments,
 )
 from utils.config.declarations import Given, checked_value, declared_settings
-from utils.config.unknown_names import OTHER_NAMES, REFUSED, by_name
+from utils.config.unknown_names import REFUSED, by_name, other_names
 
 UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
@@ -176,7 +177,7 @@ class Conversion:
         self.template = ""  # text of a chat template inside the config
         self.given: dict[str, Given] = {}
         for key, (value, line) in entries.items():
-            name = toolkit.names.get(key) or OTHER_NAMES.get(key, key)
+            name = toolkit.names.get(key) or other_names().get(key, key)
             name = name if name.isidentifier() and key not in LEFT else key
             if value in (None, "") and not (toolkit.null_counts and name in toolkit.defaults):
                 self.note(key, EMPTY)
@@ -225,7 +226,7 @@ class Conversion:
     def leave(self, key: str, value: Any, ours: str = "") -> None:
         """Note why a key has no counterpart; `key` may be a path such as datasets.roles."""
         name = key.rpartition(".")[2]
-        reason = LEFT.get(name) or REFUSED.get(ours or name) or OTHER_NAMES.get(name)
+        reason = LEFT.get(name) or REFUSED.get(ours or name) or other_names().get(name)
         if value in (None, ""):
             reason = EMPTY
         elif reason is None:

@@ -11,7 +11,8 @@ from command_lines import BOTH, parse, problems_of
 from utils.config import precision as cpu_precision
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml
-from utils.config.settings import RULES, parse_fine_tuning, parse_pretraining
+from utils.config.rules import RULES
+from utils.config.settings import parse_fine_tuning, parse_pretraining
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 

@@ -17,7 +17,7 @@ from utils.config.command_line import read_settings
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.config.unknown_names import OTHER_NAMES, REFUSED, by_name, unknown_name
+from utils.config.unknown_names import REFUSED, by_name, other_names, unknown_name
 
 CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
 KNOWN = declared_settings(CLASSES)
@@ -107,9 +107,9 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     tokens = [name for name in KNOWN if "token" in name and "tokenizer" not in name]
     assert tokens == ["max_tokens", "sample_max_new_tokens"], "no Hub token is a setting"
     assert not REFUSED.keys() & (names(PreparationArguments) | names(DataArguments))
-    ours = {answer for answer in OTHER_NAMES.values() if answer.isidentifier()}
+    ours = {answer for answer in other_names().values() if answer.isidentifier()}
     assert ours <= KNOWN.keys()
-    assert not OTHER_NAMES.keys() & (KNOWN.keys() | REFUSED.keys())
+    assert not other_names().keys() & (KNOWN.keys() | REFUSED.keys())
 
 
 def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):

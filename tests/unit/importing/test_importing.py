@@ -22,7 +22,7 @@ from utils.config.preparation import (
 )
 from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.config.unknown_names import OTHER_NAMES
+from utils.config.unknown_names import other_names
 from utils.importing.__main__ import main, recipe_texts
 from utils.importing.conversion import convert
 from utils.importing.toolkits import ELSEWHERE, LEFT, OFF, TOOLKITS, UNKNOWN
@@ -254,7 +254,7 @@ def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, 
 
 def test_the_tables_say_nothing_twice():
     for toolkit in TOOLKITS.values():
-        assert not {name for name, ours in toolkit.names.items() if OTHER_NAMES.get(name) == ours}
+        assert not {name for name, ours in toolkit.names.items() if other_names().get(name) == ours}
         assert not toolkit.names.keys() & LEFT.keys()
         assert set(toolkit.marks)
 
