@@ -35,7 +35,7 @@ from utils.model.compilation import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
 from utils.planning.memory import GIB, plan_memory  # noqa: E402
 from utils.planning.memory_trace import Kernels  # noqa: E402
-from utils.planning.plan import choose_optimizer_states  # noqa: E402
+from utils.planning.precision import choose_optimizer_states  # noqa: E402
 from utils.planning.suggestions import (  # noqa: E402
     Planner,
     duration,

@@ -1,6 +1,6 @@
 """What the user may set of a run: each field is a flag and a key of recipes.
 
-Also here: what `DIR=weight`, `NAME=DIR` and `global_batch_size` mean.
+Also here: the meaning of `DIR=weight` and `NAME=DIR`.
 """
 
 import copy
@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting, shown
-from utils.config.errors import ConfigurationError
 from utils.support.redaction import redact, redacted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -364,38 +363,6 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"eval_data names {name!r} twice: {splits[name]} and {directory}")
         splits[name] = directory
     return splits
-
-
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the micro-batches that each rank accumulates per optimizer step.
-
-    All three are counts: sequences per optimizer step over all ranks, sequences per rank and
-    forward pass, and ranks. Raises ConfigurationError when the global batch does not divide,
-    with the nearest ones that do; it is never rounded.
-    """
-    at_once = micro_batch_size * world_size
-    if global_batch_size > 0 and global_batch_size % at_once == 0:
-        return global_batch_size // at_once
-    below = max(global_batch_size, 0) // at_once * at_once
-    nearest = [str(size) for size in (below, below + at_once) if size > 0]
-    advice = f"use global_batch_size {' or '.join(nearest)}"
-    if smaller := fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
-        advice += f", or per_device_train_batch_size {smaller}"
-    raise ConfigurationError(
-        f"global_batch_size {global_batch_size} does not divide over {counted_ranks(world_size)} "
-        f"of {micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
-    )
-
-
-def batch_arithmetic(
-    micro_batch_size: int, sequence_length: int, world_size: int, accumulation: int
-) -> str:
-    """Write out how many tokens one optimizer step sees."""
-    tokens = micro_batch_size * sequence_length * world_size * accumulation
-    return (
-        f"{micro_batch_size} sequences x {sequence_length:,} tokens x {counted_ranks(world_size)} "
-        f"x {accumulation} accumulation = {tokens:,} tokens/step"
-    )
 
 
 def counted_ranks(number: int) -> str:

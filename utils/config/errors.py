@@ -1,5 +1,6 @@
-"""The errors that a user can repair, and the exit codes of all scripts."""
+"""The errors that a user can repair, the exit codes of all scripts, and reports for the log."""
 
+import logging
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -19,6 +20,18 @@ class ExitCode(IntEnum):
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
     OUT_OF_MEMORY = 79  # of a device or a host: the same settings would end so again
+
+
+class Report(list[tuple[int, str]]):
+    """Lines for the log, each with its level. A function that plans returns them and logs none."""
+
+    def say(self, text: str) -> None:
+        """Add a fact."""
+        self.append((logging.INFO, text))
+
+    def warn(self, text: str) -> None:
+        """Add a warning."""
+        self.append((logging.WARNING, text))
 
 
 class ConfigurationError(ValueError):

@@ -1,10 +1,11 @@
-"""What is known of a run before any weight loads or any file is written.
+"""The plan of a run, before any weight loads or any file is written.
 
-plan                          steps, precision, kernels, memory and saves of a run, logged
-run_data                      its datasets: opened, checked, packed
-memory                        bytes by device; which activations are recomputed
-remedies                      what makes a run fit that does not
+plan                          a pure function of settings, data, model and launch; its log lines
+run_data                      the datasets of the run: opened, checked, packed
+arithmetic, precision         steps and micro-batches; types of weights and Adam's states
+memory                        bytes by device; the activation checkpointing that fits
+remedies                      settings with which a run fits that does not
 memory_trace                  a training step counted on the model without data
-rehearsal                     one step of what the settings name, judged by the libraries
-forecast, suggestions         speed on GPUs elsewhere; which settings fit them best
+rehearsal                     one step with the libraries, which judge the settings
+forecast, suggestions         speed on GPUs elsewhere; the settings that fit them best
 """

@@ -3,7 +3,6 @@
 No weight is loaded. What a micro-batch takes is counted on the model itself (memory_trace.py).
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from transformers import PreTrainedConfig
 from utils.config.arguments import ModelArguments, RunArguments
 from utils.config.assumed import assumed_gpus
 from utils.config.declarations import is_true
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
@@ -46,18 +45,6 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # How much more than predicted may be needed. A process on a CPU grows by kernels, their threads and
 # what malloc loses between tensors: up to 1.8 times small models (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
-
-
-class Report(list[tuple[int, str]]):
-    """Lines for the log, each with its level: a function that plans returns them and logs none."""
-
-    def say(self, text: str) -> None:
-        """Add a fact."""
-        self.append((logging.INFO, text))
-
-    def warn(self, text: str) -> None:
-        """Add a warning."""
-        self.append((logging.WARNING, text))
 
 
 @dataclass(frozen=True)

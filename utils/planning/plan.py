@@ -11,18 +11,10 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
-from utils.config.arguments import (
-    FineTuneConfig,
-    accumulation_steps,
-    batch_arithmetic,
-    profiled_steps,
-    token_count,
-    with_values,
-)
-from utils.config.errors import ConfigurationError
-from utils.config.precision import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
+from utils.config.arguments import FineTuneConfig, with_values
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
-from utils.data.order import GlobalBatchSampler, SampleOrder
+from utils.data.order import GlobalBatchSampler
 from utils.kernels.varlen import NAME
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import AdapterPlan, plan_adapters
@@ -35,15 +27,17 @@ from utils.model.attention import (
     is_recurrent,
 )
 from utils.model.compilation import choose_compilation
-from utils.model.finished_model import name_of, saved_dtype
+from utils.model.finished_model import saved_dtype
 from utils.model.flops import effective_length
 from utils.model.isolation import NO_PADDING, choose_isolated_attention
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.probe import CPU, ProbeError
 from utils.model.quantization import Quantized, check_quantization, quantized_layers
 from utils.model.weights import weights_dtype
-from utils.planning.memory import TYPES, MemoryPlan, Report, checkpoint_bytes, plan_memory
+from utils.planning.arithmetic import plan_steps, save_interval
+from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.memory_trace import Kernels
+from utils.planning.precision import OptimizerStates, choose_optimizer_states, precision_line
 from utils.planning.rehearsal import rehearse
 from utils.planning.run_data import RunData
 from utils.planning.suggestions import forecast_line, make_planner, suggest
@@ -51,16 +45,6 @@ from utils.support.foreign import naming
 from utils.support.redaction import redact
 
 logger = logging.getLogger(__name__)
-
-STRATEGIES = ("single", "ddp", "fsdp2")  # whose optimizer may be ours: weights whole, or rows
-
-
-@dataclass(frozen=True)
-class OptimizerStates:
-    """What the moments are kept as, and whether weights are rounded up or down at random."""
-
-    kept_as: str
-    stochastic_rounding: bool
 
 
 @dataclass(frozen=True)
@@ -72,7 +56,6 @@ class RunPlan:
 
     settings: RunSettings
     sampler: GlobalBatchSampler
-    accumulation: int  # micro-batches that a rank accumulates per step
     total_steps: int
     scheduled_saves: int  # by step count
     adapters: AdapterPlan | None
@@ -92,7 +75,7 @@ class RunPlan:
         checkpointing = self.memory.choice != "none"  # Trainer knows a boolean
         return with_values(
             training,
-            gradient_accumulation_steps=self.accumulation,
+            gradient_accumulation_steps=self.sampler.accumulation_steps,
             max_steps=self.total_steps,
             activation_checkpointing=checkpointing,
             gradient_checkpointing=checkpointing,
@@ -150,7 +133,7 @@ def _plan(
     report: Report,
 ) -> RunPlan:
     run, training = settings.run, settings.training
-    sampler, accumulation = _steps(settings, data, launch, report)
+    sampler = plan_steps(settings, data, launch, report)
     total_steps = sampler.total_steps
     check_quantization(settings, config, launch.strategy)
     states = choose_optimizer_states(settings, config, launch)
@@ -191,7 +174,6 @@ def _plan(
     return RunPlan(
         settings=settings,
         sampler=sampler,
-        accumulation=accumulation,
         total_steps=total_steps,
         scheduled_saves=math.ceil(total_steps / every) if every else 0,
         adapters=adapters,
@@ -205,59 +187,6 @@ def _plan(
         save_dtype=saved_dtype(settings, config, weights_dtype(settings.model, config)),
         report=report,
     )
-
-
-def _steps(
-    settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
-) -> tuple[GlobalBatchSampler, int]:
-    """Return the sequences of every step, and the micro-batches that a rank accumulates."""
-    run, training = settings.run, settings.training
-    micro_batch = training.per_device_train_batch_size
-    accumulation = accumulation_steps(run.global_batch_size, micro_batch, launch.world_size)
-    if (rows := len(data.train)) < run.global_batch_size:
-        raise ConfigurationError(
-            f"the training data makes {rows:,} sequences, fewer than global_batch_size "
-            f"{run.global_batch_size:,}: lower it, or add data."
-        )
-    length, total_steps = settings.data.sequence_length, _total_steps(settings, rows)
-    step_tokens = run.global_batch_size * length
-    if run.max_tokens is not None:
-        tokens = token_count(run.max_tokens)
-        report.say(f"max_tokens: {tokens:,} / {step_tokens:,} a step = {total_steps:,} steps")
-    sampler = GlobalBatchSampler(
-        SampleOrder(data.train.per_source, training.seed, data.weights),
-        run.global_batch_size, micro_batch, launch.rank, launch.world_size, total_steps,
-    )  # fmt: skip
-    report.say(f"batch: {batch_arithmetic(micro_batch, length, launch.world_size, accumulation)}")
-    report.say(
-        f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
-        f"sequences = {total_steps * step_tokens:,} tokens with padding"
-    )
-    if run.profile_steps and (last := profiled_steps(run.profile_steps)[1] - 1) > total_steps:
-        raise ConfigurationError(f"profile_steps {run.profile_steps}: the run has no step {last:,}")
-    return sampler, accumulation
-
-
-def _total_steps(settings: RunSettings, rows: int) -> int:
-    """Return the steps of the run, by its tokens, its steps or its epochs of `rows` sequences."""
-    run, training = settings.run, settings.training
-    if run.max_tokens is not None:
-        step_tokens = run.global_batch_size * settings.data.sequence_length
-        return math.ceil(token_count(run.max_tokens) / step_tokens)
-    if training.max_steps > 0:
-        return training.max_steps
-    # The last global batch is filled from the epoch after the last one, never cut short.
-    return math.ceil(training.num_train_epochs * rows / run.global_batch_size)
-
-
-def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return after how many steps each a checkpoint is due; None: only a stop is saved."""
-    if training.save_strategy == "epoch":
-        return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
-    steps = training.save_steps
-    if training.save_strategy == "steps":
-        return math.ceil(total_steps * steps) if steps < 1 else int(steps)
-    return None
 
 
 def report_run(
@@ -301,62 +230,6 @@ def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     if settings.run.assume:
         return True
     return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu
-
-
-def choose_optimizer_states(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
-) -> OptimizerStates | None:
-    """Return what our own optimizer keeps; None: torch's does. Raises ConfigurationError."""
-    run, weights = settings.run, weights_dtype(settings.model, config)
-    trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
-    own = name_of(trained)
-    if run.ema_decay is not None and launch.strategy not in STRATEGIES:
-        raise ConfigurationError(
-            f"{settings.values.shown('ema_decay')} does not go with {launch.strategy}, which keeps "
-            "weights in its own way: use multi_gpu.yaml or fsdp2.yaml, or leave it out."
-        )
-    if run.optim_states in (None, own) and not run.stochastic_rounding:
-        return None
-    asked = settings.values.shown("optim_states" if run.optim_states else "stochastic_rounding")
-    if launch.strategy not in STRATEGIES:
-        raise ConfigurationError(
-            f"{asked} does not go with {launch.strategy}, which keeps states in its own way: use "
-            "strategy: multi_gpu or fsdp2, or leave it out."
-        )
-    if run.stochastic_rounding and weights != torch.bfloat16:
-        raise ConfigurationError(
-            f"{asked} has no effect on weights in {own}: set dtype: bfloat16 to keep them in 2 "
-            "bytes."
-        )
-    return OptimizerStates(run.optim_states or own, run.stochastic_rounding)
-
-
-def precision_line(
-    settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
-) -> str:
-    """Say in which types weights and states are kept and computed with, and who chose that."""
-    training, why = settings.training, settings.values.source("bf16")
-    weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
-    hint = ""
-    if settings.run.assume:
-        device = "cuda"
-    if mixed != "no" and why in (FAST_BF16, BY_LAUNCH):
-        hint = f" ({why}; --bf16 false for float32)"
-    elif why == NODE_UNKNOWN:
-        hint = f" ({why})"
-    elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
-        hint = " (--bf16 true is several times as fast on a GPU)"
-    computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
-    parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]
-    if states is not None:
-        rounded = ", weights rounded stochastically" if states.stochastic_rounding else ""
-        parts.append(f"Adam's states in {states.kept_as}{rounded}")
-    elif weights == torch.bfloat16 and not settings.model.use_peft:
-        parts.append(
-            "rounded to the nearest: updates below a 500th of a weight are lost "
-            "(--stochastic_rounding true keeps them on average)"
-        )
-    return ", ".join(parts)
 
 
 def _attention(

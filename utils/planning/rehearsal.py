@@ -19,11 +19,10 @@ from transformers.integrations import get_reporting_integration_callbacks
 from utils.config.arguments import with_values
 from utils.config.checks import REPORTERS
 from utils.config.declarations import SettingValues
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
 from utils.model.architecture import first_line, without_weights
 from utils.model.weights import weights_dtype
-from utils.planning.memory import Report
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from utils.config.arguments import accumulation_steps, with_values
+from utils.config.arguments import with_values
 from utils.config.assumed import GPUS, AssumedGpus, assumed_gpus
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
 from utils.launch.processes import LaunchFacts
 from utils.model.architecture import MISFITS, first_line
+from utils.planning.arithmetic import accumulation_steps
 from utils.planning.forecast import (
     SOURCE,
     ModelProducts,
@@ -29,7 +30,6 @@ from utils.planning.memory import (
     MARGIN,
     RESERVED,
     VARIABLE,
-    Report,
     checkpointing_choices,
     estimate_memory,
     fitting,

@@ -1,9 +1,8 @@
-"""DIR=weight, NAME=DIR and the global batch are parsed, or refused with the faulty entry."""
+"""DIR=weight and NAME=DIR are parsed, or refused with the faulty entry."""
 
 import pytest
 
-from utils.config.arguments import accumulation_steps, eval_splits, train_sources
-from utils.config.errors import ConfigurationError
+from utils.config.arguments import eval_splits, train_sources
 
 
 def test_train_entries_are_directories_with_a_weight_for_all_or_none():
@@ -33,16 +32,3 @@ def test_eval_entries_are_named_once_each():
     for entry in ("/", "=x", "a=", "A=x", "a-b=x", "a/b=x"):
         with pytest.raises(ValueError, match=f"eval_data '{entry}': expected NAME=DIR"):
             eval_splits([entry])
-
-
-def test_what_does_not_divide_is_refused_with_the_nearest_sizes_that_work():
-    assert accumulation_steps(24, 3, 4) == 2
-    for size, advice in {
-        20: "over 4 ranks .* makes 12 at once: use global_batch_size 12 or 24, or per_dev.* 1$",
-        5: "use global_batch_size 12$",
-        0: "use global_batch_size 12$",
-        -1: "use global_batch_size 12$",
-        32: "use global_batch_size 24 or 36, or per_device_train_batch_size 2$",
-    }.items():
-        with pytest.raises(ConfigurationError, match=advice):
-            accumulation_steps(size, 3, 4)

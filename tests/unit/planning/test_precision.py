@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
-from utils.planning.plan import OptimizerStates, choose_optimizer_states, precision_line
+from utils.planning.precision import OptimizerStates, choose_optimizer_states, precision_line
 
 ROUNDED = {"dtype": "bfloat16", "stochastic_rounding": "true"}
 LORA = {"dtype": "bfloat16", "use_peft": "true", "model_name_or_path": "m", "model_config": None}
