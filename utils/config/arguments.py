@@ -1,4 +1,4 @@
-"""What the user may set of a run: each field is a flag and a key of recipes.
+"""The settings of a run: each field is a flag and a key of recipes.
 
 Also here: the meaning of `DIR=weight` and `NAME=DIR`.
 """
@@ -211,7 +211,7 @@ class _ChangedDefaults:
     bf16: bool | None = setting(
         None, "bfloat16 mixed precision; null: on where a CPU with AMX or AVX512-BF16 trains"
     )
-    # transformers knows full alone. What the plan makes of "auto" is a boolean again for Trainer.
+    # transformers only knows full, as true. RunPlan.training_arguments gives Trainer a boolean.
     activation_checkpointing: bool | str | None = setting(
         None,
         "what the backward pass computes again to save memory: none, selective (all but products "
@@ -284,7 +284,7 @@ def with_values(arguments: Arguments, **values: Any) -> Arguments:
 
 
 def token_count(written: float | str) -> int:
-    """Return the tokens that `50e9`, "50e9" or "50B" stands for; ValueError for anything else.
+    """Return the number of tokens of `50e9`, "50e9" or "50B"; raise ValueError for anything else.
 
     >>> token_count("1.5B"), token_count("500 M"), token_count(50e9)
     (1500000000, 500000000, 50000000000)
@@ -371,6 +371,6 @@ def counted_ranks(number: int) -> str:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch up to the one asked for that divides; 0 if there is none."""
+    """Return the largest micro-batch up to the requested one that divides, or 0."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -1,7 +1,7 @@
-"""What cannot work is refused before anything is built, and no file opened.
+"""Checks that refuse settings which cannot work, before anything is built or any file is opened.
 
-Each check takes all values and yields one line for each fault; reading a setting that is missing
-or at fault itself ends the check. utils/config/settings.py refuses contradictions.
+Each check reads all values and yields one line per fault. A check ends when it reads a setting that
+is missing or faulty itself. utils/config/rules.py refuses contradictions.
 """
 
 import importlib.util
@@ -142,7 +142,7 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
         yield f"{values.shown('greater_is_better')}: a lower loss or perplexity is better"
 
 
-# Numbers by the range they have to lie in; NaN lies in none.
+# Ranges, each with the settings that must be in it. NaN is in no range.
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: 0 <= value < math.inf,
      "early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
@@ -206,7 +206,7 @@ def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str:
     return ""
 
 
-# What needs a package of another name, by a part of its own.
+# A part of an optimizer's name, and the package that the optimizer needs.
 OPTIMIZERS = {
     "torch_4bit": "torchao", "torch_8bit": "torchao", "galore": "galore_torch",
     "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",

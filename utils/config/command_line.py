@@ -29,7 +29,7 @@ _TRUTHS = {
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
 
-# Puts values back to their defaults or derives some, and notes it.
+# A function that puts values back to their defaults or derives some, with a note.
 Settlement = Callable[[SettingValues], None]
 
 
@@ -139,7 +139,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
-    """Return what a flag's words stand for; raises ValueError for a wrong number of words."""
+    """Return the value of a flag's words; raises ValueError for a wrong number of words."""
     if not words and bool in declaration.types:
         return True
     if not words:

@@ -97,9 +97,9 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value as the type of the setting; raise ValueError with what was expected.
 
-    Nothing is converted that could hide a mistake: an integer may stand for a number and one
-    value for a list of one, but 4.0 is no integer, 1 is not true, and "3" is no number. Null
-    empties what has a default of nothing: an empty list, 0, false, -1 of max_steps.
+    A conversion must not hide a mistake. An integer is accepted as a number, and one value as a
+    list of one; but 4.0 is not an integer, 1 is not true, and "3" is not a number. null resets a
+    setting whose default is empty: an empty list, 0, false, the -1 of max_steps.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -149,7 +149,7 @@ def shown(value: Any) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return what stands for a setting's value in a command line: its choices, or its type."""
+    """Return the placeholder of a setting's value in a command line: its choices, or its type."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -177,8 +177,8 @@ class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before any object is built of them.
 
     Reading a setting in `unusable` raises UnusableSettingError. `notes` are lines to log: what
-    was overruled by a stronger source, and what was derived. `environment`: the variables of the
-    launch, of this process or of the one that a dry run stands for.
+    was overruled by a stronger source, and what was derived. `environment`: the variables of
+    the launch. In a dry run they describe the launch that the dry run is about.
     """
 
     declared: Mapping[str, Declaration]
@@ -248,5 +248,5 @@ class SettingValues(Mapping[str, Any]):
             raise ConfigurationError(str(error)) from error
 
 
-# What reads the values of all settings and yields a line for each fault.
+# A function that reads the values of all settings and yields a line per fault.
 Check = Callable[[SettingValues], Iterable[str]]

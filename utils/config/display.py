@@ -1,4 +1,4 @@
-"""What the command line shows of settings: `--help`, one setting's story, `--print_config`."""
+"""Texts about settings: `--help`, `--help NAME`, `--print_config`."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from utils.config.unknown_names import REFUSED, unknown_name
 
 WIDTH = 98  # two columns are left of a hundred
 
-# What most runs set; the rest is behind `--help all`. A test checks that each exists.
+# The settings that most runs set; `--help all` shows the rest. A test checks that each exists.
 SHORT_LIST = {
     "Model": "model_name_or_path model_config init_from use_peft lora_r lora_alpha load_in_4bit "
     "attn_implementation",
@@ -27,7 +27,7 @@ SHORT_LIST = {
     "Evaluation and logging": "eval_steps logging_steps report_to run_name",
 }
 FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_overlong")
-# What the command line itself takes beside settings.
+# Flags of the command line that are no settings.
 OWN_FLAGS = {
     "config RECIPE.yaml ...": "recipes, YAML files of settings: later ones win over earlier ones, "
     "flags over all",
@@ -218,8 +218,8 @@ def _unknown(name: str, declared: Mapping[str, Declaration]) -> str:
 def config_text(values: SettingValues, every: bool) -> str:
     """Return settings as a recipe with a comment on where each came from.
 
-    What was given is YAML; what was derived, and defaults (all of them with `every`), are comments:
-    another launch derives anew.
+    Given settings are YAML. Derived ones and, with `every`, defaults are comments, because another
+    launch derives its own.
     """
     lines, derived, defaults = [], [], []
     for name in values:

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a process ended, for the user and for the scripts in slurm/.
+    """The exit code of a process. Users and the scripts in slurm/ read it.
 
     Those requeue a job on STOPPED and LOST_RANK alone: only there does starting again help.
     """

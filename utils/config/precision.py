@@ -1,7 +1,7 @@
-"""What the launch decides of a run: mixed precision that nobody set, what libraries may see of it.
+"""Mixed precision that nobody set, and the launch as the libraries see it.
 
-bf16 that the settings leave open is the accelerate config's; else it is on where a CPU multiplies
-it fast, and off elsewhere.
+If the settings leave bf16 open, the accelerate config decides. Without one, bf16 is on if a CPU
+that multiplies bf16 fast trains, and off otherwise.
 """
 
 import os
@@ -13,10 +13,10 @@ from utils.config.declarations import Given, SettingValues, is_true
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
-# accelerate/utils/environment.py takes these of MPI launchers, srun's among them, for a launch.
+# accelerate/utils/environment.py reads these variables of MPI launchers (srun too) as a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-# What torchrun tells a process of the others; accelerate connects to them as soon as it sees it.
+# torchrun's variables for a process. accelerate connects to the other processes if it sees them.
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
@@ -96,7 +96,7 @@ def launch_for_libraries(values: SettingValues) -> Iterator[None]:
     """Show TrainingArguments the environment of the launch, and restore this process's afterwards.
 
     Hidden is the accelerate config's precision, which overrules `bf16: false`. In a dry run the
-    launch is hidden too: WORLD_SIZE=8 stands for processes of which none is there.
+    launch is hidden too: no process exists of those that WORLD_SIZE=8 counts.
     """
     hidden = {PRECISION_VARIABLE}
     if values["dry_run"]:

@@ -14,7 +14,7 @@ from utils.support.redaction import MASK
 MASKED_NOTE = f"# Secrets are masked as {MASK}."  # in the config.yaml of a run
 EXTENDS = "extends"
 
-# What an unquoted scalar may be besides a string.
+# Types of an unquoted scalar besides a string.
 _SCALARS = {
     "bool": r"true|True|TRUE|false|False|FALSE",
     "null": r"~|null|Null|NULL|",

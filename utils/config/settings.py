@@ -42,10 +42,10 @@ from utils.config.strategy import describe_launch
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the user set, one object each for run, data, model and training.
+    """The parsed settings of a run: one object each for run, data, model and training.
 
     values: every setting by name with its source. resolved: the same as plain data. script: the
-    file's name.
+    file's name. Nothing is written after parsing: RunPlan derives what follows from the settings.
     """
 
     run: RunArguments

@@ -57,8 +57,8 @@ def choose_config(
 ) -> StrategyConfig:
     """Return the config of a launch of so many processes; raises ConfigurationError.
 
-    ACCELERATE_CONFIG wins over the strategy; auto goes by the number of processes, and a single
-    one has nothing to share.
+    ACCELERATE_CONFIG wins over the strategy. auto depends on the number of processes; a single
+    process shares nothing.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
     alone = FOLDER / "single_gpu.yaml"
@@ -131,7 +131,7 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_launch(values: SettingValues) -> None:
-    """Give a dry run the environment of the launch that it stands for: processes and strategy.
+    """Give a dry run the environment of the launch that it describes: processes and strategy.
 
     They are those of `assume`, or of whoever set WORLD_SIZE (slurm/submit.sh). A real launch
     (`accelerate launch ... --dry_run`) has its own.

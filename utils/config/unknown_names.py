@@ -1,4 +1,4 @@
-"""Names that are no settings here: refused ones of the libraries, other toolkits', typing errors.
+"""Answers to names that are no settings: refused ones, other toolkits', typing errors.
 
 A table has a reason or our name, then the names that it answers, all in one string.
 """

@@ -1,9 +1,9 @@
 """How fast a run will be on GPUs that are not here: a forecast, from what was measured on one.
 
-A step takes as long as its products and its attention take at a share of the GPU's peak, or as its
-exchange with the other GPUs, whichever is longer. The shares are those that Stoker reached on one
-H200 with compiled layers (benchmarks/results/gpu), by the width of the model. What was not measured
-is taken as said beside the constants below.
+A step takes the longer of two times: that of its products and its attention at a share of the GPU's
+peak, and that of its exchange with the other GPUs. The shares were measured on one H200 with
+compiled layers (benchmarks/results/gpu), by the width of the model. The constants below that nobody
+measured say so.
 """
 
 import math
@@ -23,25 +23,25 @@ from utils.model.flops import TokenProducts, token_products
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
 SHARES = {768: 0.3612, 1024: 0.4292, 2048: 0.4884, 4096: 0.5157}
 SOURCE = "shares of the peak as measured on an H200"
-# Of one GPU's share several reach about this, not measured here. From two rows of MosaicML's
-# llm-foundry (8 H100, FSDP, 2,048 tokens, nothing recomputed): 46.4 % for 7 B, 41.8 % for 1 B,
-# attention counted whole; as it is counted here 0.87 and 0.80 of the shares above. Rows with
-# recomputation are higher.
+# Not measured here: several GPUs reach about this part of one GPU's share. The source is two rows
+# of MosaicML's llm-foundry (8 H100, FSDP, 2,048 tokens, nothing recomputed): 46.4 % for 7 B, 41.8 %
+# for 1 B, with attention counted whole. Counted as here, these are 0.87 and 0.80 of the shares
+# above. Rows with recomputation are higher.
 SEVERAL = 0.87
-# Not measured: layers that are not compiled, products of experts, float32 instead of bf16 (TF32 has
-# half the peak), and what selective recomputation adds, a third of what norms and the like take in
-# benchmarks/hardware/roofline.py.
+# Not measured: the factors for layers that are not compiled, products of experts, and float32
+# instead of bf16 (TF32 has half the peak). Selective recomputation adds a third of the time of
+# norms and the like in benchmarks/hardware/roofline.py.
 NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
-# Of a link; and of a network between nodes of unknown speed: 200 Gbit/s for each GPU.
+# Not measured: the share of a link that an exchange reaches, and the bytes per second and GPU of a
+# network of unknown speed (200 Gbit/s).
 LINK_SHARE, NETWORK = 0.8, 25e9
 
 
 @dataclass(frozen=True)
 class ModelProducts(TokenProducts):
-    """What a token is multiplied by, and what else of a model tells how long a step takes.
+    """The products of a token with a model's weights, and other sizes that determine a step's time.
 
-    head: the weights of the last layer. width: of the hidden states. parameters: all of them, and
-    those trained.
+    head: weights of the last layer. width: size of the hidden states. parameters: all, and trained.
     """
 
     head: int
@@ -50,9 +50,9 @@ class ModelProducts(TokenProducts):
     parameters: tuple[int, int]
 
     def step_flops(self, document_tokens: float, recomputed: str) -> float:
-        """Return the FLOPs a token of a step; it sees half of `document_tokens` on average.
+        """Return the FLOPs per token of a step; a token sees half of `document_tokens` on average.
 
-        Recomputed are 2 for each weight of the forward pass, and 4 for each number of attention.
+        Full recomputation adds 2 per weight of the forward pass, and 4 per number of attention.
         """
         unseen = self.scores(document_tokens) / 2
         again = 2 * (self.forward - self.head) + 4 * unseen if recomputed == "full" else 0
@@ -61,7 +61,7 @@ class ModelProducts(TokenProducts):
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is done: sequences of a rank at a time, and how often before the optimizer."""
+    """The shape of a step: sequences per rank and micro-batch, and micro-batches per step."""
 
     rows: int
     accumulation: int
@@ -104,7 +104,7 @@ def share_of_peak(products: ModelProducts, step: Step, ranks: int) -> float:
 
 
 def tokens_per_s(products: ModelProducts, step: Step, strategy: str, gpus: AssumedGpus) -> float:
-    """Return the tokens a second of all GPUs together, padding counted; their peak is known."""
+    """Return the tokens per second of all GPUs together, with padding; their peak must be known."""
     assert gpus.flops is not None
     assert gpus.link is not None
     tokens = step.rows * step.length
@@ -121,9 +121,10 @@ def tokens_per_s(products: ModelProducts, step: Step, strategy: str, gpus: Assum
 
 
 def exchanged_bytes(products: ModelProducts, strategy: str, ranks: int) -> tuple[float, float]:
-    """Return what a GPU sends for a micro-batch, and once a step.
+    """Return the bytes that a GPU sends per micro-batch, and once per step.
 
-    Sharded weights are gathered twice in 2 bytes, their gradients added up in 4 (DeepSpeed: 2).
+    Sharded weights are gathered twice, with 2 bytes each. Gradients are summed with 4 bytes each
+    (DeepSpeed: 2).
     """
     if ranks == 1:
         return 0.0, 0.0

@@ -1,6 +1,6 @@
-"""What a run needs on each device, and the activation checkpointing that makes it fit.
+"""The memory that a run needs on each device, and the activation checkpointing that makes it fit.
 
-No weight is loaded. What a micro-batch takes is counted on the model itself (memory_trace.py).
+No weight is loaded. memory_trace.py counts a micro-batch's memory on the model itself.
 """
 
 import os
@@ -30,30 +30,30 @@ from utils.support.host import host_name, memory_room_bytes
 GIB = 2**30
 VARIABLE = "STOKER_GPU_MEMORY_GIB"
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Two codes and, for each block of up to 256 of them, two float32 scales.
+# Two codes, and two float32 scales per block of up to 256 codes.
 BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-# cuBLAS's on Hopper: one for the forward pass's thread, one for the backward pass's.
+# cuBLAS's workspaces on Hopper: one for the thread of each pass, forward and backward.
 WORKSPACE_BYTES = 2 * 32 * 2**20
 SHARDED_BY = {
     "weights": ("fsdp1", "fsdp2", "zero3"),
     "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
     "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
 }
-# Of a GPU: its context, NCCL's buffers, the kernels' workspaces and what lies between tensors. Of
-# a host: whatever else runs there.
+# Shares of a device's memory that a run cannot use. On a GPU: its context, NCCL's buffers, the
+# kernels' workspaces, gaps between tensors. On a host: other processes.
 RESERVED = {"cuda": 0.06, "cpu": 0.05}
-# How much more than predicted may be needed. A process on a CPU grows by kernels, their threads and
-# what malloc loses between tensors: up to 1.8 times small models (docs/memory.md).
+# Factors by which a run may need more than predicted. A process on a CPU also grows by kernels,
+# their threads and gaps between tensors: up to 1.8 times for small models (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each device when most are in use.
+    """Bytes on each device at the peak of a step.
 
-    `activations` are all else that is alive then: what the backward pass needs, the loss head's
-    logits, whole weights of gathered layers. 0 if they could not be `counted`. fault: a warning for
-    the log, on what could not be counted.
+    `activations` are all other tensors at the peak: those for the backward pass, the loss head's
+    logits, whole weights of gathered layers; 0 if they could not be `counted`. fault: a warning for
+    the log, if something could not be counted.
     """
 
     weights: int
@@ -77,11 +77,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The choice of activation checkpointing as the record of a start has it.
+    """The choice of activation checkpointing, as provenance.json records it.
 
-    `requested` is the word of the settings. `predicted_bytes` are a device's, by choice.
-    `room_bytes` is the least of all ranks', None where no device was asked. Beside them: what one
-    more sequence in a micro-batch takes (at most, without a GPU), and the total under fsdp2.
+    `requested` is the word in the settings. `predicted_bytes` per device, by choice. `room_bytes`
+    is the smallest of all ranks; None: the device is not known. `sequence_bytes`: memory of one
+    more sequence in a micro-batch (without a GPU, an upper bound). `sharded_bytes`: the total under
+    fsdp2.
     """
 
     choice: str
@@ -157,7 +158,7 @@ def plan_memory(
 
 
 def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int) -> str:
-    """Return that the weights alone are too much, and which file has their sizes."""
+    """Write that the weights alone are too large, and which file has their sizes."""
     source = settings.model.model_config or config.name_or_path
     return f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} right?"
 
@@ -201,9 +202,9 @@ def workload(
 def checkpointing_choices(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> tuple[str, list[str]]:
-    """Return none, selective, full or auto as the settings have it, and what is possible.
+    """Return the requested word (none, selective, full, auto) and the possible choices.
 
-    Raises ConfigurationError where nothing is left, and where two places say what is recomputed.
+    Raises ConfigurationError if no choice is possible, or if two places set the recomputation.
     """
     value = settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
@@ -231,10 +232,10 @@ def checkpointing_choices(
 def choose(
     requested: str, predicted: Mapping[str, MemoryEstimate], room: int | None, margin: float
 ) -> tuple[str, str]:
-    """Return the choice and a line that says why.
+    """Return the choice, and a line with the reason.
 
-    auto takes the first of `predicted` (least recomputation first) that fits into `room` bytes
-    `margin` times, and the last where none does or where nothing could be counted.
+    auto takes the first of `predicted` (least recomputation first) whose bytes times `margin` fit
+    into `room`. If none fits, or nothing could be counted, auto takes the last.
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
@@ -254,7 +255,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return the bytes left of this rank's device, and all of a GPU's; None where unknown."""
+    """Return the free bytes of this rank's device, and all bytes of a GPU; None: unknown."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -267,7 +268,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     run: RunArguments, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return a GPU's room and memory in bytes as --assume or slurm/cluster.env says, else None."""
+    """Return a GPU's room and memory in bytes from --assume or slurm/cluster.env; None: unknown."""
     given = environment.get(VARIABLE, "").strip()
     if run.assume:
         given = str(assumed_gpus(run.assume).memory_gib)
@@ -311,7 +312,7 @@ def estimate_memory(
     gradients //= shards["gradients"]
     accumulates = settings.run.global_batch_size > work.rows * launch.world_size
     ddp = launch.strategy == "ddp"
-    # DDP's buckets are the gradients' place from the first step on.
+    # DDP's buckets hold the gradients from the first step on.
     held = gradients if accumulates or ddp else 0
     most, made = gradients, gradients  # while the optimizer steps
     gathered_weights, counted, fault = 0, False, ""
@@ -339,7 +340,7 @@ def estimate_memory(
         # A layer's weights are dequantized while it computes, whichever is running at the peak.
         activations += work.quantized.largest * dtype.itemsize
     if ddp and accumulates:
-        made += gradients  # the first micro-batches' lie beside the buckets
+        made += gradients  # gradients of earlier micro-batches, beside the buckets
     if work.quantized is not None:
         weights -= work.quantized.bytes_saved(settings.model, dtype)
     weights, states = weights // shards["weights"], states // shards["optimizer"]
@@ -352,7 +353,7 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float)
 
 
 def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, own_bytes: int, count: int) -> int:
-    """Return the bytes of all states: EMA, and moments, AdamW's two where not known.
+    """Return the bytes of EMA and of the optimizer's states; an unknown optimizer counts as AdamW.
 
     The `count` trained weights take `own_bytes`.
     """
@@ -369,10 +370,10 @@ def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, own_bytes: int,
 
 
 def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Return about what one checkpoint takes on disk, over all ranks: weights and states.
+    """Return the approximate bytes of a checkpoint on disk, over all ranks: weights and states.
 
-    With adapters only they are saved. DeepSpeed keeps the weights once more in its own shards, in
-    mixed precision in 2 bytes.
+    A run with LoRA saves only the adapters. DeepSpeed saves the weights again in its own shards,
+    with 2 bytes each in mixed precision.
     """
     parameters, trainable = count_parameters(settings.model, config)
     training, dtype = settings.training, weights_dtype(settings.model, config)

@@ -1,7 +1,7 @@
-"""Counts what a training step takes in memory, on the user's own model without data.
+"""Counts the memory of a training step on the user's own model, without data.
 
-The model goes forward and back on fake tensors; every storage is counted from the operator that
-makes it until nothing holds it. Layers alike are gone through once. `trace` is where to begin.
+The model runs forward and backward on fake tensors. Every storage is counted from the operator that
+makes it until nothing refers to it. Of equal layers only the first runs. Begin with `trace`.
 """
 
 import copy
@@ -41,7 +41,7 @@ EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes a step. `elsewhere`: the run trains on GPUs of another machine."""
+    """The attention and the loss head of a step. `elsewhere`: GPUs of another machine train."""
 
     attention: AttentionChoice
     loss_head: LossHeadChoice
@@ -64,11 +64,11 @@ class Workload:
 
 @dataclass
 class Stretch:
-    """A part of a step, which may be a layer's pass.
+    """A part of a step, such as the forward pass of a layer.
 
-    change: bytes made less bytes given back in it, by the stretch that made them.
-    peak: the most that was alive beyond what was alive when it began.
-    gradients: bytes of the layer's gradients, all there when its backward pass ends.
+    change: bytes made minus bytes freed in the stretch, by the stretch that made them.
+    peak: the most bytes alive, beyond those alive at the beginning.
+    gradients: bytes of the layer's gradients, all alive when its backward pass ends.
     """
 
     name: str
@@ -78,20 +78,20 @@ class Stretch:
 
     @property
     def live(self) -> int:
-        """Return by how much what is alive has grown since the stretch began."""
+        """Return the growth of the live bytes since the stretch began."""
         return self.change.total()
 
 
 def most_alive(
     stretches: Sequence[Stretch], shards: int, *, held: int, copied: float = 0.0
 ) -> tuple[int, int]:
-    """Return the most bytes beside weights and optimizer, and the layers' gradients of them.
+    """Return the most bytes beside weights and optimizer, and how many of them are gradients.
 
-    A layer's gradients are cut into `shards` when its backward pass ends. To be added over the
-    ranks they are put together in a buffer of `copied` times their bytes, which is there until the
-    next layer's is; at the end what is in no layer has one. `held` are the bytes of gradients that
-    an earlier micro-batch of the step left, to which those of this one are added; 0 where there was
-    none.
+    A layer's gradients are cut into `shards` when its backward pass ends. For the sum over the
+    ranks they are copied into a buffer of `copied` times their bytes, which lives until the next
+    layer's buffer; at the end, weights outside the layers have such a buffer. `held`: bytes of
+    gradients from an earlier micro-batch of the step, to which this one's are added; 0: no earlier
+    one.
     """
     alive = most = made = of_most = held
     buffer = 0
@@ -141,11 +141,11 @@ def trace(settings: RunSettings, config: PreTrainedConfig, work: Workload, choic
 def _trace(model: nn.Module, work: Workload, *, cut: bool) -> Traced:
     layers = layers_of(model)
     kinds = _kinds(layers)
-    # Experts multiply by the operator that transformers has for where torch has none: it takes
-    # tensors without data of any type, and what it makes is as large. (A Mock keeps what it gets.)
+    # Experts multiply with the operator that transformers uses where torch has none: it accepts
+    # fake tensors of any type, and its results have the same sizes. (A Mock would keep arguments.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
-    # A CPU's build of torch has no fake tensors of a GPU elsewhere: fake tensors of a CPU stand in.
+    # A CPU build of torch has no fake tensors of a GPU: fake tensors of the CPU replace them.
     of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.kernels.elsewhere else {})
     with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu, torch_operators():
         _put_on_device(model)
@@ -216,13 +216,13 @@ def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
 
 
 def cut_as_compiled(layer: nn.Module) -> None:
-    """Let a layer keep for its backward pass what a compiled one keeps.
+    """Let a layer keep the tensors for its backward pass that a compiled layer keeps.
 
-    torch's compiler takes a layer's forward and backward pass as one graph and cuts it where the
-    fewest bytes cross. The same cut is made here when the layer first runs, and nothing is
-    compiled. Ever after it is to be called with tensors of the same shapes.
+    torch's compiler makes one graph of a layer's forward and backward pass and cuts it where the
+    fewest bytes cross. The same cut is made here when the layer first runs, without compilation.
+    After that the layer must be called with tensors of the same shapes.
     """
-    # Not before: they are seconds of imports, which a run that compiles needs in any case.
+    # Imported here because they take seconds, which a run that compiles needs anyway.
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.compilers import nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -241,7 +241,7 @@ def cut_as_compiled(layer: nn.Module) -> None:
 
 
 def _go_through(model: nn.Module, work: Workload) -> list[Stretch]:
-    """Go forward and back on one layer of each kind and return what was counted."""
+    """Run forward and backward through one layer of each kind; return the stretches."""
     inputs, live = _fake_batch(work), LiveBytes([*model.parameters(), *model.buffers()])
     call = _first_of_each_kind(layers_of(model), live)
     with mock.patch.object(GradientCheckpointingLayer, "__call__", call), live:
@@ -282,10 +282,10 @@ def _fake_batch(work: Workload) -> dict[str, Any]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is active, counts every storage that an operator makes until nothing holds it.
+    """A mode that counts every storage from its operator until nothing refers to it.
 
-    Enter it inside a FakeTensorMode. What was there before is given as `known`: it is not counted,
-    nor are views of it.
+    Enter it inside a FakeTensorMode. Tensors in `known` existed before: neither they nor their
+    views are counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -301,7 +301,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator and count what it made."""
+        """Run the operator and count its results."""
         outcome = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(outcome):
             if isinstance(tensor, torch.Tensor):
@@ -341,9 +341,9 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
-    """Return how layers are called: the first of a kind is gone through and noted, others are not.
+    """Return the call of a layer: the first of a kind runs and is counted, others do not run.
 
-    These pass on what they get.
+    The others return their input.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, _kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return beside the hidden states
@@ -357,9 +357,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
         kind = kinds[number]
         if number != kind:
             return (hidden, *outputs[kind]) if kind in outputs else hidden
-        # What all layers share goes with the last of them, whichever that is.
+        # Tensors that all layers share must live until the last layer, whichever it is.
         shared.append((others, kwargs))
-        # A view, for its hook has to come before that of the layer below, whose output this is.
+        # A view: its hook must run before the hook of the layer below, whose output this is.
         own = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         hidden = own.view_as(own)
         hidden.register_hook(lambda _: live.begin(REST))
@@ -376,9 +376,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Put what the first one of a kind took where each layer like it goes forward and back.
+    """Repeat the stretches of the first layer of a kind for each layer of that kind.
 
-    Where autocast ends its copies of all layers' weights go.
+    At the end of autocast its copies of all layers' weights are freed.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

@@ -1,4 +1,4 @@
-"""What a run will do, worked out and said before any weight is loaded or any file is written."""
+"""The plan of a run: a pure function of settings, data, model and launch, and its log lines."""
 
 import logging
 import math
@@ -194,7 +194,7 @@ def report_run(
 ) -> Report:
     """Return the lines of a dry run on processes, saves and directory; raises ConfigurationError.
 
-    What Slurm understood of a job, its time limit above all: see utils/submit/check.py.
+    utils/submit/check.py shows how Slurm read a job, including its time limit.
     """
     training, output_dir = settings.training, Path(str(settings.training.output_dir))
     # As the user set it: a dry run without GPU sets use_cpu by itself.
@@ -226,7 +226,7 @@ def report_run(
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
-    """Say whether this only looks at a run that trains elsewhere, on other hardware."""
+    """Say whether this is a dry run of a run that trains elsewhere, on other hardware."""
     if settings.run.assume:
         return True
     return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu
@@ -266,8 +266,9 @@ def _attention(
 def probe_device(settings: RunSettings, launch: LaunchFacts) -> torch.device | None:
     """Return the device that small models are tried on: the one that trains.
 
-    Kernels in Triton (flash-linear-attention, mamba-ssm, causal-conv1d) run on no other. None on a
-    login node: a CPU stands in, and what does not run on it is tried where the run trains.
+    Kernels in Triton (flash-linear-attention, mamba-ssm, causal-conv1d) run on no other device. On
+    a login node the result is None: small models are tried on the CPU, and models that do not run
+    there are tried where the run trains.
     """
     return None if on_a_login_node(settings, launch) else settings.training.device
 

@@ -1,4 +1,4 @@
-"""A rehearsal of one step: the libraries judge what settings name, before any weight is loaded.
+"""A rehearsal of one step: the libraries judge the settings before any weight is loaded.
 
 A dry run and every start build the same optimizer, schedule, recomputation and trackers here.
 """
@@ -26,7 +26,7 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-# What an optimizer may leave alone, and the setting that says the same as a key of optim_args.
+# Settings that some optimizers do not read, and the setting for a key of optim_args.
 OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 SETTINGS_OF_KEYS = {
     "lr": "learning_rate", "weight_decay": "weight_decay", "beta1": "adam_beta1",
@@ -54,11 +54,11 @@ def rehearse(
     total_steps: int,
     device: torch.device | None,
 ) -> Report:
-    """Build what the settings name and take a step with it; raises ConfigurationError.
+    """Build the optimizer, schedule and trackers, and take a step; raises ConfigurationError.
 
     Returns lines for the log, on settings without effect. `own_optimizer`: Trainer builds none, so
-    the schedule alone is judged. `device` is the one that trains. On a login node it is None:
-    nothing is computed there.
+    only the schedule is judged. `device` is the one that trains, or None on a login node, where
+    nothing is computed.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
@@ -93,7 +93,7 @@ def rehearse(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Add a line for the exception of a with block: the settings involved, a library's words."""
+    """Add a line for the exception of a with block: the settings, the message."""
     try:
         yield
     except ConfigurationError as error:
@@ -171,7 +171,7 @@ def _check_effect(
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
-    """Return what Trainer would give an optimizer beside weights, or its error as text."""
+    """Return the options that Trainer would give an optimizer, or Trainer's error as text."""
     try:
         _, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     except Exception as error:

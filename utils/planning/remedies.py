@@ -1,4 +1,4 @@
-"""Settings with which a run fits into its GPUs, each tried with the prediction that it failed."""
+"""Settings with which a run fits into its GPUs, found with the same prediction that refused it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,14 +17,14 @@ LORA = {"use_peft": True, "dtype": "bfloat16"}
 QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 
 Changes = dict[str, Any]
-# Say whether a run with these settings, this launch and activation checkpointing fits its devices.
+# A function that says whether a run with these settings, launch and checkpointing fits.
 Fits = Callable[[RunSettings, LaunchFacts, str], bool]
 
 
 def remedies(
     settings: RunSettings, launch: LaunchFacts, choice: str, possible: list[str], fits: Fits
 ) -> str:
-    """Say which changes make a run fit that does not."""
+    """Write which changes make a run fit."""
     found: list[Changes] = []
     for changes in candidates(settings, launch, choice, possible):
         enough = len(found) == SHOWN or any(one.keys() <= changes.keys() for one in found)
@@ -39,7 +39,7 @@ def remedies(
 def candidates(
     settings: RunSettings, launch: LaunchFacts, choice: str, possible: list[str]
 ) -> Iterator[Changes]:
-    """Yield changes, the least first. One that fits makes needless all that change more."""
+    """Yield changes, smallest first. If one fits, changes that include it are not needed."""
     rows, length = settings.training.per_device_train_batch_size, settings.data.sequence_length
     total, ranks, most = settings.run.global_batch_size, launch.world_size, possible[-1]
     least = {ROWS: 1, RECOMPUTED: most}

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains and evaluates on; `weights` is None when each row counts alike."""
+    """The datasets of a run. Without `weights` all sequences are sampled alike."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
@@ -46,7 +46,7 @@ class RunData:
     prompts: "Sequence[Prompt]"  # whose completions evaluations show
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return the content fingerprints of every split's datasets, for the provenance."""
+        """Return the content fingerprints of every split's datasets, in provenance.json."""
         splits = {"train": self.train, **self.evaluation}
         return {name: [data.fingerprint for data in rows.datasets] for name, rows in splits.items()}
 
@@ -100,7 +100,7 @@ def load_run_data(
     opened, problems = list[TokenDataset](), list[str]()
     for split, directory in named:
         try:
-            # An evaluation split of a folder of splits goes by its own name.
+            # In a folder of splits, an evaluation split is the one of its name.
             dataset = _open(directory, split)
         except ConfigurationError as error:
             problems += error.problems

@@ -1,7 +1,7 @@
-"""What a dry run says of GPUs elsewhere: how fast the run will be, and which settings fit best.
+"""The forecast of a dry run for GPUs elsewhere, and the settings that fit these GPUs best.
 
 --assume names the GPUs, --suggest tries strategies, micro-batches and recomputation on them. Both
-are predictions (memory.py) and forecasts (forecast.py): nothing is measured here.
+use predictions (memory.py) and forecasts (forecast.py): nothing is measured here.
 """
 
 import math
@@ -41,17 +41,17 @@ from utils.planning.remedies import remedies
 
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of strategies that are named otherwise
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-AS_FAST = 0.98  # of two that differ by less than this the one that splits less, in fewer parts
+AS_FAST = 0.98  # of two speeds closer than this the strategy that shards less wins
 ROWS = 4
-# Where the GPUs' speed is not known: what orders the candidates.
+# The GPU whose speed orders the candidates if the GPUs' speed is not known.
 USUAL = GPUS["H100-80GB"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings with their prediction: bytes a GPU, and tokens a second of all.
+    """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    counted: whether activations are among the bytes; of some architectures they cannot be.
+    counted: whether the bytes include activations, which some architectures do not allow to count.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """A run on some GPUs: what is predicted of it, and of others of its kind."""
+    """Predictions of a run on some GPUs, with its settings and with others."""
 
     settings: RunSettings
     config: PreTrainedConfig
@@ -117,7 +117,7 @@ class Planner:
         return candidate.counted and candidate.total_bytes <= self.room
 
     def candidates(self, launch: LaunchFacts) -> Iterator[Candidate]:
-        """Yield all choices that fit, of each strategy and recomputation the smaller ones first."""
+        """Yield all choices that fit; smaller micro-batches of a kind first."""
         for strategy in strategies(launch):
             other = replace(launch, strategy=strategy)
             for choice in self.choices(other):
@@ -130,7 +130,7 @@ class Planner:
                     yield found
 
     def choices(self, launch: LaunchFacts) -> list[str]:
-        """Return the recomputation that is possible, the least first."""
+        """Return the possible checkpointing modes, least recomputation first."""
         training = with_values(self.settings.training, activation_checkpointing="auto")
         settings = replace(self.settings, training=training)
         return checkpointing_choices(settings, self.config, launch)[1]
@@ -146,7 +146,7 @@ class Planner:
 
 
 def strategies(launch: LaunchFacts) -> tuple[str, ...]:
-    """Return those to try; DeepSpeed's where the run has one of them. FSDP2 shards as much."""
+    """Return the strategies to try; DeepSpeed's only if the run uses one of them."""
     if launch.world_size == 1:
         return ("single",)
     zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
@@ -154,12 +154,12 @@ def strategies(launch: LaunchFacts) -> tuple[str, ...]:
 
 
 def rounded(number: float) -> int:
-    """Return a number with two digits that count: a forecast knows no more."""
+    """Return a number with two significant digits: a forecast has no more."""
     return int(float(f"{number:.2g}"))
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed; of two as fast the one that shards less, then the larger micro-batch."""
+    """Sort by speed; among equals prefer less sharding, then the larger micro-batch."""
     rest, ordered = list(candidates), []
     while rest:
         fastest = max(rest, key=lambda one: one.tokens_per_s)
@@ -237,7 +237,7 @@ def suggest(planner: Planner, launch: LaunchFacts) -> Report:
 
 
 def forecast_line(planner: Planner, launch: LaunchFacts, recomputed: str, total_steps: int) -> str:
-    """Write how fast the run of these settings will be, and how long it takes."""
+    """Write the forecast: tokens per second with these settings, and the duration of the run."""
     gpus, run = planner.gpus, planner.settings.run
     if gpus.flops is None:
         return f"forecast: no speed, the GPUs are known by their memory alone ({gpus})"
@@ -253,7 +253,7 @@ def forecast_line(planner: Planner, launch: LaunchFacts, recomputed: str, total_
 
 
 def duration(seconds: float) -> str:
-    """Write a time as a forecast may: 40 minutes, 13 hours, 4 days."""
+    """Write a duration with the precision of a forecast: 40 minutes, 13 hours, 4 days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{float(f'{seconds / size:.2g}'):g} {unit}"
