@@ -29,7 +29,7 @@ GPUS = {
     "RTX4090-24GB": (23.5, 165.2, 64),
     "RTX5090-32GB": (31.4, 209.5, 128),
 }
-# The share of the memory on the box that torch sees, for an unknown GPU.
+# torch sees about this share of an unknown GPU's nominal memory.
 VISIBLE_SHARE = 0.95
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 

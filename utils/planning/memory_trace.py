@@ -1,7 +1,7 @@
 """Counts the memory of a training step on the user's own model, without data.
 
 The model runs forward and backward on fake tensors. Every storage is counted from the operator that
-makes it until nothing refers to it. Of equal layers only the first runs. Begin with `trace`.
+makes it until nothing refers to it. Only the first of equal layers runs. Begin with `trace`.
 """
 
 import copy
