@@ -177,8 +177,7 @@ def fitting(room: int, config: PreTrainedConfig, kernels: Kernels) -> Fits:
                 return False
             assert adapters is not None, "use_peft is true"
             settings = replace(settings, model=adapters.model)
-        compiled = kernels.compiled and launch.strategy != "zero3"
-        work = workload(settings, config, launch, replace(kernels, compiled=compiled))
+        work = workload(settings, config, launch, kernels)
         counts = count_parameters(settings.model, config)
         return estimate_memory(settings, config, launch, work, choice, counts).total <= room
 
@@ -196,6 +195,7 @@ def workload(
     rows, length = training.per_device_train_batch_size, settings.data.sequence_length
     device = "cuda" if launch.device == "cuda" else "cpu"
     quantized = quantized_layers(settings.model, config)
+    kernels = kernels.under(launch.strategy)
     return Workload(rows, length, weights, mixed, device, kernels, quantized)
 
 
@@ -214,11 +214,7 @@ def checkpointing_choices(
             "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
             "(activation_checkpointing: full), which says so for every strategy."
         )
-    possible = list(CHOICES)
-    if launch.strategy == "zero3":
-        possible.remove("selective")
-    if not causal_lm_class(config).supports_gradient_checkpointing:
-        possible = ["none"]
+    possible = possible_checkpointing(config, launch)
     if word == "auto" or word in possible:
         return word, possible
     raise ConfigurationError(
@@ -227,6 +223,13 @@ def checkpointing_choices(
         "none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as much.) Where "
         "memory is short, lower per_device_train_batch_size."
     )
+
+
+def possible_checkpointing(config: PreTrainedConfig, launch: LaunchFacts) -> list[str]:
+    """Return the possible checkpointing modes, least recomputation first."""
+    if not causal_lm_class(config).supports_gradient_checkpointing:
+        return ["none"]
+    return [choice for choice in CHOICES if (launch.strategy, choice) != ("zero3", "selective")]
 
 
 def choose(

@@ -8,7 +8,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,6 +47,10 @@ class Kernels:
     loss_head: LossHeadChoice
     compiled: bool = False
     elsewhere: bool = False
+
+    def under(self, strategy: str) -> "Kernels":
+        """Return the kernels with a strategy: torch cannot compile the hooks of ZeRO-3."""
+        return replace(self, compiled=self.compiled and strategy != "zero3")
 
 
 @dataclass(frozen=True)

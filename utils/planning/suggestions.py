@@ -30,10 +30,10 @@ from utils.planning.memory import (
     MARGIN,
     RESERVED,
     VARIABLE,
-    checkpointing_choices,
     estimate_memory,
     fitting,
     planned_device,
+    possible_checkpointing,
     workload,
 )
 from utils.planning.memory_trace import Kernels
@@ -75,37 +75,33 @@ class Planner:
 
     def candidate(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> Candidate:
         """Predict one choice; raises ConfigurationError where the global batch does not divide."""
-        self._accumulation(launch, micro_batch)  # raises
+        speed = self.speed(launch, micro_batch, recomputed)
         training = with_values(self.settings.training, per_device_train_batch_size=micro_batch)
         settings = replace(self.settings, training=training)
-        kernels = replace(self.kernels, compiled=self._compiled(launch))
-        work = workload(settings, self.config, launch, kernels)
+        work = workload(settings, self.config, launch, self.kernels)
         counts = self.products.parameters
         memory = estimate_memory(settings, self.config, launch, work, recomputed, counts)
-        speed = self.speed(launch, micro_batch, recomputed)
         return Candidate(
             launch.strategy, micro_batch, recomputed, memory.total, speed, memory.counted
         )
 
     def speed(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> float:
         """Predict tokens per second; as on usual GPUs where their memory alone is known."""
+        total = self.settings.run.global_batch_size
         step = Step(
-            micro_batch, self._accumulation(launch, micro_batch),
-            self.settings.data.sequence_length, self.document_tokens, recomputed,
-            self._compiled(launch), self.settings.training.mixed_precision != "no",
-        )  # fmt: skip
+            rows=micro_batch,
+            accumulation=accumulation_steps(total, micro_batch, launch.world_size),
+            length=self.settings.data.sequence_length,
+            document_tokens=self.document_tokens,
+            recomputed=recomputed,
+            compiled=self.kernels.under(launch.strategy).compiled,
+            bf16=self.settings.training.mixed_precision != "no",
+        )
         gpus = self.gpus
         if gpus.flops is None:
             _, tflops, link_gb_s = USUAL
             gpus = replace(gpus, flops=tflops * 1e12, link=link_gb_s * 1e9 / 2)
         return tokens_per_s(self.products, step, launch.strategy, gpus)
-
-    def _accumulation(self, launch: LaunchFacts, micro_batch: int) -> int:
-        total = self.settings.run.global_batch_size
-        return accumulation_steps(total, micro_batch, launch.world_size)
-
-    def _compiled(self, launch: LaunchFacts) -> bool:
-        return self.kernels.compiled and launch.strategy != "zero3"
 
     @property
     def room(self) -> int:
@@ -120,7 +116,7 @@ class Planner:
         """Yield all choices that fit; smaller micro-batches of a kind first."""
         for strategy in strategies(launch):
             other = replace(launch, strategy=strategy)
-            for choice in self.choices(other):
+            for choice in possible_checkpointing(self.config, other):
                 for size in MICRO_BATCHES:
                     if self.settings.run.global_batch_size % (size * launch.world_size):
                         break
@@ -128,12 +124,6 @@ class Planner:
                     if not self.fits(found):
                         break
                     yield found
-
-    def choices(self, launch: LaunchFacts) -> list[str]:
-        """Return the possible checkpointing modes, least recomputation first."""
-        training = with_values(self.settings.training, activation_checkpointing="auto")
-        settings = replace(self.settings, training=training)
-        return checkpointing_choices(settings, self.config, launch)[1]
 
     def row(self, candidate: Candidate) -> str:
         """Write a line of the table."""
@@ -208,12 +198,12 @@ def make_planner(
 def suggest(planner: Planner, launch: LaunchFacts) -> Report:
     """Return the lines of `--suggest`: the fastest settings that fit, or what would fit."""
     report = Report()
-    if not planner.candidate(launch, 1, planner.choices(launch)[-1]).counted:
+    choices = possible_checkpointing(planner.config, launch)
+    if not planner.candidate(launch, 1, choices[-1]).counted:
         report.warn("suggest: nothing, for what activations take cannot be counted here")
         return report
     ordered = best_first(list(planner.candidates(launch)))
     if not ordered:
-        choices = planner.choices(launch)
         fits = fitting(planner.room, planner.config, planner.kernels)
         what = remedies(planner.settings, launch, choices[-1], choices, fits)
         report.warn(f"suggest: nothing fits {planner.gpus}; {what}")
