@@ -8,8 +8,6 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 
@@ -65,6 +63,8 @@ REFUSED = by_name({
 @cache
 def other_names() -> dict[str, str]:
     """Return what other toolkits call a setting, with our name of it or what to do instead."""
+    import yaml  # the launcher imports this module before it knows whether packages are there
+
     return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
 
 

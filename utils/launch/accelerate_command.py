@@ -5,11 +5,9 @@ import importlib.util
 import signal
 from collections.abc import Mapping, Sequence
 
-from utils.config.command_line import CONFIG_FLAG, read_flags
 from utils.config.declarations import DEFAULT, FLAGS_RANK, Given
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import PREFIXES, block
-from utils.config.recipes import read_recipes
 from utils.config.strategy import AUTO, ONE_PROCESS, StrategyConfig, choose_config
 from utils.launch.slurm import Allocation, read_allocation
 
@@ -44,6 +42,9 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
     Faults of the arguments are left to the script, which reports them.
     """
+    from utils.config.command_line import CONFIG_FLAG, read_flags
+    from utils.config.recipes import read_recipes
+
     flags, _ = read_flags(arguments)
     if words := flags.get("strategy"):
         return Given(words[0], "--strategy", FLAGS_RANK)
