@@ -13,6 +13,7 @@ LORA = {
     "use_peft": True, "lora_r": 2, "lora_dropout": 0.1, "activation_checkpointing": "auto",
     "save_total_limit": 2,
 }  # fmt: skip
+FULL = {"bf16_full_eval": True, "use_cpu": True, "run_name": "mine"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_best": True}
 
 
@@ -47,7 +48,7 @@ def test_a_run_and_its_resume_leave_the_settings_as_parsed(
     command_line = pretraining if is_pretraining else fine_tuning
     heldout = workspace / ("heldout" if is_pretraining else "chats_heldout")
     changes = EVALUATED | {"eval_data": f"heldout={heldout}", "save_steps": 2}
-    changes |= {"bf16_full_eval": True, "run_name": "mine"} if is_pretraining else LORA
+    changes |= FULL if is_pretraining else LORA
     for steps in (2, 4):  # a new run, and one that resumes
         accepted = {"accept_changes": "max_steps"}
         argv = command_line(tmp_path / "run", max_steps=steps, **changes, **accepted)
