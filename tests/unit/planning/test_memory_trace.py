@@ -73,7 +73,9 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
         num_attention_heads=4, dtype="bfloat16",
     )  # fmt: skip
     causal_lm_class(config)(config).save_pretrained(tmp_path)
+    # One sequence a step: no gradients of an earlier micro-batch.
     lora = {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "lora_r": 4}
+    lora |= {"global_batch_size": 1, "per_device_train_batch_size": 1}
     given = settings(parse_fine_tuning, model_config=None, model_name_or_path=tmp_path, **lora)
     given = replace(given, model=plan_adapters(given.model, config).model)
     quantized = quantized_layers(given.model, config)
