@@ -20,8 +20,8 @@ ALLOWED = {
     "doctor": {"kernels", "config", "support"},
     "importing": {"config"},
     "runs": {
-        "training", "planning", "model", "callbacks", "report", "checkpoints", "data", "launch",
-        "config", "support",
+        "training", "planning", "model", "kernels", "callbacks", "report", "checkpoints", "data",
+        "launch", "config", "support",
     },
     "training": {
         "planning", "model", "callbacks", "checkpoints", "data", "kernels", "launch", "config",

@@ -74,6 +74,12 @@ def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
     return None
 
 
+def scheduled_saves(training: TrainingArguments, total_steps: int) -> int:
+    """Return the number of checkpoints that the schedule of saves asks for."""
+    every = save_interval(training, total_steps)
+    return math.ceil(total_steps / every) if every else 0
+
+
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Return the micro-batches that each rank accumulates per optimizer step.
 

@@ -129,8 +129,7 @@ def plan_memory(
     needed, weights = predicted[choice].total, predicted[choice].weights
     limit = room if size is None else int(margin * size)
     hopeless = limit is not None and weights > limit
-    sizes = f"{counts[0]:,} parameters, {counts[1]:,} trained"
-    report.say(f"memory: {sizes}; {predicted[choice]}")
+    report.say(f"memory: {counts[0]:,} parameters, {counts[1]:,} trained; {predicted[choice]}")
     report.say(f"activation checkpointing: {reason}")
     if room is not None and (hopeless or needed > room):
         fits = fitting(room, config, kernels)

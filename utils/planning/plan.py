@@ -34,7 +34,7 @@ from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.probe import CPU, ProbeError
 from utils.model.quantization import Quantized, check_quantization, quantized_layers
 from utils.model.weights import weights_dtype
-from utils.planning.arithmetic import plan_steps, save_interval
+from utils.planning.arithmetic import plan_steps, save_interval, scheduled_saves
 from utils.planning.memory import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
 from utils.planning.memory_trace import Kernels
 from utils.planning.precision import OptimizerStates, choose_optimizer_states, precision_line
@@ -146,11 +146,9 @@ def _plan(
         attention = _attention(settings, data, config, device)
     report.say(f"attention: {attention.reason}; {attention.proof}")
     adapters = plan_adapters(settings.model, config)
-    adapted = settings
-    if adapters is not None:
-        adapted = replace(settings, model=adapters.model)
-        for line in adapters.report:
-            report.say(line)
+    for line in adapters.report if adapters else ():
+        report.say(line)
+    adapted = replace(settings, model=adapters.model) if adapters else settings
     loss_head = _loss_head(settings, config, adapters, bool(data.new_tokens), device, report)
     elsewhere = on_a_login_node(settings, launch)
     compiled, why = choose_compilation(settings, config, launch, elsewhere)
@@ -170,12 +168,11 @@ def _plan(
     saved_bytes = checkpoint_bytes(adapted, config, launch)
     if run.dry_run:
         report += report_run(settings, launch, total_steps, saved_bytes)
-    every = save_interval(training, total_steps)
     return RunPlan(
         settings=settings,
         sampler=sampler,
         total_steps=total_steps,
-        scheduled_saves=math.ceil(total_steps / every) if every else 0,
+        scheduled_saves=scheduled_saves(training, total_steps),
         adapters=adapters,
         quantized=quantized_layers(adapted.model, config),
         attention=attention,
