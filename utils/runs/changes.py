@@ -59,8 +59,13 @@ NAMES_CONTENTS = (
 )  # fmt: skip
 # They say what this start is to do, not what the run is.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
-# One more wherever a version of Stoker sums in another order on a CPU.
-CPU_ROUNDING = 3
+# Increase when the last bits of some runs change, and add the number to the sums that it changed.
+# The key is the setting that accepts the change.
+NUMERICS = 4
+CHANGED_SUMS = {
+    "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
+    "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
+}
 # What a machine or a launch decides where the settings leave it open: a dry run's may be others.
 LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
@@ -113,14 +118,14 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
-        "cpu_rounding": CPU_ROUNDING,
-        # 1: in the type of the computation, as until 2026-11-25, or all in float32. 2: in float32.
-        "fsdp2_rounding": 2 if settings.training.bf16 or settings.training.fp16 else 1,
+        "numerics": NUMERICS,
         "versions": package_versions(),
     }
 
 
-def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _contents(
+    facts: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
     """Return what a start's inputs held, by the setting that names them; empty: not known.
 
     model_config stands for the configuration, model_name_or_path for the weights of any setting.
@@ -136,12 +141,23 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
     any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of the start that is to be
     launch = facts.get("launch") or any_launch
-    if launch.get("strategy") == "fsdp2":
-        rounding = facts.get("fsdp2_rounding", 1)
-        held["bf16"] = {"sums of gradients under FSDP2 (their rounding)": rounding}
-    if launch.get("devices") == ["cpu"]:
-        held["use_cpu"] = {"order of sums on a CPU (last bits)": facts.get("cpu_rounding", 1)}
+    low_precision = settings.get("bf16") or settings.get("fp16")
+    concerned = {
+        "use_cpu": launch.get("devices") == ["cpu"],
+        "bf16": launch.get("strategy") == "fsdp2" and low_precision,
+    }
+    for name, (what, numbers) in CHANGED_SUMS.items():
+        if concerned[name]:
+            passed = [number for number in numbers if number <= _numerics(facts)]
+            held[name] = {what: max(passed, default=1)}
     return {name: each if any(each.values()) else {} for name, each in held.items()}
+
+
+def _numerics(facts: Mapping[str, Any]) -> int:
+    """Return the number of the version of a start; older ones wrote two counters."""
+    if "numerics" in facts:
+        return int(facts["numerics"])
+    return int(facts.get("cpu_rounding", 1)) + int(facts.get("fsdp2_rounding", 1)) - 1
 
 
 def accepted_changes(
@@ -167,7 +183,7 @@ def accepted_changes(
     resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
-    before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))
+    before, now = Snapshot(old, _contents(starts[-1], old)), Snapshot(new, _contents(facts, new))
     changes = list(compare(before, now, resumes=resumes))
     if not changes:
         return {}

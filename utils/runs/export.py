@@ -5,7 +5,6 @@ PEFT's own layers merge LoRA's adapters on the meta device: only one at a time h
 
 import copy
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -185,10 +184,10 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     tokenizer.save_pretrained(partial)
     tokenizer.chat_template = template
     _write_card(partial, directory, trainer)
-    os.umask(umask := os.umask(0o077))
+    allowed = partial.stat().st_mode & 0o666  # what the umask left of a new folder's mode
     for file in partial.rglob("*"):  # safetensors makes files that the owner alone may read
         if file.is_file():
-            file.chmod(0o666 & ~umask)
+            file.chmod(allowed)
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)

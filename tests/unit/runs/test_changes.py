@@ -12,9 +12,9 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.runs.changes import (
-    CPU_ROUNDING,
     IDENTITY,
     IN_THE_CHECKPOINT,
+    NUMERICS,
     OF_THIS_START,
     accepted_changes,
 )
@@ -28,7 +28,7 @@ GIVEN = {
 MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 128,
          "num_hidden_layers": 1, "num_attention_heads": 4, "rope_theta": 10000.0}  # fmt: skip
 FACTS = {
-    "script": "pretrain.py", "cpu_rounding": CPU_ROUNDING, "tokenizer_sha256": "tttt",
+    "script": "pretrain.py", "numerics": NUMERICS, "tokenizer_sha256": "tttt",
     "data": {"train": ["aaaa"], "held": ["hhhh"]}, "model_config": MODEL,
 }  # fmt: skip
 
@@ -272,28 +272,43 @@ def test_a_missing_setting_and_a_broken_config(runs):
     assert "config.yaml is not as the first start wrote it" in problem
 
 
-def test_a_run_of_a_version_that_rounds_otherwise_on_a_cpu_is_refused_until_accepted(runs):
-    old = {name: value for name, value in runs.starts[0].items() if name != "cpu_rounding"}
-    runs.starts[:] = [old | {"launch": {"devices": ["cpu"]}}]
-    (runs.directory / "provenance.json").write_text(json.dumps({"starts": runs.starts}))
-    (problem,) = refused(runs)
-    assert "order of sums on a CPU" in problem
-    assert "--accept_changes use_cpu" in problem
-    runs.start(accept=["use_cpu"])
-    runs.start()
+# What the entries of older versions say of their numbers, and what each of them rounded otherwise.
+OLDER = [
+    ({}, {"use_cpu", "bf16"}),
+    ({"cpu_rounding": 2}, {"use_cpu", "bf16"}),
+    ({"cpu_rounding": 3}, {"bf16"}),
+    ({"cpu_rounding": 3, "fsdp2_rounding": 1}, {"bf16"}),
+    ({"cpu_rounding": 3, "fsdp2_rounding": 2}, set()),
+]
+SUMS = {"use_cpu": "order of sums on a CPU", "bf16": "sums of gradients under FSDP2"}
 
 
-@pytest.mark.parametrize(("strategy", "asks"), [("ddp", False), ("fsdp2", True)])
-def test_an_fsdp2_run_whose_gradients_were_added_in_bf16_is_refused(runs, strategy, asks):
-    runs.starts[:] = [runs.starts[0] | {"launch": {"devices": ["H100"], "strategy": strategy}}]
-    (runs.directory / "provenance.json").write_text(json.dumps({"starts": runs.starts}))
-    now = {"fsdp2_rounding": 2}
-    if asks:
-        (problem,) = refused(runs, facts=now)
-        assert "sums of gradients under FSDP2" in problem
-        assert "--accept_changes bf16" in problem
-    runs.start(accept=["bf16"] * asks, facts=now)
-    runs.start(facts=now)
+@pytest.mark.parametrize(("facts", "rounded"), OLDER)
+@pytest.mark.parametrize(
+    ("launch", "bf16", "concerned"),
+    [
+        ({"devices": ["cpu"], "strategy": "ddp"}, True, {"use_cpu"}),
+        ({"devices": ["H100"], "strategy": "fsdp2"}, True, {"bf16"}),
+        ({"devices": ["H100"], "strategy": "fsdp2"}, False, set()),
+        ({"devices": ["H100"], "strategy": "ddp"}, True, set()),
+    ],
+)
+def test_a_run_of_a_version_with_other_last_bits_is_refused_until_accepted(
+    tmp_path, monkeypatch, facts, rounded, launch, bf16, concerned
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = Runs(tmp_path, parse_pretraining)
+    run.start(bf16=bf16)
+    old = {name: value for name, value in run.starts[0].items() if name != "numerics"}
+    run.starts[:] = [old | facts | {"launch": launch}]
+    (tmp_path / "provenance.json").write_text(json.dumps({"starts": run.starts}))
+    asks = rounded & concerned
+    for name in asks:
+        (problem,) = refused(run, bf16=bf16)
+        assert SUMS[name] in problem
+        assert f"--accept_changes {name}" in problem
+    run.start(accept=asks, bf16=bf16)
+    run.start(bf16=bf16)
 
 
 def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
