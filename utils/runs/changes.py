@@ -1,4 +1,4 @@
-"""What changed in a run since its last start: one table; what makes it another run is refused.
+"""Changes of a run since its last start: shown in a table; those that make another run are refused.
 
 config.yaml stays as the first start wrote it. Each entry of provenance.json says which settings
 that start changed and what the inputs held; what was accepted once is in force.
@@ -27,8 +27,8 @@ from utils.support.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-# With another value of these the numbers are another run's: the samples and their order, what is
-# trained, in which type, and along which curve the learning rate continues.
+# Settings that determine the numbers of a run: the samples and their order, what is trained, in
+# which type, and along which curve the learning rate continues.
 IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
@@ -36,8 +36,8 @@ IDENTITY = frozenset({
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
     "bnb_4bit_quant_type", "use_bnb_nested_quant",
 })  # fmt: skip
-# Why checkpoints cannot continue with another value of these, accepted or not. torch puts the
-# param_groups of the saved optimizer back: a new learning rate would have no effect.
+# Why checkpoints cannot continue with another value of a setting, even if the user accepts it.
+# torch restores the param_groups of the saved optimizer: a new learning rate has no effect.
 IN_THE_CHECKPOINT = {
     name: why
     for why, names in {
@@ -53,11 +53,11 @@ IN_THE_CHECKPOINT = {
     for name in names.split()
 }
 WEIGHTS = ("model_name_or_path", "init_from")
-# A changed value of these names other things, or the same ones elsewhere: the contents decide.
+# Settings that name files: a new value may name the same contents, so the contents are compared.
 NAMES_CONTENTS = (
     "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
 )  # fmt: skip
-# They say what this start is to do, not what the run is.
+# Settings of a single start, not of the run.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
 # Increase when the last bits of some runs change, and add the number to the sums that it changed.
 # The key is the setting that accepts the change.
@@ -66,12 +66,12 @@ CHANGED_SUMS = {
     "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
     "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
 }
-# What a machine or a launch decides where the settings leave it open: a dry run's may be others.
+# Settings that the machine or the launch decides if nobody sets them. A dry run may have others.
 LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and what they named, see `_contents`."""
+    """The settings of a start, and the contents of the files that they name, see `_contents`."""
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
@@ -79,7 +79,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A changed setting, or one changed thing that it names: `what` says which.
+    """A changed setting, or changed contents of what it names; `what` is the text for the table.
 
     `dangerous` ones need the user's consent, by `name`; `impossible` says why none would help.
     """
@@ -97,7 +97,7 @@ class Change:
         return f"  {self.what}: {shown(self.old)} -> {shown(self.new)}{note}"
 
     def problem(self, output_dir: Path) -> str:
-        """Say why the run in this directory does not resume with it, and what to type."""
+        """Return why the run does not resume with this change, and what to type."""
         changed = f"its {self.what} is {shown(self.old)}, now it is {shown(self.new)}"
         if self.impossible:
             return (
@@ -112,7 +112,7 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return what the settings name by its contents, as provenance.json keeps it; on rank 0."""
+    """Return digests of what the settings name, as provenance.json keeps them; only on rank 0."""
     return {
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
@@ -126,9 +126,10 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 def _contents(
     facts: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return what a start's inputs held, by the setting that names them; empty: not known.
+    """Return the contents of a start's inputs by the setting that names them; empty if unknown.
 
-    model_config stands for the configuration, model_name_or_path for the weights of any setting.
+    The key of the configuration is model_config, that of the weights model_name_or_path, whatever
+    setting named them.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     held = {
@@ -139,7 +140,7 @@ def _contents(
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
     }
-    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of the start that is to be
+    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of this start: not recorded yet
     launch = facts.get("launch") or any_launch
     low_precision = settings.get("bf16") or settings.get("fp16")
     concerned = {
@@ -154,7 +155,7 @@ def _contents(
 
 
 def _numerics(facts: Mapping[str, Any]) -> int:
-    """Return the number of the version of a start; older ones wrote two counters."""
+    """Return the number of the version of a start. Older versions wrote two counters."""
     if "numerics" in facts:
         return int(facts["numerics"])
     return int(facts.get("cpu_rounding", 1)) + int(facts.get("fsdp2_rounding", 1)) - 1
@@ -163,7 +164,7 @@ def _numerics(facts: Mapping[str, Any]) -> int:
 def accepted_changes(
     output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
 ) -> dict[str, Any]:
-    """Show what changed since the last start; return what this start has to record of it.
+    """Log the changes since the last start; return what this start has to record of them.
 
     `facts` are those of `identity_facts`, and the script; `resumes`: from a checkpoint elsewhere.
     Raises ConfigurationError for changes that make another run and were not accepted, or that its
@@ -176,9 +177,9 @@ def accepted_changes(
         raise ConfigurationError(
             f"{output_dir} holds a run of {script}: name another --output_dir."
         )
-    # A setting that came with a later version of Stoker had its default before.
+    # A setting that the older version did not have had its default.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
-    # The first start masked secrets in what it wrote.
+    # The first start wrote secrets masked.
     old, new = redacted(defaults | in_force(output_dir, starts)), redacted(settings.resolved)
     resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
@@ -204,7 +205,7 @@ def accepted_changes(
 
 
 def in_force(output_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the last start: those of the first with all changes since."""
+    """Return the settings of the last start: those of the first start with all later changes."""
     settings = RunRecord(output_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}
@@ -242,7 +243,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
 
 
 def _other_shape(*contents: Mapping[str, Any]) -> str:
-    """Say which tensor has another shape in the model of the second configuration, if any."""
+    """Return which tensor has another shape in the model of the second configuration, if any."""
     if not all(contents) or contents[0] == contents[1]:
         return ""
     shapes = []
@@ -259,14 +260,14 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
-    """Whether checkpoints fit the new value as well."""
-    if name == "metric_for_best_model":  # nothing was judged yet, or by the same one
+    """Check whether checkpoints fit the new value too."""
+    if name == "metric_for_best_model":  # no evaluation was compared yet, or by the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a path that changed is harmless; empty if it is not known to be."""
+    """Return why a changed path is harmless; empty if that is not known."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
     if name == "train_data":

@@ -40,7 +40,7 @@ def check_flags(given: argparse.Namespace) -> None:
 
 
 def find_model(name: str) -> str:
-    """Return the folder of the weights that `name` stands for, or a name on the Hub.
+    """Return the folder with the weights of `name`, or its name on the Hub.
 
     Raises ConfigurationError where there are none, StorageError where all checkpoints are damaged.
     """
@@ -124,7 +124,7 @@ class ChatModel:
 
         from utils.data.prepare.chat_templates import ChatTemplate
 
-        # PEFT's, of what it asks transformers itself.
+        # A warning that PEFT causes.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()

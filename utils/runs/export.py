@@ -35,7 +35,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
     """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run.
 
     All ranks call it: gathering sharded weights is collective. Rank 0 writes under another name and
-    renames, so ``final/`` is whole or absent. Its tensors are of `dtype`, but for those that their
+    renames, so ``final/`` is whole or absent. Its tensors have type `dtype`, except those that the
     architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
@@ -60,11 +60,11 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
 def merged_model(
     model: PeftModel, state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Return a model without adapters and without memory, and its tensors with them merged.
+    """Return the model without adapters, on the meta device, and its tensors with adapters merged.
 
-    `state` are all tensors by PEFT's names. Those that adapters change are merged in float32 on the
-    CPU, a module at a time; tied ones that were trained apart are tied no longer. Weights in 4 bits
-    are merged as the adapters saw them, dequantized.
+    `state` has all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module
+    after another. Tied tensors that were trained apart are no longer tied. Weights in 4 bits are
+    merged dequantized, as the adapters saw them.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
@@ -85,7 +85,7 @@ def merged_model(
         if layer := packed.pop(f"{key}.base_layer", None):
             own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
         if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
-            continue  # it is tied to the module that it shares its adapter with
+            continue  # it is tied to the module that has the same adapter
         for name, value in _merged(module, own).state_dict().items():
             merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
     for key, layer in packed.items():
@@ -96,7 +96,7 @@ def merged_model(
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's modules that are in no other one of PEFT's."""
+    """Yield the modules of PEFT that are in no other module of PEFT."""
     inside: tuple[str, ...] = ()
     for key, module in model.named_modules():
         if key.startswith(inside) and inside:
@@ -107,8 +107,8 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return the module that PEFT wraps with its adapters merged; `state` is theirs and its own."""
-    module = copy.deepcopy(module)  # the one on the meta device would keep what is loaded into it
+    """Return the wrapped module with its adapters merged; `state` has the tensors of both."""
+    module = copy.deepcopy(module)  # else the meta module would keep the tensors
     floats = {
         # A copy: PEFT merges in place.
         name: value.to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
@@ -124,7 +124,7 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _untie(model: Any, state: dict[str, Tensor]) -> None:
-    """Leave tied weights out of `state`; those that training made unlike are tied no longer."""
+    """Leave tied weights out of `state`; weights that training made unlike are no longer tied."""
     tied = model.all_tied_weights_keys
     unlike = set()
     for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
@@ -148,7 +148,7 @@ def _save(
         state[name] = cast(name, state[name])
     model.config.use_cache = True  # off while training on packed rows
     model.save_pretrained(str(directory), state_dict=state)
-    # save_pretrained writes down the type that the model has in memory.
+    # save_pretrained writes the type that the model has in memory.
     config: Any = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
@@ -168,12 +168,12 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 @contextmanager
 def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
-    """Yield a directory to write into, which then gets a tokenizer, a card, its modes and its name.
+    """Yield a directory to write into; then add tokenizer, card and modes, and rename it.
 
     The tokenizer has the chat template of training, without what only training needs.
     """
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that ended while it was exporting
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended while it was exporting
     partial.mkdir(parents=True)
     yield partial
     tokenizer: Any = trainer.processing_class
@@ -194,7 +194,7 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
 
 
 def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
-    """Write README.md; PEFT's is a form to fill in. A model without one is better than no model."""
+    """Write README.md, instead of PEFT's form; a failure is a warning, because the model counts."""
     state, name = trainer.state, shown_name(directory.parent, directory.name)
     best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
