@@ -270,27 +270,31 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Group the lines by the start that wrote them: the last one that began before the line."""
+    """Group the lines by the start that wrote them: the last one before, at the step it began."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}
     for line in lines:
         if line["event"] in STARTS or current < 0:
-            # Times in provenance.json are whole seconds.
-            fits = [
-                place
-                for place, start in enumerate(starts)
-                if start.trained is None and start.began <= line["time"] + 1
-            ]
+            latest = line["time"] + 1  # times in provenance.json are whole seconds
+            waiting = [place for place, start in enumerate(starts) if start.trained is None]
+            fits = [place for place in waiting if starts[place].began <= latest]
+            done = line["step"] if line["event"] == "resumed" else -1
+            fits = [place for place in fits if _resumed_at(starts[place]) == done] or fits
             if not fits:
                 starts.append(Start(line["time"], {}))
             current = fits[-1] if fits else len(starts) - 1
-            done = line["step"] if line["event"] == "resumed" else -1
             starts[current] = replace(starts[current], trained=line["time"], done=done)
         if line["event"] not in STARTS:
             own.setdefault(current, []).append(line)
     starts = [replace(start, lines=tuple(own.get(at, ()))) for at, start in enumerate(starts)]
     return sorted(starts, key=lambda start: start.began)
+
+
+def _resumed_at(start: Start) -> int:
+    """Return the step of the checkpoint that a start resumed from, by its entry; -1 without one."""
+    step = (start.entry.get("resumed_from") or "").rpartition("checkpoint-")[2]
+    return int(step) if step.isdecimal() else -1
 
 
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 
 import pytest
 
@@ -27,6 +28,20 @@ def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run)
     assert run.missing == run.damaged == ()
     assert run.max_steps == 160
     assert run.has_final
+
+
+def test_starts_within_one_second_keep_their_lines(made_up_run):
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    for entry in content["starts"]:
+        entry["time"] = content["starts"][0]["time"]
+    path.write_text(json.dumps(content))
+    shutil.rmtree(made_up_run / ".lock")
+    starts = read_run(made_up_run).starts
+    assert sorted((start.done, start.last_step) for start in starts) == [
+        (-1, 60), (40, 100), (100, 160),
+    ]  # fmt: skip
+    assert starts[-1].last_event == "summary"
 
 
 def without_marks(lines):
