@@ -298,17 +298,17 @@ def test_a_run_of_a_version_with_other_last_bits_is_refused_until_accepted(
 ):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run = Runs(tmp_path, parse_pretraining)
-    run.start(bf16=bf16)
+    run.start(bf16=bf16, use_cpu=True)
     old = {name: value for name, value in run.starts[0].items() if name != "numerics"}
     run.starts[:] = [old | facts | {"launch": launch}]
     (tmp_path / "provenance.json").write_text(json.dumps({"starts": run.starts}))
     asks = rounded & concerned
     for name in asks:
-        (problem,) = refused(run, bf16=bf16)
+        (problem,) = refused(run, bf16=bf16, use_cpu=True)
         assert SUMS[name] in problem
         assert f"--accept_changes {name}" in problem
-    run.start(accept=asks, bf16=bf16)
-    run.start(bf16=bf16)
+    run.start(accept=asks, bf16=bf16, use_cpu=True)
+    run.start(bf16=bf16, use_cpu=True)
 
 
 def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
