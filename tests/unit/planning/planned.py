@@ -1,4 +1,4 @@
-"""Settings, models and workloads whose memory the tests of planning count."""
+"""Settings, models and workloads for the tests of planning."""
 
 import torch
 from transformers import AutoConfig
@@ -13,7 +13,7 @@ LLAMA = AutoConfig.for_model(
     "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=512,
 )  # fmt: skip
-# Every second layer attends in a window.
+# Every second layer has a window.
 GEMMA = AutoConfig.for_model(
     "gemma2", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, vocab_size=512, sliding_window=16,

@@ -1,4 +1,4 @@
-"""A GPU compiles unless something speaks against it, and a run keeps what it was begun with."""
+"""A GPU compiles unless there is a reason not to, and a run keeps its first choice."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a run needs on a device and on the disk, the choice that makes it fit, and refusals."""
+"""The memory and disk space that a run needs, the choice that fits, and refusals."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -75,7 +75,7 @@ def test_weights_that_no_device_holds_are_refused_with_the_place_of_their_sizes(
 
 
 def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
-    """For the page of a run whose memory runs out, and the headroom; a CPU's is not slower."""
+    """The out-of-memory page and the headroom use it; a start on a CPU does not predict."""
     counted = []
 
     def stand_in(_settings, _config, launch, work, choice, _counts):
@@ -165,7 +165,7 @@ def test_states_and_what_cannot_run_without_data(monkeypatch):
     "changes", [{}, {"lora_modules_to_save": "lm_head"}, {"dtype": "float32"}, {"use_peft": None}]
 )
 def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(config, changes):
-    """PEFT keeps adapters in float32 beside weights in bfloat16: weights, gradients and states."""
+    """PEFT keeps adapters in float32 (weights, gradients, states) beside bfloat16 weights."""
     lora = {"use_peft": "true", "dtype": "bfloat16", "bf16": "false"} | changes
     base = {"model_config": None, "model_name_or_path": "m"}
     given = settings(parse_fine_tuning, global_batch_size=16, **base, **lora)
@@ -199,7 +199,7 @@ def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
 
 @pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
 def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
-    """With accumulation those of the first micro-batches lie beside the buckets."""
+    """With accumulation the gradients of earlier micro-batches exist beside the buckets."""
     given = settings(global_batch_size=2 * 2 * accumulation)
     launch = replace(LAUNCH, world_size=2, strategy="ddp")
     found = estimate_memory(given, LLAMA, launch, work(), "none", (5000, 5000))
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
     adapters = disk(parse=parse_fine_tuning, **lora)
     assert 0 < adapters < disk() / 5
     assert disk(parse=parse_fine_tuning, dtype="bfloat16", **lora) == adapters, "float32 too"
-    # DeepSpeed keeps masters, and the weights once more.
+    # DeepSpeed saves master weights, and the weights again.
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert disk("zero2") == 16 * parameters  # float32: weights twice, two states
     assert disk("zero2", bf16="true") == (4 + 2 + 12) * parameters

@@ -1,4 +1,4 @@
-"""In which types a run computes and keeps its states is settled, and said, before it starts."""
+"""The types of products and states are known, and logged, before a run starts."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def parsed(**changes):
         ({"optim_states": "int8"}, OptimizerStates("int8", False), "Adam's states in int8"),
         ({"dtype": "bfloat16"}, None, "rounded to the nearest: updates below a 500th"),
         (ROUNDED, OptimizerStates("bfloat16", True), "in bfloat16, weights rounded stochastically"),
-        (LORA, None, "bfloat16 weights, no mixed precision"),  # of which nothing is trained
+        (LORA, None, "bfloat16 weights, no mixed precision"),  # these weights are not trained
         (LORA | {"bf16": "true"}, None, "bfloat16 weights, mixed precision bf16"),
         (LORA | {"optim_states": "float32"}, None, "bfloat16 weights, no mixed precision"),
     ],
@@ -42,7 +42,7 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(changes, st
 def test_float32_that_nobody_chose_is_spoken_of_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     hint = " (--bf16 true is several times as fast on a GPU)"
-    # Who says false knows it.
+    # An explicit false needs no warning.
     for bf16, device, said in (("null", "cuda", hint), ("null", "cpu", ""), ("false", "cuda", "")):
         line = precision_line(parsed(bf16=bf16, use_cpu="false"), LlamaConfig(), None, device)
         assert line == f"float32 weights, no mixed precision{said}"

@@ -1,4 +1,4 @@
-"""Each change that a refusal for memory names makes the run fit, by the same prediction."""
+"""Each change that a refusal for memory suggests makes the run fit, by the same prediction."""
 
 from dataclasses import replace
 

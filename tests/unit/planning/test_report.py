@@ -58,11 +58,11 @@ def test_every_kind_of_save_is_reported(report):
 
 
 def test_a_strategy_for_gpus_is_refused_on_a_cpu(report, monkeypatch):
-    # A dry run on a login node is built for the CPU by itself: no fault of the user.
+    # A dry run on a login node uses the CPU by itself, which is not the user's fault.
     report()
     with pytest.raises(ConfigurationError, match="fsdp2 needs GPUs, but use_cpu"):
         report(use_cpu="true")
-    # WORLD_SIZE would make accelerate wait for seven others.
+    # With WORLD_SIZE set, accelerate would wait for seven others.
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(ConfigurationError, match="ACCELERATE_USE_CPU asks for the CPU"):
