@@ -45,9 +45,9 @@ class ConfigurationError(ValueError):
     exit_code = ExitCode.REFUSED
     kind = "configuration error"
     ending = "refused"  # how the launcher calls it: the run was refused, or it failed
-    report: Sequence[tuple[int, str]] = ()
 
-    def __init__(self, problems: str | Sequence[str]):
+    def __init__(self, problems: str | Sequence[str], report: Sequence[tuple[int, str]] = ()):
+        self.report = report
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(f"- {problem}" for problem in self.problems))
 

@@ -140,7 +140,7 @@ def plan_memory(
             f"{work.rows}){_weights_alone(settings, config, weights) if hopeless else ''}; {others}"
         )
         if hopeless or (size is not None and needed > margin * size):
-            raise ConfigurationError(problem)
+            raise ConfigurationError(problem, report)
         report.warn(f"{problem}. It will probably run out")
 
     def peak(choice: str, work: Workload, launch: LaunchFacts = launch) -> int:

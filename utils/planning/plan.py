@@ -121,7 +121,7 @@ def plan_run(
     try:
         return _plan(settings, data, config, launch, report)
     except ConfigurationError as error:
-        error.report = tuple(report)
+        error.report = (*report, *error.report)
         raise
 
 

@@ -50,4 +50,7 @@ def test_what_a_refusal_names(parse, ranks, strategy, mib, named, monkeypatch):
     with pytest.raises(ConfigurationError) as refusal:
         plan_memory(run, MODEL, launch, ELSEWHERE)
     (text,) = refusal.value.problems
+    assert [line.partition(":")[0] for _, line in refusal.value.report][-2:] == [
+        "memory", "activation checkpointing",
+    ]  # fmt: skip
     assert text.endswith(named)
