@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=kwargs)
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    from utils.runs.chat import ChatModel, check_flags, opening, talk
+    from utils.run.chat import ChatModel, check_flags, opening, talk
 
     check_flags(given)  # before the weights, which may take minutes
     with contextlib.suppress(KeyboardInterrupt):

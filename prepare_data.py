@@ -12,8 +12,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from utils.host.redaction import install_redaction, load_env_file
 from utils.launch.script import configure_hub, run_script
-from utils.support.redaction import install_redaction, load_env_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_hub()
 
     # Imported here so that --help answers at once.
-    from utils.data.prepare.fetch import fetch, fill_offline_dir
-    from utils.data.prepare.pipeline import Preparation
+    from utils.prepare.fetch import fetch, fill_offline_dir
+    from utils.prepare.pipeline import Preparation
 
     if arguments.offline_dir is not None:
         fill_offline_dir(arguments)

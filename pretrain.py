@@ -20,9 +20,9 @@ def main(argv: list[str] | None = None) -> int:
 
     settings = parse_pretraining(argv, description=__doc__)  # the rest is imported if it is sound
     from utils.model.weights import load_model, load_model_config
-    from utils.planning.plan import log_plan, plan_run
-    from utils.planning.run_data import load_run_data, load_run_tokenizer
-    from utils.runs.start import check_start, start_process
+    from utils.plan.run_data import load_run_data, load_run_tokenizer
+    from utils.plan.run_plan import log_plan, plan_run
+    from utils.run.start import check_start, start_process
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     if settings.run.dry_run:
         return check_start(settings, plan, data, config, launch)
     from utils.launch.processes import check_running_strategy
-    from utils.runs.finish import finish_run, leave_run, run_callbacks
-    from utils.runs.start import start_run
+    from utils.run.finish import finish_run, leave_run, run_callbacks
+    from utils.run.start import start_run
     from utils.training.trainer import PackedTrainer
 
     run, checkpoints = start_run(settings, plan, data, launch)

@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from utils.host.journal_file import printable
 from utils.launch.script import run_script
-from utils.support.journal_file import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page that the command line asks for, and say where it is."""
-    from utils.report.page import FILE_NAME, run_directories, write_pages
+    from utils.observe.page import FILE_NAME, run_directories, write_pages
 
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("report.py", description=__doc__, formatter_class=form)

@@ -36,10 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     if given.sync and (given.json or given.watch is not None):
         parser.error("--sync uploads and ends: leave out --json and --watch")
     if given.sync:
-        from utils.status.wandb_sync import sync_wandb
+        from utils.observe.wandb_sync import sync_wandb
 
         return sync_wandb(given.runs, given.all)
-    from utils.status.display import display, show_runs
+    from utils.observe.status_lines import display, show_runs
 
     return display(partial(show_runs, given.runs, given.all, given.json), given.watch)
 

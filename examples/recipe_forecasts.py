@@ -33,10 +33,10 @@ from utils.model.adapters import plan_adapters  # noqa: E402
 from utils.model.attention import OPEN, AttentionChoice  # noqa: E402
 from utils.model.compilation import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
-from utils.planning.memory import GIB, plan_memory  # noqa: E402
-from utils.planning.memory_trace import Kernels  # noqa: E402
-from utils.planning.precision import choose_optimizer_states  # noqa: E402
-from utils.planning.suggestions import (  # noqa: E402
+from utils.plan.memory_plan import GIB, plan_memory  # noqa: E402
+from utils.plan.memory_trace import Kernels  # noqa: E402
+from utils.plan.number_types import choose_optimizer_states  # noqa: E402
+from utils.plan.suggestions import (  # noqa: E402
     Planner,
     duration,
     make_planner,

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from utils.callbacks.journal import read_journal  # noqa: E402 - the scripts' folder is not ROOT
-from utils.support.host import cpu_fact  # noqa: E402
+from utils.host.machine import cpu_fact  # noqa: E402
 
 COMMANDS = {
     "collect": ["examples/make_stdlib_corpus.py", "--output_dir", "data/stdlib"],

@@ -91,7 +91,7 @@ fi
 
 [[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
 
-# Count starts that end before the run begins. The run counts later ones (utils/runs/start.py).
+# Count starts that end before the run begins. The run counts later ones (utils/run/start.py).
 fruitless=$root/.stoker/fruitless-$job
 if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
   rm -f -- "$fruitless"

@@ -30,7 +30,7 @@ def train(job: Job) -> Outcome:
     watch_trainer(recorder)
     script = pretrain if job.kind == "pretrain" else sft_train
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch("utils.runs.finish.export_final", return_value=run))
+        patches.enter_context(mock.patch("utils.run.finish.export_final", return_value=run))
         if job.variant == BLIND:
             patches.enter_context(unwatched())
         account = Account(job)
@@ -62,7 +62,7 @@ class Account:
         """Patch a run's callbacks: each tells how long its events, and figures, take."""
         from transformers import TrainerCallback
 
-        from utils.runs.finish import run_callbacks
+        from utils.run.finish import run_callbacks
 
         events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
@@ -78,7 +78,7 @@ class Account:
             last.on_step_end = self._counted(last.on_step_end)
             return callbacks
 
-        return mock.patch("utils.runs.finish.run_callbacks", timed)
+        return mock.patch("utils.run.finish.run_callbacks", timed)
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Account:
 
 def unwatched() -> Any:
     """Patch a run's callbacks: none that only watches, no figures, no lines, a silent journal."""
-    from utils.runs.finish import run_callbacks
+    from utils.run.finish import run_callbacks
 
     def kept(*given: Any) -> Any:
         callbacks = run_callbacks(*given)
@@ -123,7 +123,7 @@ def unwatched() -> Any:
         vars(callbacks).update(in_order=lambda: acting, metrics=dict)
         return callbacks
 
-    return mock.patch("utils.runs.finish.run_callbacks", kept)
+    return mock.patch("utils.run.finish.run_callbacks", kept)
 
 
 def settings(job: Job, run: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def main() -> None:
         settings["ddp_static_graph"] = True
     argv = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("utils.runs.finish.export_final", return_value=run))
+        stack.enter_context(mock.patch("utils.run.finish.export_final", return_value=run))
         if variant == "copies":
             name = "utils.training.trainer.keep_gradients_in_buckets"
             stack.enter_context(mock.patch(name))

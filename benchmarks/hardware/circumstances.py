@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware.device import gpu_facts
-from utils.support.host import cpu_fact
+from utils.host.machine import cpu_fact
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",

@@ -24,10 +24,10 @@ def main() -> int:
     import torch
 
     from utils.model import weights as models
-    from utils.planning import plan
+    from utils.plan import run_plan
 
     found: dict[str, Any] = {}
-    plan_memory, load_model = plan.plan_memory, models.load_model
+    plan_memory, load_model = run_plan.plan_memory, models.load_model
 
     def note_plan(*given: Any) -> Any:
         memory, report = plan_memory(*given)
@@ -41,7 +41,7 @@ def main() -> int:
         found["before"] = resident("VmRSS")
         return load_model(*given, **named)
 
-    plan.plan_memory = note_plan  # type: ignore[assignment] # watched, not changed
+    run_plan.plan_memory = note_plan  # type: ignore[assignment] # watched, not changed
     models.load_model = start_measuring
     if code := importlib.import_module(script).main([*argv, "--save_strategy", "no"]):
         return code

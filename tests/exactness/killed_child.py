@@ -25,11 +25,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import pretrain
 import utils.checkpoints.files
-import utils.runs.preflight
+import utils.run.preflight
 from utils.checkpoints import discovery as rotation
 from utils.checkpoints import staging
+from utils.host import run_lock
 from utils.launch.script import run_script
-from utils.support import run_lock
 
 HOST_WATCH_S = 3.0  # thirty heartbeats, because one may wait for a core
 
@@ -127,7 +127,7 @@ def name_probes_alike() -> None:
 
     Two starts at the same time would confuse their files.
     """
-    utils.runs.preflight.secrets = types.SimpleNamespace(token_hex=lambda _: "same")
+    utils.run.preflight.secrets = types.SimpleNamespace(token_hex=lambda _: "same")
 
 
 def stage_within(memory: Path) -> None:

@@ -29,8 +29,8 @@ _ENVIRONMENT = threading.Lock()  # held while this process's environment is chan
 GRACE_S = 5
 PRELOADED = (
     "accelerate", "datasets", "deepspeed", "dotenv.main", "peft", "transformers.trainer", "trl",
-    "wandb", "pretrain", "sft_train", "utils.training.fine_tune_trainer", "utils.runs.start",
-    "utils.runs.finish", "forked_ranks",
+    "wandb", "pretrain", "sft_train", "utils.training.fine_tune_trainer", "utils.run.start",
+    "utils.run.finish", "forked_ranks",
 )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def let_the_time_run_out(provoke: Provoke) -> None:
 @pytest.fixture
 def start(pretraining, workspace, monkeypatch):
     """Start a run in this process, with or without a provocation; returns the exit code."""
-    import utils.runs.finish as reporting
+    import utils.run.finish as reporting
 
     real = reporting.run_callbacks
 

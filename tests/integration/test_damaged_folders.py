@@ -23,8 +23,8 @@ import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError, ExitCode
 from utils.data.tokenizers import load_tokenizer
+from utils.host import foreign
 from utils.model.adapters import _odd_settings
-from utils.support import foreign
 
 pytestmark = pytest.mark.slow
 
@@ -272,7 +272,7 @@ def test_a_chat_spends_the_limit_of_its_template_once(sound, readers, tmp_path, 
     )
     folder = copied(sound, "base", Damage("loop", write), tmp_path)
     monkeypatch.setattr(
-        "utils.runs.chat.ChatModel.rendered", lambda *_: pytest.fail("a second time")
+        "utils.run.chat.ChatModel.rendered", lambda *_: pytest.fail("a second time")
     )
     with pytest.raises(ConfigurationError, match=rf"{folder}: its chat template takes more than"):
         readers["answer"](folder, tmp_path / "out")

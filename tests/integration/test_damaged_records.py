@@ -22,8 +22,8 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError
-from utils.status.run_state import read_status
-from utils.support import run_lock
+from utils.host import run_lock
+from utils.observe.run_state import read_status
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ import pytest
 from launching import run_two_processes
 
 from utils.config.errors import ConfigurationError
-from utils.runs import evaluate
-from utils.runs.publish import files_to_publish
-from utils.support import run_lock
+from utils.host import run_lock
+from utils.publish import evaluate
+from utils.publish.hub import files_to_publish
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def test_what_fails_says_what_to_type_and_fails_no_run(finished, stand_in, caplo
     with caplog.at_level(logging.WARNING):
         evaluate.evaluate_at_the_end(finished, ["broken"])
     assert "is complete but not evaluated: lm_eval ended with 1" in caplog.text
-    assert f"Again: python -m utils.runs.evaluate {finished} --tasks broken" in caplog.text
+    assert f"Again: python -m utils.publish.evaluate {finished} --tasks broken" in caplog.text
     assert "Couldn't reach the data on the Hub" in capfd.readouterr().err
     assert not (finished / "lm_eval.json").exists()
     (finished / "final/config.json").write_text("{")

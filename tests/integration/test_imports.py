@@ -15,8 +15,8 @@ TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.traini
 # The libraries judge the optimizer that a dry run names; Trainer imports datasets, and that pandas.
 REHEARSAL = {"datasets", "transformers.trainer"}
 FORBIDDEN = {
-    "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.planning"},
-    "dry run": NEVER | FINE_TUNING_ALONE | (TRAINING_ALONE - REHEARSAL) | {"utils.runs.finish"},
+    "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.plan"},
+    "dry run": NEVER | FINE_TUNING_ALONE | (TRAINING_ALONE - REHEARSAL) | {"utils.run.finish"},
     "start": NEVER | FINE_TUNING_ALONE,
 }
 # One process runs all commands in turn, because each imports more than the one before.
@@ -48,4 +48,4 @@ def test_a_command_imports_what_it_needs(pretraining, tmp_path):
     found = {name: sorted(FORBIDDEN[name].intersection(imported[name])) for name in FORBIDDEN}
     assert found == {name: [] for name in FORBIDDEN}
     assert "torch" in imported["help"]  # the test can see imports
-    assert {"transformers.trainer", "utils.runs.finish"} <= set(imported["start"])
+    assert {"transformers.trainer", "utils.run.finish"} <= set(imported["start"])

@@ -7,7 +7,7 @@ import torch
 import sft_train
 from benchmarks.memory.predictions import BOUND, SHAPES, measure
 from utils.model.compilation import CHOICES
-from utils.planning import memory
+from utils.plan import memory_plan
 
 pytestmark = pytest.mark.slow
 OVERCOUNTED = {("compiled", "selective"), ("compiled", "full")}
@@ -39,7 +39,7 @@ def test_a_gpu_takes_what_was_predicted(name, choice):
 def test_choices_train_alike_and_auto_says_what_it_took(fine_tuning, tmp_path, monkeypatch, capfd):
     for choice in ("none", "selective", "auto"):
         if choice == "auto":
-            monkeypatch.setattr(memory, "own_device", lambda _: (2**18, None))
+            monkeypatch.setattr(memory_plan, "own_device", lambda _: (2**18, None))
         changes = {"use_peft": True, "lora_dropout": 0.1, "max_steps": 2}
         argv = fine_tuning(tmp_path / choice, activation_checkpointing=choice, **changes)
         assert sft_train.main(argv) == 0

@@ -16,7 +16,7 @@ from utils.config.errors import ConfigurationError
 from utils.model.architecture import causal_lm_class, outside_text
 from utils.model.probe import build_probe_model, probe_config
 from utils.model.weights import runnable
-from utils.runs.chat import load
+from utils.run.chat import load
 
 # Models with three rows of positions; layers for images inside the text model; attention that looks
 # ahead without a mask; experts; recurrent layers; token types of images; an ordinary one.

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from launching import quiet_environment
 
 from utils.config.errors import ConfigurationError
-from utils.runs.publish import files_to_publish, push_at_the_end
+from utils.publish.hub import files_to_publish, push_at_the_end
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_a_run_is_pushed_at_its_end_and_its_adapter_afterwards(hub, fine_tuning,
 def _publish_the_adapter(hub: Hub, tmp_path: Path) -> None:
     adapter = tmp_path / "runs" / "mine" / "adapter"
     assert "More Information Needed" not in (adapter / "README.md").read_text()
-    words = ["-m", "utils.runs.publish", "runs/mine"]
+    words = ["-m", "utils.publish.hub", "runs/mine"]
     code, shown = run(hub, tmp_path, *words, "me/lora", "--adapter")
     assert code == 2
     assert "--base_model OWNER/NAME" in shown
@@ -208,7 +208,7 @@ def finished(tmp_path):
 
 
 def test_what_cannot_be_published_is_refused_with_what_to_type(hub, finished):
-    run_dir, publish = finished / "run", ["-m", "utils.runs.publish"]
+    run_dir, publish = finished / "run", ["-m", "utils.publish.hub"]
     for token, words, said in (
         ("", ["run", "me/x"], "HF_WRITE_TOKEN=hf_... (cp .env.example .env"),
         ("hf_wrong" + "x" * 20, ["run", "me/x"], "401 (Invalid username or password.): the token"),
@@ -273,4 +273,4 @@ def test_an_upload_that_fails_at_the_end_is_a_warning_with_the_command(
     with caplog.at_level(logging.WARNING):
         push_at_the_end(Path("run"), "me/x", False)  # tests are offline
     assert "run/final is complete but not uploaded (me/x: the upload failed" in caplog.text
-    assert "login node: python -m utils.runs.publish run me/x --public" in caplog.text
+    assert "login node: python -m utils.publish.hub run me/x --public" in caplog.text

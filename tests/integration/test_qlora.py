@@ -16,7 +16,7 @@ import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model import weights
 from utils.model.quantization import packed_layers, quantized_layers
-from utils.runs import finish
+from utils.run import finish
 
 pytestmark = pytest.mark.slow
 QLORA = {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}

@@ -14,7 +14,7 @@ import sft_train
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
 from utils.launch.processes import LaunchFacts
-from utils.planning.precision import choose_optimizer_states
+from utils.plan.number_types import choose_optimizer_states
 from utils.training.smoothing import EmbeddingNoise
 
 pytestmark = pytest.mark.slow

@@ -106,7 +106,7 @@ def test_they_change_nothing_and_outlive_a_stop(settings, pretraining, whole, tm
     tiny.assert_same_run(cut, whole)
     assert by_source(cut) == by_source(whole)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.runs.finish._source_losses", lambda *_: None)
+        patch.setattr("utils.run.finish._source_losses", lambda *_: None)
         assert pretrain.main(pretraining(without, **settings)) == 0
     tiny.assert_same_run(without, whole)
     assert all(set(line) == {"loss"} for line in by_source(without))

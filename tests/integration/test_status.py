@@ -10,9 +10,9 @@ import pytest
 from launching import ROOT, quiet_environment, wait_until
 
 import pretrain
+from utils.host.run_lock import leave_run_lock
 from utils.launch.script import run_script
-from utils.status.run_state import read_status
-from utils.support.run_lock import leave_run_lock
+from utils.observe.run_state import read_status
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pretrain
 import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model import xlstm
-from utils.runs.chat import load
+from utils.run.chat import load
 
 # Kernel names of NX-AI/xLSTM-7b. With Triton its mode has no backward pass.
 PUBLISHED = {

@@ -4,7 +4,7 @@ import pytest
 from launching import wait_until
 from training_jobs import TrainingJobs
 
-from utils.status.run_state import queued_jobs, read_status
+from utils.observe.run_state import queued_jobs, read_status
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Callbacks: what happens at the events of training beside it; utils/runs/finish.py orders them.
+"""Callbacks: what happens at the events of training beside it; utils/run/finish.py orders them.
 
 progress       the phase, step and micro-batch of this rank, for pages and views
 journal        metrics.jsonl and the log's lines

@@ -19,10 +19,10 @@ from transformers import (
 from typing_extensions import override
 
 from utils.callbacks.journal import Journal
-from utils.support.redaction import redacted
+from utils.host.redaction import redacted
 
 if TYPE_CHECKING:
-    from utils.data.prepare.prompts import Prompt
+    from utils.prepare.prompts import Prompt
 
 UNIMPROVED = "unimproved_evaluations"  # in our part of a checkpoint's trainer_state.json
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from utils.support.files import replace_text
-from utils.support.notes import Note, place, thread_frames
+from utils.host.atomic_files import replace_text
+from utils.host.notes import Note, place, thread_frames
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank

@@ -1,6 +1,6 @@
 """The journal of a run: one JSON line per log event in metrics.jsonl, one readable line to the log.
 
-utils/support/journal_file.py says how the file is read.
+utils/host/journal_file.py says how the file is read.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing_extensions import override
 from utils.callbacks.memory import MemoryMonitor, fullest_rank
 from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
-from utils.support.journal_file import (
+from utils.host.journal_file import (
     FILE_NAME,
     duration,
     read_journal,
@@ -23,7 +23,7 @@ from utils.support.journal_file import (
     skipped,
     strict_json,
 )  # fmt: skip
-from utils.support.run_lock import known_loss
+from utils.host.run_lock import known_loss
 
 __all__ = ["Journal", "read_journal", "readable_line"]
 

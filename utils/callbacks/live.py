@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from utils.callbacks.journal import readable_line
 from utils.callbacks.progress import Phase, Progress
-from utils.support.journal_file import duration
+from utils.host.journal_file import duration
 
 LEVELS = "▁▂▃▄▅▆▇█"
 LONG_S = 5.0  # a phase that takes longer shows its time

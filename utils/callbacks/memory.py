@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.support.collectives import gathered
-from utils.support.host import host_name
+from utils.host.collectives import gathered
+from utils.host.machine import host_name
 
 logger = logging.getLogger(__name__)
 

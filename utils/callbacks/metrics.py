@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from utils.callbacks.stragglers import OwnTime, slowest_rank
 from utils.data.loader import TrainLoader
+from utils.host.collectives import gathered
 from utils.model.architecture import MISFITS
 from utils.model.flops import effective_length, peak_flops, token_products
-from utils.support.collectives import gathered
 
 logger = logging.getLogger(__name__)
 

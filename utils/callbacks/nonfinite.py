@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from utils.config.errors import NotFiniteError
 from utils.data.loader import TrainLoader
-from utils.support.collectives import Agreement, gathered, on_rank_0
-from utils.support.files import replace_text
-from utils.support.journal_file import strict_json
+from utils.host.atomic_files import replace_text
+from utils.host.collectives import Agreement, gathered, on_rank_0
+from utils.host.journal_file import strict_json
 
 NAMED = 4  # documents in the message; the file lists all
 

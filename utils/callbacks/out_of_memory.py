@@ -17,9 +17,9 @@ from utils.callbacks.hang_page import LIBRARIES
 from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.files import readable
 from utils.config.errors import OutOfMemoryError
-from utils.support.files import replace_text
-from utils.support.host import global_rank, host_name, memory_kills, memory_room_bytes
-from utils.support.notes import memory_cause, memory_owner, place
+from utils.host.atomic_files import replace_text
+from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
+from utils.host.notes import memory_cause, memory_owner, place
 
 # Words of the page and of metrics.jsonl. Most of finishing is writing final/.
 WORDS = {

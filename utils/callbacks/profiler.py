@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
-from utils.support.files import replace_text
+from utils.host.atomic_files import replace_text
 
 logger = logging.getLogger(__name__)
 

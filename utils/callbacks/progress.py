@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import torch
 
-from utils.support.run_lock import note_phase
+from utils.host.run_lock import note_phase
 
 
 class Phase(StrEnum):

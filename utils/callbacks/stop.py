@@ -15,10 +15,10 @@ from typing_extensions import override
 from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
+from utils.host.collectives import Agreement
+from utils.host.journal_file import duration
 from utils.launch.signals import stop_request
 from utils.launch.slurm import job_end_time
-from utils.support.collectives import Agreement
-from utils.support.journal_file import duration
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0

@@ -15,9 +15,8 @@ from typing_extensions import override
 from utils.callbacks.hang_page import LIBRARIES, PAGE, leave_record, read_records, write_page
 from utils.callbacks.progress import Phase, Progress
 from utils.config.errors import ExitCode
-from utils.launch.verdict import hang_verdict
-from utils.support.host import host_name
-from utils.support.notes import (
+from utils.host.machine import host_name
+from utils.host.notes import (
     Note,
     leave_note,
     leave_verdict,
@@ -27,8 +26,9 @@ from utils.support.notes import (
     thread_frames,
     waits_for_ranks,
 )
-from utils.support.redaction import redact, write_error
-from utils.support.run_lock import known_loss
+from utils.host.redaction import redact, write_error
+from utils.host.run_lock import known_loss
+from utils.launch.verdict import hang_verdict
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
 LONGEST_GAP_S = 10.0  # a longer one between two looks: the process itself was stopped meanwhile

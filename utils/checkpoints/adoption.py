@@ -24,8 +24,8 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
-from utils.support.files import paths_inside
-from utils.support.journal_file import FILE_NAME as JOURNAL
+from utils.host.atomic_files import paths_inside
+from utils.host.journal_file import FILE_NAME as JOURNAL
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from utils.checkpoints.files import (
     readable,
 )
 from utils.config.errors import ConfigurationError, StorageError
-from utils.support.host import host_name
+from utils.host.machine import host_name
 
 logger = logging.getLogger(__name__)
 

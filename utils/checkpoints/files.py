@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
-from utils.support.files import (
+from utils.host.atomic_files import (
     cache_path,
     file_states,
     paths_inside,

@@ -19,7 +19,7 @@ from torch.serialization import add_safe_globals, set_crc32_options, skip_data
 
 from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
-from utils.support.files import paths_inside
+from utils.host.atomic_files import paths_inside
 
 # Files that no library unpickles. The metadata of shards describes how to read them.
 HARMLESS = frozenset({

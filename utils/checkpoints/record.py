@@ -13,7 +13,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from utils.checkpoints.files import (
 )
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_mapping
-from utils.support.files import replace_text
-from utils.support.journal_file import FILE_NAME as JOURNAL
-from utils.support.journal_file import LATEST
+from utils.host.atomic_files import replace_text
+from utils.host.journal_file import FILE_NAME as JOURNAL
+from utils.host.journal_file import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -275,3 +275,11 @@ def _fits(value: Any, shape: Any) -> bool:
         return bool(shape(value))
     fields = shape.items()
     return isinstance(value, dict) and all(_fits(value.get(name), each) for name, each in fields)
+
+
+def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of the last start: those of the first start with all later changes."""
+    settings = RunRecord(run_dir).settings
+    for start in starts:
+        settings |= start.get("changed") or {}
+    return settings

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from utils.checkpoints.files import MARGIN, list_files, owner, readable
-from utils.support.collectives import cpu_group, on_every_rank
-from utils.support.files import locked_directory, remove_abandoned
-from utils.support.host import host_name, memory_room_bytes
+from utils.host.atomic_files import locked_directory, remove_abandoned
+from utils.host.collectives import cpu_group, on_every_rank
+from utils.host.machine import host_name, memory_room_bytes
 
 logger = logging.getLogger(__name__)
 

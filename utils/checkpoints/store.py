@@ -31,10 +31,10 @@ from utils.checkpoints.files import (
 from utils.checkpoints.pickles import refuse_code
 from utils.checkpoints.staging import BackgroundWriter
 from utils.config.errors import ConfigurationError, StorageError
-from utils.support.collectives import on_every_rank, on_rank_0
-from utils.support.host import host_name
-from utils.support.journal_file import FILE_NAME as JOURNAL
-from utils.support.run_lock import taken_over
+from utils.host.collectives import on_every_rank, on_rank_0
+from utils.host.journal_file import FILE_NAME as JOURNAL
+from utils.host.machine import host_name
+from utils.host.run_lock import taken_over
 
 logger = logging.getLogger(__name__)
 

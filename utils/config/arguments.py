@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting, shown
-from utils.support.redaction import redact, redacted
+from utils.host.redaction import redact, redacted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 Arguments = TypeVar("Arguments")

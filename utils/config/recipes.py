@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from utils.config.declarations import Given
-from utils.support.redaction import MASK
+from utils.host.redaction import MASK
 
 MASKED_NOTE = f"# Secrets are masked as {MASK}."  # in the config.yaml of a run
 EXTENDS = "extends"

@@ -6,5 +6,5 @@ token_dataset  the documents of a split, and what is wrong with them
 packing        which documents fill which sequence: a plan of indices
 order          which sequences each step and rank trains on: a function of seed and step
 loader         micro-batches of packed sequences, ahead of training; tokens seen per source
-tokenizers     loading and comparing them; prepare/ makes datasets
+tokenizers     loading and comparing tokenizers
 """

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
-from utils.support.files import paths_inside
+from utils.host.atomic_files import paths_inside
 
 TOKENS = "input_ids"
 PADDING = "attention_mask"

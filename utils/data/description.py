@@ -25,7 +25,7 @@ from utils.data.columns import (
     read_json_object,
     trained_on,
 )
-from utils.support.files import cache_path, file_states, read_cache, write_cache
+from utils.host.atomic_files import cache_path, file_states, read_cache, write_cache
 
 FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"

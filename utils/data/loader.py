@@ -13,8 +13,8 @@ from utils.data.columns import IGNORED_LABEL
 from utils.data.order import PADDING_SEQUENCE, GlobalBatchSampler
 from utils.data.packing import PackPlan
 from utils.data.token_dataset import TokenDataset
+from utils.host.redaction import redact
 from utils.launch.signals import shield_loader_worker
-from utils.support.redaction import redact
 
 # A batch from PackedDataset, of B sequences of T tokens:
 # input_ids       (B, T) int32

@@ -33,7 +33,7 @@ from utils.data.description import (
     states_of,
 )
 from utils.data.packing import Segments
-from utils.support.files import replace_text
+from utils.host.atomic_files import replace_text
 
 logger = logging.getLogger(__name__)
 

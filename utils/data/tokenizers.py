@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.support.foreign import foreign, read_object
+from utils.host.foreign import foreign, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from utils.doctor import checks
 from utils.doctor.checks import INTERACTIVE, TAKES_JOBS, Finding
-from utils.support.redaction import redact
+from utils.host.redaction import redact
 
 LIMIT_S = 28.0  # for all checks
 CHECK_LIMIT_S = 15.0  # enough to import torch from a cold disk

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.config.errors import ConfigurationError
-from utils.support.redaction import load_env_file
+from utils.host.redaction import load_env_file
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERACTIVE = "srun --gpus=1 python -m utils.doctor"
@@ -184,7 +184,7 @@ def check_kernels() -> Iterator[Finding]:
 def check_host() -> Iterator[Finding]:
     """Check memory, cores and shared memory."""
     from utils.config.precision import has_fast_bf16
-    from utils.support.host import cpu_fact, memory_room_bytes
+    from utils.host.machine import cpu_fact, memory_room_bytes
 
     room = memory_room_bytes() / 2**30
     bf16 = "fast bf16" if has_fast_bf16() else "no fast bf16"

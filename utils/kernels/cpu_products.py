@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from utils.config.precision import has_amx
-from utils.support.host import cpu_fact
+from utils.host.machine import cpu_fact
 
 # torch's names: exact float32 products, or oneDNN's.
 _EXACT, _ONEDNN = "highest", "medium"

@@ -17,10 +17,10 @@ from importlib import metadata
 from pathlib import Path
 
 from utils.config.errors import StorageError
+from utils.host.atomic_files import cache_root, locked_directory, remove_abandoned
+from utils.host.machine import cpu_fact, host_name
+from utils.host.notes import NOTES_DIR
 from utils.launch.signals import NODE_DIR
-from utils.support.files import cache_root, locked_directory, remove_abandoned
-from utils.support.host import cpu_fact, host_name
-from utils.support.notes import NOTES_DIR
 
 logger = logging.getLogger(__name__)
 

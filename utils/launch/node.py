@@ -15,6 +15,9 @@ import traceback
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.host.machine import host_name, memory_kills
+from utils.host.notes import NOTES_DIR, RUN_STARTED, last_line, leave_verdict, read_notes
+from utils.host.redaction import write_error
 from utils.launch.accelerate_command import ignored_settings, launch_arguments, plan_launch
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
@@ -29,9 +32,6 @@ from utils.launch.verdict import (
     read_verdict,
     wait_for_verdict,
 )
-from utils.support.host import host_name, memory_kills
-from utils.support.notes import NOTES_DIR, RUN_STARTED, last_line, leave_verdict, read_notes
-from utils.support.redaction import write_error
 
 logger = logging.getLogger("launch_node")
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.config.errors import ExitCode
-from utils.support.redaction import redact, write_error
+from utils.host.redaction import redact, write_error
 
 TIMEOUT_S = 8.0  # the job script waits for 10
 

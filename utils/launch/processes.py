@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.support.collectives import gathered
-from utils.support.host import host_name
+from utils.host.collectives import gathered
+from utils.host.machine import host_name
 
 # Ranks do not start together: with a cold file cache, imports take a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0

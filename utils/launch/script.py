@@ -24,10 +24,8 @@ from utils.config.errors import (
     OutOfMemoryError,
     UnfitClusterError,
 )
-from utils.launch.notify import tell
-from utils.launch.signals import NODE_DIR, end_with_launcher, is_launcher
-from utils.support.host import global_rank, host_name, memory_kills
-from utils.support.notes import (
+from utils.host.machine import global_rank, host_name, memory_kills
+from utils.host.notes import (
     last_line,
     leave_note,
     lost_process,
@@ -35,8 +33,10 @@ from utils.support.notes import (
     runs_begun,
     storage_error,
 )
-from utils.support.redaction import install_redaction, redact, write_error
-from utils.support.run_lock import held_runs, note_error
+from utils.host.redaction import install_redaction, redact, write_error
+from utils.host.run_lock import held_runs, note_error
+from utils.launch.notify import tell
+from utils.launch.signals import NODE_DIR, end_with_launcher, is_launcher
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.strategy import AUTO, CONFIG
-from utils.support.host import host_name
+from utils.host.machine import host_name
 
 logger = logging.getLogger(__name__)
 

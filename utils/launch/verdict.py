@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from utils.config.errors import ExitCode
+from utils.host.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
 from utils.launch.signals import KILLED_BY_SIGTERM
-from utils.support.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
 
 # Texts of errors that follow from the end of another rank.
 _LOST_PEER = re.compile(

@@ -17,6 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments, with_values
 from utils.config.errors import ConfigurationError
+from utils.host.foreign import foreign, limits, read_object, reason
+from utils.host.machine import memory_room_bytes
+from utils.host.notes import memory_error
 from utils.model.architecture import (
     MISFITS,
     apart_inside,
@@ -28,9 +31,6 @@ from utils.model.architecture import (
     text_model_of,
     without_weights,
 )
-from utils.support.foreign import foreign, limits, read_object, reason
-from utils.support.host import memory_room_bytes
-from utils.support.notes import memory_error
 
 ALL = "all-linear"
 # Settings of PEFT that say how large an adapter is.

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from utils.config.errors import ConfigurationError
-from utils.support.foreign import limits
-from utils.support.host import memory_room_bytes
+from utils.host.foreign import limits
+from utils.host.machine import memory_room_bytes
 
 # Architectures use different names for the same setting. A config has one of them.
 EXPERTS_PER_TOKEN = (

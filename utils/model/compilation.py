@@ -22,10 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
+from utils.host.atomic_files import cache_root
+from utils.host.collectives import gathered, on_rank_0
 from utils.launch.processes import LaunchFacts
 from utils.model.architecture import causal_lm_class, has_experts, without_weights
-from utils.support.collectives import gathered, on_rank_0
-from utils.support.files import cache_root
 
 CHOICES = ("none", "selective", "full")  # least recomputation first
 

@@ -19,9 +19,9 @@ from utils.checkpoints.record import RunRecord
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
+from utils.host.foreign import foreign
 from utils.model.stages import stage_of
 from utils.model.xlstm import NATIVE
-from utils.support.foreign import foreign
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

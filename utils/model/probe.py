@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import hub_kernels
 
 from utils.config.errors import ConfigurationError
+from utils.host.machine import memory_room_bytes
 from utils.kernels.varlen import AttentionNeeds
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
@@ -25,7 +26,6 @@ from utils.model.architecture import (
     text_model_of,
     without_weights,
 )
-from utils.support.host import memory_room_bytes
 
 CPU = torch.device("cpu")
 VOCABULARY = 64

@@ -28,7 +28,7 @@ from utils.checkpoints.pickles import forbidden
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
-from utils.support.collectives import on_rank_0
+from utils.host.collectives import on_rank_0
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,9 @@ from utils.checkpoints.files import cached_digests
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
+from utils.host.atomic_files import paths_inside
+from utils.host.collectives import on_every_rank, on_rank_0
+from utils.host.foreign import foreign, limits, read_object
 from utils.kernels.cpu_products import align_weights
 from utils.model.adapters import check_model, freeze_unused
 from utils.model.architecture import (
@@ -40,9 +43,6 @@ from utils.model.probe import probe_config, torch_operators
 from utils.model.quantization import Quantized, compute_alike, quantized_loading
 from utils.model.stages import own_checkpoint, stage_of, weights_directory
 from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_training
-from utils.support.collectives import on_every_rank, on_rank_0
-from utils.support.files import paths_inside
-from utils.support.foreign import foreign, limits, read_object
 
 logger = logging.getLogger(__name__)
 

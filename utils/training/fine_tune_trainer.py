@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTTrainer, get_peft_config
 from typing_extensions import override
 
-from utils.planning.plan import RunPlan
-from utils.planning.run_data import RunData
+from utils.plan.run_data import RunData
+from utils.plan.run_plan import RunPlan
 from utils.training.callbacks import Callbacks
 from utils.training.trainer import PackedTrainer
 

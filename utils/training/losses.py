@@ -14,8 +14,8 @@ from accelerate.utils import reduce
 from transformers import TrainerState, TrainingArguments
 
 from utils.data.loader import Batch
+from utils.host.collectives import gathered
 from utils.model.loss_head import RouterTerm, balance_loss
-from utils.support.collectives import gathered
 from utils.training.resume_state import rank_share
 
 # Names in each checkpoint.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
 from utils.model.stages import OPTIMIZER
-from utils.planning.plan import RunPlan
+from utils.plan.run_plan import RunPlan
 from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from utils.checkpoints.record import copy_record
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError
 from utils.data.loader import TrainLoader
+from utils.host.collectives import gathered
 from utils.model.finished_model import set_generation_settings
-from utils.support.collectives import gathered
 from utils.training.callbacks import Callbacks
 from utils.training.resume_state import load_random_states, rank_share, save_random_states
 from utils.training.zero_resharding import loadable_checkpoint

@@ -24,8 +24,8 @@ from utils.launch.processes import tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products, leave_length_open
 from utils.model.finished_model import finished_generation
-from utils.planning.plan import RunPlan
-from utils.planning.run_data import RunData
+from utils.plan.run_data import RunData
+from utils.plan.run_plan import RunPlan
 from utils.training.callbacks import Callbacks
 from utils.training.losses import EvaluationTotals, mean_loss
 from utils.training.optimizer import optimizer_of

@@ -16,8 +16,8 @@ from transformers import Trainer
 from utils.checkpoints.discovery import RESHARDED
 from utils.checkpoints.files import read_manifest
 from utils.config.errors import StorageError
-from utils.support.collectives import gathered, on_rank_0
-from utils.support.host import host_name
+from utils.host.collectives import gathered, on_rank_0
+from utils.host.machine import host_name
 
 logger = logging.getLogger(__name__)
 

@@ -115,12 +115,12 @@ def test_callbacks_that_only_watch_are_left_out_and_the_journal_is_silent():
 
     from benchmarks.baselines.stoker import unwatched
     from utils.callbacks.journal import Journal
-    from utils.runs import finish
+    from utils.run import finish
     from utils.training.callbacks import Callbacks
 
     parts = {name: mock.MagicMock() for name in Callbacks.__dataclass_fields__}
     made = Callbacks(**parts | {"journal": Journal.__new__(Journal)})
-    with mock.patch("utils.runs.finish.run_callbacks", return_value=made), unwatched():
+    with mock.patch("utils.run.finish.run_callbacks", return_value=made), unwatched():
         kept = finish.run_callbacks()
     assert kept.in_order() == [made.stop, made.guard, made.journal]
     assert kept.metrics() == {}

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks.journal import Journal, readable_line
-from utils.support.journal_file import read_journal, strict_json
+from utils.host.journal_file import read_journal, strict_json
 
 
 def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):

@@ -16,9 +16,9 @@ from transformers import Trainer
 from utils.callbacks import out_of_memory
 from utils.callbacks.out_of_memory import memory_page
 from utils.callbacks.progress import Phase, Progress
+from utils.host import notes
 from utils.launch import script
 from utils.launch.script import run_script
-from utils.support import notes
 
 MIB = 2**20
 BATCH = {"input_ids": torch.zeros((4, 8192)), "sequence_tokens": torch.tensor([8000, 8192, 5, 0])}

@@ -7,7 +7,7 @@ import pytest
 from examples import recipe_forecasts as forecasts
 from utils.config.assumed import assumed_gpus
 from utils.config.recipes import read_recipes
-from utils.planning.memory import GIB, MARGIN
+from utils.plan.memory_plan import GIB, MARGIN
 
 RECIPES = forecasts.recipes()
 # A sample, because a recipe takes two seconds; it has LoRA, experts, several nodes and one GPU.
@@ -49,7 +49,7 @@ def test_the_prediction_is_what_the_command_writes(path, monkeypatch):
 def test_models_have_their_published_numbers_of_parameters():
     from transformers import AutoConfig
 
-    from utils.planning.memory import count_parameters
+    from utils.plan.memory_plan import count_parameters
 
     published = {
         "Qwen/Qwen3-8B": 8_190_735_360, "meta-llama/Llama-3.1-8B": 8_030_261_248,

@@ -24,9 +24,9 @@ from utils.config.errors import (
     StorageError,
     UnfitClusterError,
 )
+from utils.host.notes import read_notes
 from utils.launch import script
 from utils.launch.script import LineFormatter, configure_environment, configure_logging, run_script
-from utils.support.notes import read_notes
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from utils.model import loss_head, probe
 from utils.model.attention import AttentionChoice, attention_choices, check_row_positions
 from utils.model.isolation import choose_isolated_attention
 from utils.model.probe import build_probe_model, observe_attention, probe_config
-from utils.planning import plan
+from utils.plan import run_plan
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA_8B = SMALL | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -203,7 +203,7 @@ def test_a_host_without_the_gpu_of_the_kernels_refuses_nothing(monkeypatch, whol
     kernels_of_gpus(monkeypatch)
     config = NOT_PACKED["small_next"]()
     config.use_cache = False
-    assert TRITON in plan._proved_on_cpu("auto", config, whole_rows)
+    assert TRITON in run_plan._proved_on_cpu("auto", config, whole_rows)
     head = loss_head.choose_loss_head("fused", config, device=None)
     assert head.reason.endswith("to be proved where the run trains")
     # If this CPU trains, packing is refused, and one document per sequence is tried.

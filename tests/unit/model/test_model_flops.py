@@ -26,7 +26,7 @@ from utils.model import flops
 from utils.model.architecture import without_weights
 from utils.model.flops import CARDS, effective_length, peak_flops, token_products
 from utils.model.probe import observe_attention, probe_config
-from utils.planning.forecast import model_products
+from utils.plan.forecast import model_products
 
 
 def on_meta(config):

@@ -1,0 +1,135 @@
+"""What is read from a run directory, and what is left out, whatever is missing or damaged."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+
+from utils.callbacks.journal import read_journal
+from utils.config.errors import ConfigurationError
+from utils.observe.history import read_run
+from utils.observe.page import write_pages
+
+
+def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run):
+    run = read_run(made_up_run)
+    steps = [(start.done, start.last_step) for start in run.starts]
+    assert steps == [(-1, 60), (40, 100), (100, 160)]
+    assert [start.lost_steps for start in run.starts] == [20, 0, 0]
+    assert [start.owner.left for start in run.starts] == [False, True, True]
+    assert [line["step"] for line in run.trained] == list(range(1, 161))
+    first, second, _ = run.starts
+    assert first.ended == first.lines[-1]["time"] + 4, "its lock beat after its last line"
+    assert first.trained == first.began + 10
+    # 9 s between the first line of the first start and its begin; the pause is not counted.
+    assert second.lines[0]["hours"] * 3600 == first.ended - first.began + 15
+    assert run.missing == run.damaged == ()
+    assert run.max_steps == 160
+    assert run.has_final
+
+
+def test_starts_within_one_second_keep_their_lines(made_up_run):
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    for entry in content["starts"]:
+        entry["time"] = content["starts"][0]["time"]
+    path.write_text(json.dumps(content))
+    shutil.rmtree(made_up_run / ".lock")
+    starts = read_run(made_up_run).starts
+    assert sorted((start.done, start.last_step) for start in starts) == [
+        (-1, 60), (40, 100), (100, 160),
+    ]  # fmt: skip
+    assert starts[-1].last_event == "summary"
+
+
+def without_marks(lines):
+    return [
+        {key: line[key] for key in line if key not in ("lost", "hours", "at")} for line in lines
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_lines_that_count_are_those_of_read_journal(tmp_path, seed):
+    """Starts at random steps, torn lines and repeated evaluations."""
+    chance = random.Random(seed)
+    lines, step, time = [], 0, 100.0
+    for start in range(chance.randint(1, 5)):
+        step = chance.randint(0, step)
+        anew = start == 0 or chance.random() < 0.2
+        step = 0 if anew else step
+        lines.append({"event": "started" if anew else "resumed", "step": step, "time": time})
+        for _ in range(chance.randint(0, 9)):
+            step, time = step + 1, time + 1
+            lines.append({"event": "train", "step": step, "loss": chance.random(), "time": time})
+            if chance.random() < 0.4:
+                evaluation = {"event": "eval", "split": "web", "step": step, "time": time}
+                lines += [evaluation, {**evaluation, "eval_web_loss": chance.random()}]
+        if chance.random() < 0.5:
+            lines.append('{"event": "train", "st')
+        time += 60
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(texts) + "\n")
+    expected = read_journal(path)
+
+    def order(line):
+        return line["event"], line["step"]
+
+    found = without_marks(read_run(tmp_path).lines)
+    assert sorted(found, key=order) == sorted(expected, key=order)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "provenance.json", "config.yaml"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "binary"])
+def test_a_damaged_run_is_read_and_what_is_missing_is_said(made_up_run, name, damage):
+    path = made_up_run / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[:-7] if damage == "cut" else b"\xff\x00\n" * 50)
+    run = read_run(made_up_run)
+    if (name, damage) != ("config.yaml", "cut"):  # what is left of it is valid
+        assert any(each.startswith(name) for each in run.missing + run.damaged)
+    steps = [line["step"] for line in run.trained]
+    assert steps == ([] if name == "metrics.jsonl" and damage != "cut" else list(range(1, 161)))
+    assert len(run.starts) == 3
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    (tmp_path / "provenance.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        write_pages([tmp_path], None, None)
+
+
+def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
+    log = made_up_run.parent / "train-77.log"
+    log.write_text(
+        "12:00:00  step 60/160  loss 3\n"
+        "12:00:01  job 77: rank 1 on n1 was killed by SIGKILL; requeued, start 2 will resume\n"
+        "12:00:02  job 78: another job; requeued, start 3 will resume\n"
+    )
+    lock = made_up_run / ".lock" / "owner-3"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "error": "no space left"}))
+    errors = [start.error for start in read_run(made_up_run).starts]
+    assert errors == ["rank 1 on n1 was killed by SIGKILL", None, "no space left"]
+
+
+def test_a_strangers_run_shows_no_file_of_another_folder(made_up_run, tmp_path):
+    (tmp_path / "secret.txt").write_text("of somebody else")
+    (made_up_run / "hang.txt").unlink(missing_ok=True)
+    (made_up_run / "hang.txt").symlink_to(tmp_path / "secret.txt")
+    os.mkfifo(made_up_run / "out-of-memory-rank7.txt")
+    path = made_up_run / "provenance.json"
+    content = json.loads(path.read_text())
+    job = content["starts"][0]["slurm"]
+    job |= {"job_name": "../../secret", "job_id": "9", "restart_count": 0}
+    (tmp_path.parent / "secret-9.log").write_text(
+        "  job 9: of somebody else; requeued, start 2 will resume\n"
+    )
+    path.write_text(json.dumps(content))
+    run = read_run(made_up_run)
+    shown = {page.name for page in run.pages}
+    assert not shown & {"hang.txt", "out-of-memory-rank7.txt"}
+    assert "of somebody else" not in str([start.error for start in run.starts])

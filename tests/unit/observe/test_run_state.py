@@ -1,0 +1,455 @@
+"""How runs are doing, of made-up directories in every state: no torch, damage is named."""
+
+import dataclasses
+import datetime
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+import status
+from utils.checkpoints.files import FileRecord, Manifest, write_manifest
+from utils.config.errors import ConfigurationError
+from utils.host import notes, run_lock
+from utils.host.run_lock import _machine
+from utils.observe import history, run_state, status_lines, wandb_sync
+from utils.observe.endings import Job
+from utils.observe.page import write_pages
+from utils.observe.run_state import queued_jobs, read_status, runs_below
+
+ROOT = Path(__file__).parents[3]
+SLURM = {"job_id": "7", "job_name": "train", "nodes": "2", "restart_count": "1"}
+ELSEWHERE = {"machine": "another boot", "pid": 4711, "host": "n9", "job": "7"}
+ELSEWHERE["since"] = "2026-01-01 00:00:00+00:00"
+HERE = ELSEWHERE | {"machine": _machine(), "host": "n1", "job": None}
+
+
+def make_run(directory, *, slurm=None, starts=1, owner=None, left=False, error=None, age_s=1.0):
+    """A run as `starts` starts would have left it; the owner's last beat is `age_s` old."""
+    directory.mkdir(parents=True)
+    start = {
+        "script": "pretrain.py", "argv": ["pretrain.py", "--config", "my run.yaml"], "slurm": slurm,
+        "launch": {"world_size": 16 if slurm else 1}, "time": "2026-01-01T00:00:01+00:00",
+    }  # fmt: skip
+    (directory / "provenance.json").write_text(
+        json.dumps({"run_id": "a", "starts": [start] * starts})
+    )
+    if owner:
+        (directory / run_lock.FOLDER).mkdir()
+        path = directory / run_lock.FOLDER / "owner-1"
+        path.write_text(json.dumps({"owner": owner, "beat": 3, "left": left, "error": error}))
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return directory
+
+
+def journal(directory, *lines, before_s=0.0):
+    """Append lines, each two seconds after the one before, the last so many seconds ago."""
+    now = time.time() - before_s - 2 * len(lines)
+    with (directory / "metrics.jsonl").open("a") as file:
+        for number, line in enumerate(lines, 1):
+            file.write(json.dumps(line | {"time": now + 2 * number}) + "\n")
+
+
+def started(step=0):
+    return {"event": "resumed" if step else "started", "step": step, "max_steps": 100}
+
+
+def trained(step, rate=1000.0, **more):
+    return {
+        "event": "train", "step": step, "loss": 5 - step / 100, "tokens_seen": 64 * step,
+        "tokens_per_s": rate, "step_time_s": 1.0, "max_steps": 100, **more,
+    }  # fmt: skip
+
+
+def evaluated(step, split="a"):
+    return {"event": "eval", "step": step, "split": split, f"eval_{split}_loss": 4 - step / 100}
+
+
+def saved(directory, step, run_id="a"):
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    manifest = Manifest(
+        run_id, 1, "single", 4, step=step, files={"model.safetensors": FileRecord(3000, "0")},
+        time=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 60)),
+    )  # fmt: skip
+    write_manifest(checkpoint, manifest)
+
+
+def squeue(**jobs):
+    return {id_[1:]: Job(id_[1:], *rest) for id_, rest in jobs.items()}
+
+
+WAITING = squeue(j7=("PENDING", "Priority", None, "train"))
+RUNNING = squeue(j7=("RUNNING", "None", 30.0, "train"))
+STEPS = [started(), *map(trained, range(10, 60, 10)), evaluated(50)]
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "left", "age_s", "last", "jobs", "state", "because"),
+    [
+        ("beats", ELSEWHERE, False, 3, None, RUNNING, "running", "process 4711 on n9"),
+        ("starts again", ELSEWHERE, False, 3, {"event": "stopped"}, RUNNING, "running", "process"),
+        ("hangs", ELSEWHERE, False, 300, None, RUNNING, "running",
+         "no sign of life from n9 for 5m"),
+        ("waits", ELSEWHERE, True, 9, {"event": "stopped"}, WAITING, "waiting",
+         "job 7 is in the queue: Priority"),
+        ("waits, killed", ELSEWHERE, False, 900, None, WAITING, "waiting", "job 7 is in the queue"),
+        ("stopped", ELSEWHERE, True, 9, {"event": "stopped"}, {}, "stopped",
+         "at step 50 before a save"),
+        ("killed", ELSEWHERE, False, 300, None, {}, "failed",
+         "process 4711 on n9 gave no sign of life for 5m"),
+        ("killed here", HERE | {"pid": 2**22 + 1}, False, 2, None, {}, "failed",
+         "process 4194305 on n1 is gone: killed"),
+        ("alive here", HERE | {"pid": os.getpid()}, False, 2, None, {}, "running", "process"),
+        ("left", ELSEWHERE, True, 9, None, {}, "failed", "left no reason"),
+        ("finished early", ELSEWHERE, True, 9, {"event": "summary"}, {}, "finished",
+         "early stopping at step 50; "),
+        ("finished, in a job of more", ELSEWHERE, True, 9, {"event": "summary"}, RUNNING,
+         "finished", "final holds"),
+        ("writes final/", ELSEWHERE, False, 2, {"event": "summary"}, RUNNING, "running", "process"),
+        ("died at the end", ELSEWHERE, False, 300, {"event": "summary"}, {}, "failed", "no sign"),
+    ],
+)  # fmt: skip
+def test_the_state_is_told_by_the_lock_the_queue_and_the_last_event(
+    name, owner, left, age_s, last, jobs, state, because, tmp_path
+):
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=owner, left=left, age_s=age_s)
+    journal(run, *STEPS, *([last | {"step": 50}] if last else []))
+    (run / "final").mkdir()
+    found = read_status(run, jobs)
+    assert (found.state, because in found.because) == (state, True), found.because
+    assert (found.step, found.max_steps) == (50, 100)
+    assert found.damaged == []
+
+
+@pytest.mark.parametrize("event", [None, "stopped", "summary"])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("age_s", [3, 300])
+@pytest.mark.parametrize("final", [False, True])
+def test_status_and_report_tell_the_same_of_a_run(event, left, age_s, final, tmp_path, monkeypatch):
+    """One reads the ends of the journal, the other all of it."""
+    monkeypatch.setattr(history, "TAIL_BYTES", 200)
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE, left=left, age_s=age_s)
+    journal(run, *STEPS, *([{"event": event, "step": 50}] if event else []))
+    if final:
+        (run / "final").mkdir()
+    page = write_pages([run], None, None).read_text()
+    word = re.search(r'class="badge (\w+)"', page)[1]
+    state = read_status(run, {}).state
+    finishing = (event, left, age_s, final) == ("summary", False, 3, True)
+    assert state == ("running" if finishing else word.replace("interrupted", "failed"))
+
+
+def refused(run, job=None, *, number=2, since="2026-01-01 09:00:00+00:00", age_s=5.0):
+    """The lock of a start that was refused before it wrote itself into provenance.json."""
+    who = ELSEWHERE | {"since": since, "pid": 4712, "job": job}
+    content = {"owner": who, "beat": 1, "left": True, "error": "configuration error: its seed is"}
+    path = run / ".lock" / f"owner-{number}"
+    path.write_text(json.dumps(content | {"phase": "starting"}))
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "last", "jobs", "state", "because"),
+    [
+        ("killed", False, None, {}, "failed", "process 4711 on n9 is gone: killed"),
+        ("failed", True, None, {}, "failed", "its last start ended early"),
+        ("stopped", True, {"event": "stopped"}, {}, "stopped", "at step 50 with a checkpoint"),
+        ("finished", True, {"event": "summary"}, {}, "finished", "final holds the model"),
+        ("waits", False, None, WAITING, "waiting", "job 7 is in the queue: Priority"),
+        ("died at the end", False, {"event": "summary"}, {}, "failed", "is gone: killed"),
+    ],
+)
+def test_a_refused_start_is_a_remark_and_not_the_state(
+    name, left, last, jobs, state, because, tmp_path
+):
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE, left=left, age_s=9)
+    journal(run, *STEPS, *([last | {"step": 50}] if last else []))
+    saved(run, 50)
+    (run / "final").mkdir()
+    before = read_status(run, jobs)
+    refused(run, age_s=7205)
+    refused(run, number=3)
+    found = read_status(run, jobs)
+    assert (found.state, because in found.because) == (state, True), found.because
+    assert found.refused == "configuration error: its seed is (5s ago)"
+    assert "refused   configuration error: its seed is (5s ago)" in shown(found)
+    assert (before.refused, found.step, found.saved_step) == (None, 50, 50)
+    assert "configuration error" not in f"{found.error} {found.because} {found.advice}"
+    if state in ("failed", "stopped"):
+        assert found.advice.startswith("resume: ")
+
+
+def test_a_start_that_claimed_the_run_or_is_the_only_one_tells_the_state(tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE)
+    record = json.loads((run / "provenance.json").read_text())
+    record["starts"].append(record["starts"][0] | {"time": "2026-01-01T09:00:02+00:00"})
+    (run / "provenance.json").write_text(json.dumps(record))
+    journal(run, *STEPS)
+    refused(run)
+    found = read_status(run, {})
+    assert (found.state, found.refused) == ("failed", None)
+    assert found.error == "configuration error: its seed is"
+    (run / "provenance.json").unlink()
+    (run / ".lock" / "owner-1").unlink()
+    found = read_status(run, {})
+    assert (found.state, found.error) == ("failed", "configuration error: its seed is")
+    refused(run, number=9, age_s=1)  # a newer one is alive, whatever was refused before
+    newest = json.loads((run / ".lock" / "owner-9").read_text()) | {"left": False, "error": None}
+    (run / ".lock" / "owner-9").write_text(json.dumps(newest))
+    found = read_status(run, {})
+    assert (found.state, found.refused) == ("running", None)
+
+
+def test_progress_pace_and_losses_are_those_of_what_was_not_undone(tmp_path):
+    run = make_run(tmp_path / "run", starts=2, owner=HERE | {"pid": os.getpid()})
+    record = json.loads((run / "provenance.json").read_text())
+    resumed_at = datetime.datetime.fromtimestamp(time.time() - 20, datetime.UTC)
+    record["starts"][1]["time"] = resumed_at.isoformat(timespec="seconds")
+    (run / "provenance.json").write_text(json.dumps(record))
+    journal(run, *STEPS, trained(60), evaluated(60), before_s=100)
+    saved(run, 40)
+    saved(run, 55, run_id="a")
+    (run / "checkpoint-60").mkdir()  # being written
+    resumed = [trained(step, 500.0, mfu=0.4) for step in range(56, 61)]
+    journal(run, started(55), *resumed, before_s=3)
+    found = read_status(run, {})
+    assert (found.step, found.loss, found.tokens) == (60, pytest.approx(4.4), 64 * 60)
+    assert found.evaluations == {"a": (3.5, 50)}, "that of step 60 was undone"
+    assert (found.tokens_per_s, found.tokens_per_s_at_start, found.mfu) == (500, 1000, 0.4)
+    assert found.left_s == pytest.approx(2.0 * 40), "by the clock, not by step_time_s"
+    assert found.logged_ago_s == pytest.approx(3, abs=1)
+    assert (found.saved_step, found.saved_bytes, found.starts) == (55, 3000, 2)
+    assert found.saved_ago_s == pytest.approx(60, abs=3)
+
+
+def test_a_long_journal_is_read_at_its_ends_alone(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    journal(run, started(), *(trained(step, 900.0) for step in range(1, 10)))
+    journal(
+        run, *(trained(step, 500.0, memory_by_rank=[{"x": "x" * 500}]) for step in range(10, 90))
+    )
+    monkeypatch.setattr(history, "TAIL_BYTES", 5000)
+    monkeypatch.setattr(history, "HEAD_BYTES", 1500)
+    found = read_status(run, {})
+    assert (found.step, found.max_steps, found.tokens_per_s_at_start) == (89, 100, 900)
+    assert found.left_s == pytest.approx(11 * 2)
+
+
+def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_first(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(notes, "_ROOT", tmp_path)
+    error = "storage error: no space"
+    for job, folder in ((SLURM, "job-7.1"), (SLURM | {"array_job_id": "6", "array_task_id": "2"},
+                                             "job-6_2.1")):  # fmt: skip
+        run = make_run(tmp_path / folder, slurm=job, owner=ELSEWHERE, left=True, error=error)
+        found = read_status(run, {})
+        assert (found.error, found.because) == (error, "its last start ended early")
+        left = tmp_path / ".stoker" / folder
+        left.mkdir(parents=True)
+        (left / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
+        found = read_status(run, {})
+        assert (found.state, found.error) == ("failed", "rank 3 on n2 was killed by SIGKILL")
+    again = "slurm/submit.sh --nodes=2 [OPTIONS] slurm/multinode_job.sh pretrain.py"
+    again += " --config 'my run.yaml'"
+    assert found.advice == f"start again: {again}"
+    saved(run, 5)
+    assert read_status(run, {}).advice == f"resume: {again}"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "launch", "command"),
+    [
+        (None, {"world_size": 1}, "python"),
+        (None, {"world_size": 2}, "accelerate launch [OPTIONS]"),
+        (None, {"world_size": 2, "launcher": "slurm/launch_node.sh"}, "slurm/launch_node.sh"),
+        (
+            {"job_id": "7", "nodes": "1", "partition": "a b"}, {"world_size": 1},
+            "slurm/submit.sh --partition='a b' [OPTIONS] slurm/train_job.sh",
+        ),
+        (
+            {"job_id": "7", "nodes": 2, "partition": "gpu"},
+            {"world_size": 16, "devices": ["H100"] * 8, "launcher": "slurm/launch_node.sh"},
+            "slurm/submit.sh --nodes=2 --gpus-per-node=8 --partition=gpu [OPTIONS] "
+            "slurm/multinode_job.sh",
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, launch, command):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True)
+    start = {"argv": ["pretrain.py", "--seed", "1"], "slurm": slurm, "launch": launch}
+    (run / "provenance.json").write_text(json.dumps({"run_id": "a", "starts": [start]}))
+    assert read_status(run, {}).advice == f"start again: {command} pretrain.py --seed 1"
+
+
+def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True, error="out of memory")
+    figures = {
+        "memory_peak_gib": 61.24, "memory_free_gib": 9.0, "slowest_rank": 3, "slowest_host": "n2",
+    }  # fmt: skip
+    old = run / "out-of-memory-rank1.txt"
+    old.write_text("of an earlier start")
+    os.utime(old, (1, 1))
+    journal(run, started(), *(trained(s, slowest_cost=s / 500, **figures) for s in (10, 20, 30)))
+    text = shown(read_status(run, {}))
+    assert "memory    61.2 GiB at its peak, 9.0 left\n" in text
+    assert "slowest   rank 3 on n2: the other ranks wait for it 4.0% of each step\n" in text
+    assert "page" not in text
+    (run / "out-of-memory-rank0.txt").write_text("n2: out of memory")
+    (run / "hang.txt").write_text("rank 1 hangs")
+    journal(run, trained(40, memory_headroom_gib=5.5, **figures))
+    text = shown(read_status(run, {}))
+    assert "9.0 left" not in text
+    assert "5.5 left" in text
+    assert f"page      {run}/out-of-memory-rank0.txt, {run}/hang.txt\n" in text
+    assert "next      change what the page says helps most, then start again: python" in text
+
+
+def test_of_a_run_that_records_just_now_the_starts_before_are_uploaded(
+    tmp_path, monkeypatch, capsys
+):
+    records = {}
+    for name, owner in {"ended": None, "going": HERE | {"pid": os.getpid()}}.items():
+        run = make_run(tmp_path / name, owner=owner)
+        for start in ("1", "2"):
+            folder = run / "wandb" / f"offline-run-{start}-a"
+            folder.mkdir(parents=True)
+            (folder / "run-a.wandb").touch()
+        records[name] = sorted(run.rglob("*.wandb"))
+    done = []
+    monkeypatch.setattr(wandb_sync, "_upload", lambda file: not done.append(file))
+    with pytest.raises(SystemExit):
+        status.main(["--sync", "--watch"])
+    assert status.main(["--all", str(tmp_path), "--sync"]) == 0
+    assert done == [*records["ended"], records["going"][0]]
+    assert f"wandb beta sync --live {records['going'][1]}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["cut", "binary", "provenance", "manifest", "lock", "empty"])
+def test_a_damaged_run_is_shown_and_the_damage_named(damage, tmp_path):
+    run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True)
+    journal(run, *STEPS)
+    saved(run, 40)
+    saved(run, 50)
+    files = {
+        "provenance": run / "provenance.json", "lock": run / ".lock" / "owner-1",
+        "manifest": run / "checkpoint-50" / "manifest.json",
+    }  # fmt: skip
+    if damage in files:
+        files[damage].write_text('{"format": 1')
+    elif damage == "empty":
+        (run / "metrics.jsonl").write_text("")
+    else:
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"event": "train", "st' if damage == "cut" else b"\xff\x00\n[1]\n7\n{}\n")
+    found = read_status(run, {})
+    assert found.state == "failed"
+    assert found.step == (None if damage == "empty" else 50)
+    assert found.saved_step == (40 if damage == "manifest" else 50)
+    assert [Path(text.split()[0].rstrip(":")).name for text in found.damaged] == {
+        "provenance": ["provenance.json"], "manifest": ["checkpoint-50"],
+        "cut": ["metrics.jsonl"], "binary": ["metrics.jsonl"],
+    }.get(damage, [])  # fmt: skip
+    lines = {"cut": "1 damaged line skipped", "binary": "4 damaged lines skipped"}.get(damage, "")
+    assert lines in shown(found)
+
+
+def shown(*runs):
+    console = Console(file=io.StringIO(), width=200)
+    for run in runs:
+        console.print(status_lines.Group(*status_lines._lines(run)), soft_wrap=True)
+    return console.file.getvalue()
+
+
+def test_the_time_left_is_compared_with_the_jobs_limit(tmp_path):
+    run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE)
+    journal(run, *STEPS)
+    left = [read_status(run, squeue(j7=("RUNNING", "None", limit, "t"))) for limit in (5.0, 999.0)]
+    assert left[0].left_s == pytest.approx(10)
+    assert "10s at the pace so far; the job's time limit ends in 5s: it stops with" in shown(
+        left[0]
+    )
+    assert "the job's time limit ends in 16m39s: enough" in shown(left[1])
+
+
+def fake_squeue(folder, text, code=0):
+    folder.mkdir()
+    (folder / "squeue").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+    (folder / "squeue").chmod(0o755)
+    return str(folder)
+
+
+def test_jobs_are_read_from_squeue_which_may_be_absent_or_fail(tmp_path, monkeypatch):
+    rows = ["7|RUNNING|None|1-02:03:04|train", "8|PENDING|Resources|NOT_SET|a|b c", "slurm: noise"]
+    monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", "\n".join(rows)), prepend=":")
+    assert queued_jobs() == squeue(
+        j7=("RUNNING", "None", 93784.0, "train"), j8=("PENDING", "Resources", None, "a|b c")
+    )
+    monkeypatch.setenv("PATH", fake_squeue(tmp_path / "down", "no controller", 1), prepend=":")
+    assert queued_jobs() == {}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert queued_jobs() == {}
+
+
+def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", "9|PENDING|Priority|NOT_SET|new"),
+                       prepend=":")  # fmt: skip
+    runs = tmp_path / "runs"
+    running = make_run(runs / "one", owner=HERE | {"pid": os.getpid()})
+    journal(running, *STEPS, trained(60) | {"loss": "NaN"})
+    spoilt = runs / "sweep" / "lr-1"
+    make_run(spoilt, owner=ELSEWHERE, left=True, error="not finite: step 3")
+    facts = {"step": 3, "losses": [], "weights": [], "gradient_norm": "NaN", "documents": []}
+    facts["documents_of"] = "the global batch"
+    (spoilt / "nonfinite-step-3.json").write_text(json.dumps(facts))
+    (runs / "sweep" / "log.txt").touch()
+    assert runs_below(runs) == [running, runs / "sweep" / "lr-1"]
+    assert "change what the log says, then start" in read_status(runs / "sweep" / "lr-1", {}).advice
+    assert read_status(running, {}).tokens_per_s_at_start is None, "nothing to compare with yet"
+    assert status.main(["--all", str(runs)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][:5] == ["run", "state", "step", "%", "loss"]
+    assert lines[1][:6] == ["one", "running", "60", "60", "nan", "3.5000"]
+    assert lines[2] == ["sweep/lr-1", "failed", "not", "finite:", "step", "3"]
+    assert lines[3][:4] == ["waiting", "9", "job", "new:"]
+    assert status.main([str(running), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["loss"], found["step"]) == ("running", "NaN", 60)
+    assert set(found) == {field.name for field in dataclasses.fields(run_state.RunStatus)}
+    assert status.main([str(running)]) == 0
+    assert "next      touch" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"is no run directory.*9 \(new, PENDING\)"):
+        status.main([str(runs)])
+    with pytest.raises(ConfigurationError, match="no such folder"):
+        status.main(["--all", str(tmp_path / "none")])
+    naps = iter([None, KeyboardInterrupt])
+
+    def sleep(seconds):
+        assert seconds == 7
+        if (end := next(naps)) is not None:
+            raise end
+
+    monkeypatch.setattr(status_lines, "time", SimpleNamespace(sleep=sleep))
+    assert status.main([str(running), "--watch", "7"]) == 0
+    assert capsys.readouterr().out.count("tokens/s") >= 1
+
+
+def test_it_starts_without_torch(tmp_path):
+    make_run(tmp_path / "run")
+    program = (
+        "import sys, status; status.main(sys.argv[1:]);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "run")], cwd=ROOT, check=False
+    )
+    assert done.returncode == 0

@@ -1,0 +1,186 @@
+"""Counting one layer of each kind equals counting all, and what torch counts and allocates."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from planned import CPU, GEMMA, HEAD, LAUNCH, LLAMA, MIXTRAL, settings, work
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from utils.config.settings import parse_fine_tuning
+from utils.model.adapters import plan_adapters, with_adapters
+from utils.model.architecture import causal_lm_class
+from utils.model.attention import AttentionChoice
+from utils.model.compilation import CHOICES
+from utils.model.quantization import quantized_layers
+from utils.model.weights import load_model
+from utils.plan import memory_trace
+from utils.plan.memory_plan import count_parameters, estimate_memory
+from utils.plan.memory_trace import LiveBytes, Stretch, cut_as_compiled, most_alive, trace
+
+COMPILED = replace(CPU, compiled=True)
+
+
+def most(config, choice, **changes) -> int:
+    stretches = trace(settings(), config, work(**changes), choice).stretches
+    return most_alive(stretches, 1, held=0)[0]
+
+
+def peak_by_torch(model, given) -> int:
+    """Return the peak besides the weights that torch's tracker counts, through all layers."""
+    inputs = memory_trace._fake_batch(given)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        with torch.autocast("cpu", given.autocast, enabled=given.autocast is not None):
+            loss = model(**inputs).loss
+        loss.backward()
+    weights = {*model.parameters(), *model.buffers()}
+    (peak,) = (each["Total"] for each in tracker.get_tracker_snapshot("peak").values())
+    return peak - sum(tensor.nbytes for tensor in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "choice", "autocast"),
+    [(LLAMA, "none", None), (GEMMA, "full", torch.bfloat16), (MIXTRAL, "none", torch.bfloat16)],
+)
+def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
+    """The tracker runs every layer, and takes 20 to 300 times as long."""
+    seen = []
+    ours = memory_trace._go_through
+
+    def both(model, given):
+        seen.append(peak_by_torch(model, given))
+        model.zero_grad()
+        return ours(model, given)
+
+    monkeypatch.setattr(memory_trace, "_go_through", both)
+    assert most(config, choice, autocast=autocast) == pytest.approx(seen[0], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["none", "full"])
+def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
+    """A layer dequantizes its weights when it computes, so the largest layer's size is added."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=3, vocab_size=512,
+        num_attention_heads=4, dtype="bfloat16",
+    )  # fmt: skip
+    causal_lm_class(config)(config).save_pretrained(tmp_path)
+    # One sequence a step: no gradients of an earlier micro-batch.
+    lora = {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "lora_r": 4}
+    lora |= {"global_batch_size": 1, "per_device_train_batch_size": 1}
+    given = settings(parse_fine_tuning, model_config=None, model_name_or_path=tmp_path, **lora)
+    given = replace(given, model=plan_adapters(given.model, config).model)
+    quantized = quantized_layers(given.model, config)
+    sizes = {"rows": 1, "sequence_length": 16}
+    job = work(weights=torch.bfloat16, quantized=quantized, **sizes)
+    counts = count_parameters(given.model, config)
+    found = estimate_memory(given, config, LAUNCH, job, choice, counts)
+    attention = AttentionChoice("sdpa", "plain", "")
+    model = load_model(given, config, attention, quantized, [], None)
+    HEAD.install(model)
+    if choice != "none":
+        model.activation_checkpointing_enable()
+    model = with_adapters(model, given.model).train()
+    inputs, live = memory_trace._fake_batch(job), LiveBytes([*model.parameters(), *model.buffers()])
+    with live:
+        model(**inputs).loss.backward()
+    measured = most_alive(live.stretches, 1, held=0)[0]
+    assert measured < found.activations + found.gradients < 1.25 * measured
+
+
+def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(monkeypatch):
+    found = [most(GEMMA, choice, autocast=torch.bfloat16) for choice in CHOICES]
+    assert found == sorted(found, reverse=True)
+    stretches = trace(settings(), LLAMA, work(), "full").stretches
+    kept = next(each.live for each in stretches if each.name == "forward 0")
+    assert kept == 2 * 64 * LLAMA.hidden_size * 4, "a layer's input"
+    monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
+    assert [most(GEMMA, choice, autocast=torch.bfloat16) for choice in CHOICES] == found
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
+    """Recomputation is counted as without the compiler."""
+    found = most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED)
+    assert found < 0.9 * most(GEMMA, "none", autocast=torch.bfloat16)
+    assert most(LLAMA, "selective", kernels=COMPILED) == most(LLAMA, "selective")
+    monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
+    assert most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED) == found
+
+
+def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("not traceable")
+
+    monkeypatch.setattr(memory_trace, "cut_as_compiled", refuse)
+    assert most(LLAMA, "none", kernels=COMPILED) == most(LLAMA, "none")
+    fault = trace(settings(), LLAMA, work(kernels=COMPILED), "none").fault
+    assert "LlamaConfig are counted as not compiled, which is more: Runtime" in fault
+
+
+@pytest.mark.slow
+def test_the_cut_keeps_what_a_compiled_layer_keeps():
+    """Compare the count with torch's allocator after a forward pass."""
+    config = copy.deepcopy(LLAMA)
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0).train()
+    states = torch.randn(4, 64, LLAMA.hidden_size, requires_grad=True)
+    rotations = (torch.randn(4, 64, 16), torch.randn(4, 64, 16))
+
+    def forward(module):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(states, position_embeddings=rotations)
+
+    def counted():
+        forward(layer).sum().backward()
+        with LiveBytes([states, *rotations, *layer.parameters()]) as live:
+            result = forward(layer)
+        kept = live.stretches[0].live
+        del result
+        return kept
+
+    compiled = torch.compile(layer, dynamic=False)
+    forward(compiled).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = forward(compiled)
+    taken = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+    del result
+    assert taken < 0.85 * counted()
+    cut_as_compiled(layer)
+    assert taken == counted()
+
+
+def test_adapters_leave_out_the_gradients_of_frozen_weights():
+    lora = settings(parse_fine_tuning, model_config="", model_name_or_path="m", use_peft="true")
+    adapted, whole = (
+        sum(each.gradients for each in trace(given, LLAMA, work(), "none")[0])
+        for given in (lora, settings())
+    )
+    assert 0 < 10 * adapted < whole
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
+    stretches = [Stretch("forward 0", peak=10), Stretch("backward 0", gradients=6, peak=5)]
+    stretches[0].change["forward 0"] = 8
+    stretches[1].change |= {"forward 0": -8, "backward 0": 6}
+    assert most_alive(stretches, 1, held=0) == (13, 0)
+    assert most_alive(stretches, 1, held=6) == (19, 6)
+
+
+def test_gradients_are_copied_to_be_added_over_the_ranks():
+    """A layer's buffer exists during the backward pass of the layer below it."""
+    layers = [Stretch("backward 1", 6, Counter({"x": 6}), 6), Stretch("backward 0", 6, peak=7)]
+    layers[1].change["x"] = 6
+    assert most_alive(layers, 2, held=0) == (10, 3)
+    assert most_alive(layers, 2, held=0, copied=2.0) == (22, 3)
+    rest = Stretch("end", change=Counter({"embedding": 20}), peak=20)
+    assert most_alive([*layers, rest], 2, held=0) == (26, 6)
+    assert most_alive([*layers, rest], 2, held=0, copied=2.0) == (66, 6)

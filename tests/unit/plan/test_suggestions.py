@@ -1,0 +1,122 @@
+"""--suggest prints settings that fit, are the fastest by the forecast, and keep the batch."""
+
+import logging
+import re
+from dataclasses import replace
+
+import planned
+import pytest
+from planned import ELSEWHERE, LLAMA
+from transformers import AutoConfig
+
+from utils.config.assumed import AssumedGpus
+from utils.config.errors import ConfigurationError
+from utils.launch.processes import LaunchFacts
+from utils.plan.memory_plan import GIB, MARGIN, RESERVED
+from utils.plan.suggestions import (
+    Candidate,
+    best_first,
+    duration,
+    forecast_line,
+    make_planner,
+    suggest,
+)
+
+FOUR = LaunchFacts(0, 4, "fsdp2", (), "cpu")
+WIDE = AutoConfig.for_model(
+    "llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, vocab_size=2048,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Plan a run on four GPUs with this many MiB."""
+    for name in ("WORLD_SIZE", "ACCELERATE_CONFIG", "STOKER_GPU_MEMORY_GIB"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(memory_mib: float, config=WIDE, **changes):
+        given = planned.settings(
+            use_cpu=None, dry_run="true", assume="4xA100-40GB", global_batch_size=16,
+            sequence_length=256, bf16="true", **changes,
+        )  # fmt: skip
+        planner = make_planner(given, config, FOUR, ELSEWHERE, 128.0)
+        gpus = AssumedGpus("A100", 1, 4, memory_mib / 1024, 312e12, 300e9)
+        return replace(planner, gpus=gpus)
+
+    return make
+
+
+def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
+    # Whole weights on each GPU (16 bytes each) do not fit. A quarter, with recomputation, does.
+    planner = plan(200)
+    found = list(planner.candidates(FOUR))
+    assert {one.strategy for one in found} == {"fsdp2"}
+    room = 200 * 2**20 * (1 - RESERVED["cuda"])
+    assert all(one.total_bytes * MARGIN["cuda"] <= room for one in found)
+    assert all(16 % (4 * one.micro_batch) == 0 for one in found)
+    ((_, text),) = suggest(planner, FOUR)
+    lines = text.splitlines()
+    assert "suggest: the fastest that fits 4 x A100, by forecast (global_batch_size 16)" in lines[0]
+    assert lines[1] == "  strategy: fsdp2"
+    best = best_first(found)[0]
+    assert lines[2:4] == [
+        f"  per_device_train_batch_size: {best.micro_batch}",
+        f"  activation_checkpointing: {best.recomputed}",
+    ]
+    assert re.fullmatch(rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+", lines[6])
+    assert planner.settings.run.global_batch_size == 16
+    # Pasted into the recipe, they have the prediction of the table.
+    again = plan(200, per_device_train_batch_size=best.micro_batch)
+    assert again.candidate(FOUR, best.micro_batch, best.recomputed) == best
+
+
+def test_more_memory_recomputes_less_and_does_not_shard(plan):
+    kinds = [best_first(list(plan(mib).candidates(FOUR)))[0] for mib in (185, 40_000)]
+    chosen = [(one.strategy, one.micro_batch, one.recomputed) for one in kinds]
+    assert chosen == [("fsdp2", 1, "full"), ("ddp", 4, "none")]
+
+
+def test_where_nothing_fits_it_says_what_would(plan):
+    ((level, text),) = suggest(plan(140), FOUR)
+    assert level == logging.WARNING
+    assert "suggest: nothing fits 4 x A100; by the same prediction this fits: GPUs: 16" in text
+    assert "GPUs: 16, strategy: fsdp2, per_device_train_batch_size: 1" in text
+    assert "use_peft" not in text, "pretraining has none"
+
+
+def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
+    planner = plan(40_000)
+    tried = {one.strategy for one in planner.candidates(replace(FOUR, strategy="zero2"))}
+    assert tried == {"ddp", "zero1", "zero2", "zero3", "fsdp2"}
+    one = replace(FOUR, world_size=1, strategy="single")
+    assert {each.strategy for each in planner.candidates(one)} == {"single"}
+
+
+def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
+    given = planned.settings(use_cpu=None, dry_run="true")
+    with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):
+        make_planner(given, LLAMA, FOUR, ELSEWHERE, 9.0)
+    monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "40")
+    planner = make_planner(given, LLAMA, FOUR, ELSEWHERE, 9.0)
+    assert (planner.gpus.memory_gib, planner.gpus.world_size) == (40, 4)
+    ((_, text),) = suggest(planner, FOUR)
+    assert text.splitlines()[-1].endswith("?")
+    line = forecast_line(planner, FOUR, "none", 10)
+    assert "no speed, the GPUs are known by their memory alone" in line
+    line = forecast_line(plan(40_000), FOUR, "none", 100)
+    assert re.search(r"forecast: [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line)
+
+
+def test_of_two_as_fast_the_simpler_comes_first():
+    rows = [
+        Candidate("ddp", 1, "none", GIB, 100.0, True), Candidate("ddp", 2, "none", GIB, 99.0, True),
+        Candidate("fsdp2", 4, "none", GIB, 100.5, True), Candidate("ddp", 4, "full", 1, 80.0, True),
+    ]  # fmt: skip
+    assert [rows.index(one) for one in best_first(rows)] == [1, 0, 2, 3]
+
+
+def test_durations_are_as_exact_as_a_forecast():
+    shown = {30.2: "31 seconds", 600: "10 minutes", 9000: "2.5 hours", 46_000: "13 hours"}
+    assert {seconds: duration(seconds) for seconds in shown} == shown
+    assert duration(864_000) == "10 days"

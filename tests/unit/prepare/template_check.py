@@ -1,0 +1,351 @@
+"""A structural check of loss masks, independent of the way they are derived.
+
+Each text, argument, number and key of a chat is a word that occurs nowhere else. A rendering shows
+by itself where each message is. For every trained turn the check states:
+
+- all words of the turn are in its span, and a span never has words of another message;
+- the text before the span is exactly the generation prompt;
+- the span ends with a special token, and in the same way if the chat ends there;
+- the last turn is followed by blanks, the end of the chat, or a header that is always printed.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
+from os.path import commonprefix
+from typing import Any
+
+from template_chats import ASK, KINDS, PLACE, Kind, document
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from utils.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.prepare.chat_templates import ChatTemplate
+from utils.prepare.rows import ChatDocument
+from utils.prepare.values import UnusableRowError
+
+NEVER_PRINTED = "<|never_printed|>"
+SPECIAL = re.compile(
+    r"<\|[^|<>\s'{}+~]{1,40}\|?>|<[^|<>\s'\"{}+~/]{1,30}\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|</?s>"
+    r"|</?(?:start|end|begin)_of_\w+>|<\[(?:begin|end)[^<>\s]*\]>|\[/?[A-Z_]{3,20}\]|\[\|\w+\|\]"
+    r"|</?(?:eos|bos|sep|step|end|assistant|user|system|seed:\w+)>|\[gMASK\]|\]<\]\w+\[>\[|\[e~\["
+    r"|\]~[!b]\w*\[|<[A-Z]+_\d+>|<(?:reserved|extra_id)_\d+>|<_\w+>|</?\w+_message>"
+)
+ADDED = re.compile(r"</?(?:tool_call|tool_calls|tool_response|think|function_call)>")
+
+
+def byte_tokenizer(template: str, renderings: str, eos: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes and of the special tokens that a template prints."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = list(dict.fromkeys([*SPECIAL.findall(template), *SPECIAL.findall(renderings)]))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token=eos,
+        additional_special_tokens=special,
+        clean_up_tokenization_spaces=False,
+    )
+    added = dict.fromkeys(ADDED.findall(template))
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in added])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+# --- words
+
+
+def _words(value: Any) -> Iterator[str]:
+    """Yield the words of texts, keys and numbers."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _words(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _words(item)
+    elif value is not None:
+        yield from re.findall(r"\d+\.\d+|\w+", TAG.sub(" ", str(value)))
+
+
+HEADER = re.compile(r"assistant|chatbot|model|bot\b", re.IGNORECASE)
+FALSE = re.compile(r"keyg[^\n]{0,60}?\n?[^\n]{0,60}?false\b", re.IGNORECASE)
+BRACKETS = re.compile(r"[\]}]\s*(<|\[|$)")  # of a call
+HEADS = {
+    "user": re.compile("user|human|question|<sep>|AVAILABLE_TOOLS", re.IGNORECASE),
+    "tool": re.compile(
+        "tool|result|function|ipython|obs|response|environment|user|human", re.IGNORECASE
+    ),
+}
+TAG = re.compile(r"<[^<>\s]+>")
+
+
+def said_words(message: dict[str, Any]) -> set[str]:
+    found = set(_words(message["content"]))
+    for call in message.get("tool_calls") or []:
+        found |= set(_words(call["function"]["arguments"]))
+    return {word for word in found if len(word) > 3}
+
+
+def all_words(messages: Sequence[dict[str, Any]]) -> set[str]:
+    return {word for one in messages for word in said_words(one) | thought_words(one)}
+
+
+def thought_words(message: dict[str, Any]) -> set[str]:
+    inside = re.search(r"<think>(.*)</think>", message["content"], re.DOTALL)
+    return set(_words(message.get("reasoning_content") or (inside.group(1) if inside else "")))
+
+
+def places(words: set[str], text: str) -> list[tuple[int, int]]:
+    if not words:
+        return []
+    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    return [m.span() for m in re.finditer(pattern, text)]
+
+
+# --- the check
+
+
+@dataclass
+class Checked:
+    """The outcome for one template with one EOS."""
+
+    trained: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+def blankless(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+class TemplateCheck:
+    """Runs every kind of chat through one template with one EOS."""
+
+    def __init__(self, template: str, eos: str, names: str = ""):
+        self.tokenizer = byte_tokenizer(template, names, eos)
+        self.masks = ChatMasks(self.tokenizer, "2026-01-02")
+        self.has_markers = self.masks.template.has_markers
+        words = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, words)))
+        self.eos = eos
+        self.outcome = Checked()
+
+    def run(self, kinds: dict[str, Kind] = KINDS) -> Checked:
+        for name, kind in kinds.items():
+            found = None
+            problem = ""
+            for tools in {kind.tools, True} if needs_tools(kind, self.masks) else (kind.tools,):
+                try:
+                    found = self.masks(document(kind, tools))
+                    break
+                except UnusableRowError as error:
+                    problem = f"{error.reason}: {error}"
+            if found is None:
+                self.outcome.refused[name] = problem
+                continue
+            self.outcome.trained += 1
+            try:
+                for fault in self.faults(kind, tools, found):
+                    self.outcome.wrong.append(f"{name}: {fault}")
+            except UnusableRowError as error:
+                self.outcome.wrong.append(f"{name}: cut or twin refused: {error}")
+        return self.outcome
+
+    def faults(self, kind: Kind, tools: bool, found: MaskedChat) -> Iterator[str]:
+        chat = document(kind, tools)
+        messages = list(chat.messages)
+        trained = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant"
+            and message.get("weight") != 0
+            and i >= kind.first_trained
+        ]
+        text, spans = found.text, list(found.spans)
+        if kind.twin:
+            pattern, words = kind.twin
+            replaced = [
+                {**m, "content": re.sub(pattern, words, m["content"])} for m in kind.messages
+            ]
+            other = self.masks(document(Kind(replaced), tools))
+            expected = [re.sub(pattern, lambda _: words, text[a:b]) for a, b in spans]
+            if [other.text[a:b] for a, b in other.spans] != expected:
+                yield f"twin: {[other.text[a:b] for a, b in other.spans]} for {expected}"
+        yield from self._words_inside(messages, trained, text, spans)
+        if self.has_markers:
+            return
+        if len(spans) != len(trained):
+            yield f"{len(spans)} spans for {len(trained)} turns"
+            return
+        for turn, span in zip(trained, spans, strict=True):
+            yield from self._start(chat, turn, text, span)
+            yield from self._end(chat, turn, text, span)
+
+    def _words_inside(
+        self, messages: Sequence[Any], trained: Sequence[int], text: str, spans: Sequence[Any]
+    ) -> Iterator[str]:
+        said = " ".join(text[slice(*span)] for span in spans)
+        for i, message in enumerate(messages):
+            others = all_words([other for j, other in enumerate(messages) if j != i])
+            own = all_words([message]) - others
+            outside = [
+                text[a:b]
+                for a, b in places(own, text)
+                if (i in trained) != any(start <= a and b <= stop for start, stop in spans)
+            ]
+            if outside:
+                yield f"message {i}: wrong side of the mask: {outside}"
+            missing = (said_words(message) - thought_words(message)) & own
+            if missing := {word for word in missing if word not in text}:
+                yield f"message {i}: {sorted(missing)} are not printed"
+            if i in trained and message.get("tool_calls"):
+                if "look_up" not in said:
+                    yield f"message {i}: the name of the call is not trained on"
+                if "keyg" in said and not FALSE.search(said):
+                    yield f"message {i}: a boolean is not trained on"
+
+    def _rendered(self, chat: ChatDocument, stop: int, prompt: bool) -> str | None:
+        given = ChatDocument(
+            self.masks.template.adapted(chat.messages[:stop]), PLACE, chat.tools, None
+        )
+        try:
+            return self.masks.template.render(given, prompt)
+        except Exception:
+            return None
+
+    def _behind_words(self, chat: ChatDocument, stop: int, text: str) -> str:
+        """Return the text after the words of the messages before `stop`."""
+        found = places(all_words(chat.messages[:stop]), text)
+        return text[found[-1][1] if found else 0 :]
+
+    def _start(self, chat: ChatDocument, turn: int, text: str, span: Any) -> Iterator[str]:
+        prompt, bare = self._rendered(chat, turn, True), self._rendered(chat, turn, False)
+        if prompt is None or bare is None:
+            return
+        given = blankless(self._behind_words(chat, turn, text[: span[0]]))
+        opening = blankless(self._behind_words(chat, turn, prompt))
+        said = blankless(text[span[0] : span[1]])
+        if opening.startswith(given):
+            rest = opening[len(given) :]
+            shared = _first_token(rest, self.special)
+            if rest and said.startswith(shared):
+                yield f"message {turn}: {shared!r} of the prompt {opening!r} is trained on"
+        elif prompt != bare and given.startswith(opening):
+            yield f"message {turn}: {given[len(opening) :]!r} is left to the prompt {opening!r}"
+        elif prompt != bare:
+            alike = len(commonprefix([given, opening]))  # noqa: RUF071 - of letters
+            if opening.endswith(given[alike:].removeprefix(given[:alike].rpartition("<")[2])):
+                return  # a tag of thinking alone is not in the chat
+            yield f"message {turn}: given {given!r}, but the prompt is {opening!r}"
+        elif not given.startswith(opening) or HEADER.search(opening):
+            yield f"message {turn}: no prompt: given {given!r} for {opening!r}"
+
+    def _openers(self, chat: ChatDocument) -> set[str]:
+        """Return the first token of the generation prompt, or of a chat."""
+        found = set()
+        stop = 1 + (chat.messages[0]["role"] == "system")
+        prompt, bare = self._rendered(chat, stop, True), self._rendered(chat, stop, False)
+        if prompt and bare is not None and prompt != bare and prompt.startswith(bare):
+            found |= set(self.special.findall(prompt[len(bare) :])[:1])
+        elif bare and prompt == bare:
+            end = 0
+            for token in self.special.finditer(bare):
+                if bare[end : token.start()].strip():
+                    break
+                found.add(token.group())
+                end = token.end()
+        return found - {self.eos}
+
+    def _end(self, chat: ChatDocument, turn: int, text: str, span: Any) -> Iterator[str]:
+        said, rest = text[slice(*span)], text[span[1] :]
+        messages = list(chat.messages)
+        tokens = [m for m in self.special.finditer(said) if m.end() == len(said.rstrip())]
+        if not tokens:
+            yield f"message {turn}: no special token at the end of {said[-40:]!r}"
+            return
+        token, before = tokens[-1].group(), said[: tokens[-1].start()].rstrip()
+        is_second = any(m.end() == len(before) for m in self.special.finditer(before))
+        if is_second and token not in str(messages[turn]) and token in self._openers(chat):
+            yield f"message {turn}: {token} opens the next message"
+        if turn + 1 == len(messages):
+            left = blankless(rest).removeprefix(self.eos)
+            question = self._rendered(chat, 1 + (messages[0]["role"] == "system"), False) or ""
+            if left and not blankless(question).endswith(left):
+                yield f"message {turn}: behind the last turn comes {left!r}"
+            return
+        found = places(all_words(messages[turn + 1 :]), rest)
+        header = self.special.sub("", (rest[: found[0][0]] if found else rest).split("\n")[0])
+        head = HEADS.get(messages[turn + 1]["role"])
+        if BRACKETS.search(header) and head and not head.search(rest.split("\n")[0]):
+            yield f"message {turn}: closing brackets behind the turn: {header!r}"
+        yield from self._as_last(chat, turn, said)
+
+    def _as_last(self, chat: ChatDocument, turn: int, said: str) -> Iterator[str]:
+        """Check that a turn ends in the same way inside a chat and at the end of a chat."""
+        messages = list(chat.messages)
+        try:
+            cut = self.masks(ChatDocument(messages[: turn + 1], PLACE, chat.tools, None, turn))
+        except UnusableRowError as error:
+            if not re.search("leaves out its reasoning|no special token|nothing ends", str(error)):
+                yield f"message {turn}: alone it is refused: {error}"
+            return
+        own = said_words(messages[turn])
+        # Some templates only print the number of a call if its answer follows.
+        said, alone = (
+            re.sub(r', "id": "\w+"', "", one) for one in (said, cut.text[slice(*cut.spans[0])])
+        )
+        one, two = (
+            one[max((p[1] for p in places(own, one)), default=0) :] for one in (said, alone)
+        )
+        if own and blankless(self.special.sub("", one)) != blankless(self.special.sub("", two)):
+            yield f"message {turn}: ends with {one!r} here and with {two!r} as the last"
+
+
+def _first_token(text: str, special: re.Pattern[str]) -> str:
+    found = special.match(text)
+    return found.group() if found else text[:4]
+
+
+def needs_tools(kind: Kind, masks: ChatMasks) -> bool:
+    """Return whether a template refuses chats without tools."""
+    if kind.tools:
+        return False
+    try:
+        masks.template.render(ChatDocument(masks.template.adapted([ASK]), PLACE, None, None))
+    except Exception:
+        return True
+    return False
+
+
+# --- a template alone
+
+END = re.compile(
+    r"<\|(?:im_end|eot_id|return|\w*END_OF_TURN\w*|TURN_END|eom|eot|eom_id|end_of_text|endoftext|end)\|>"
+    r"|<turn\|>|<end_of_(?:turn|utterance)>|<\uff5cend\u2581of\u2581sentence\uff5c>|</s>|\[e~\["
+)
+SHOWN = ("system, two turns", "one turn", "call, string", "call, nested", "thought")
+
+
+def renderings(template: str) -> str:
+    """Return a template's output for some chats, or "" if it refuses all of them."""
+    rendered = ChatTemplate(byte_tokenizer(template, "", "</s>"), "2026-01-02")
+    texts = []
+    for name, tools, prompt in product(SHOWN, (True, False), (True, False)):
+        chat = document(KINDS[name], tools)
+        chat = replace(chat, messages=rendered.adapted(chat.messages))
+        with suppress(Exception):
+            texts.append(rendered.render(chat, prompt))
+    return "\n".join(texts)
+
+
+def published_end(printed: str) -> str:
+    """Return the last token in some renderings that is known to end a turn."""
+    found = [token for token in SPECIAL.findall(printed) if END.fullmatch(token)]
+    return found[-1] if found else "</s>"

@@ -1,0 +1,207 @@
+"""Chats and completions: loss tokens, refusals, and documents that are too long."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import preparation_samples as samples
+import pytest
+from transformers import AutoTokenizer
+
+from utils.config.errors import ConfigurationError
+from utils.data.token_dataset import open_token_dataset
+from utils.prepare.chat_masks import MaskedChat
+from utils.prepare.tokenization import token_mask
+from utils.prepare.tokenizer import attach_template
+from utils.prepare.values import UnusableRowError
+
+CHATML = Path(samples.CHATML).read_text()
+
+
+def prepared(folder, rows, template=CHATML, **settings):
+    """Prepare rows with a template into folder/out; return what describes them."""
+    folder.mkdir(exist_ok=True)
+    samples.prepare(
+        sources=[samples.write_jsonl(folder / "chats.jsonl", rows)],
+        output_dir=folder / "out",
+        tokenizer_name_or_path=samples.saved_tokenizer(folder / "tokenizer", template),
+        **settings,
+    )
+    return samples.description(folder / "out" / "train")
+
+
+def documents(folder):
+    """Return the text and the trained text of each document of folder/out."""
+    dataset, tokenizer = open_token_dataset(folder / "out" / "train"), samples.tiny_tokenizer()
+    found = [samples.document(dataset, index) for index in range(len(dataset))]
+    return [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in found]
+
+
+def test_loss_text_is_the_assistant_turns_and_their_ends(tmp_path):
+    turns = ("hi", "def f():\n    return 1", "more?", "  no ß")
+    records = [samples.chat(*turns, system="be brief"), samples.chat("x", "y")]
+    described = prepared(tmp_path, records, None, chat_template=samples.CHATML)
+    trained = [answers for _, answers in documents(tmp_path)]
+    assert trained == ["def f():\n    return 1<|im_end|>  no ß<|im_end|>", "y<|im_end|>"]
+    assert described["loss_mask"] == "assistant_masks"
+    content = described["preparation"]
+    assert "[[y<|im_end|>]]" not in content["example"]
+    assert "[[def f():\n    return 1<|im_end|>]]" in content["example"]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert saved.decode([content["end_of_turn_token_id"]]) == "<|im_end|>"
+    question = [{"role": "user", "content": "x"}]
+    prompt = saved.apply_chat_template(question, add_generation_prompt=True, return_dict=True)
+    ids, mask = samples.document(open_token_dataset(tmp_path / "out" / "train"), 1)
+    assert ids[: mask.argmax()].tolist() == prompt["input_ids"]
+
+
+def test_chats_without_a_template_are_refused_before_any_work(tmp_path, prepare):
+    turns = samples.chat("q", "a")["messages"]
+    advice = "the tokenizer has no chat template: give --chat_template FILE"
+    for row in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
+        source = samples.write_jsonl(tmp_path / "a.jsonl", [row])
+        with pytest.raises(ConfigurationError, match=advice):
+            prepare("out", sources=[source])
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_messages_with_a_completion_that_alone_is_trained_on(tmp_path):
+    """Tools and template options reach the template beside a prompt, too."""
+    turns = samples.chat("q", "old", "q2", "new")["messages"]
+    look = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    extras = {"tools": [look], "chat_template_kwargs": {"mood": "glad"}}
+    template = "{% if mood %}{{ mood }}{% endif %}" + CHATML
+    row = {"prompt": turns[:3], "completion": turns[3:], **extras}
+    assert prepared(tmp_path, [row], template)["loss_mask"] == "completion_mask"
+    ((text, trained),) = documents(tmp_path)
+    assert trained == "new<|im_end|>"
+    assert text.startswith("glad<|im_start|>system\n# Tools")
+    assert '"name": "look"' in text
+
+
+def test_overlong_chats_are_dropped_truncated_or_an_error_and_long_texts_kept(tmp_path):
+    long = "a " * 200
+    rows = [samples.chat("q", "a"), samples.chat("q", long), samples.chat(long, "a")]
+    expected = {"drop": (1, {"overlong": 2}, 0), "truncate": (2, {"truncated_without_loss": 1}, 1)}
+    for choice, (kept, dropped, truncated) in expected.items():
+        content = prepared(tmp_path / choice, rows, sequence_length=64, on_overlong=choice)
+        assert content["statistics"]["documents"] == kept
+        assert content["statistics"]["longest_document"] <= 64
+        assert content["preparation"]["sources"]["dropped"] == dropped
+        assert content["preparation"]["sources"]["truncated"] == truncated
+    with pytest.raises(ConfigurationError, match=r"chats\.jsonl:2: \d+ tokens, more than the sequ"):
+        prepared(tmp_path, rows, sequence_length=64)
+    content = prepared(tmp_path / "texts", [{"text": "a b " * 500}], None, sequence_length=64)
+    assert content["statistics"]["longest_document"] > 500
+
+
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_date_that_the_template_prints_is_that_of_the_sources_or_the_given_one(tmp_path, caplog):
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
+    os.utime(source, (1_700_000_000, 1_700_000_000))
+    tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer", DATED)
+    given = {"sources": [source], "tokenizer_name_or_path": tokenizer}
+    with caplog.at_level("INFO"):
+        samples.prepare(**given, output_dir=tmp_path / "out")
+    assert "prints today's date: it is 2023-11-14 in this data (--template_date)" in caplog.text
+    assert documents(tmp_path)[0][0].startswith("14 Nov 2023<|im_start|>user")
+    content = samples.description(tmp_path / "out" / "train")["preparation"]
+    assert content["settings"]["template_date"] == "2023-11-14"
+    assert content["loss_masks"] == "derived"
+    samples.prepare(**given, output_dir=tmp_path / "b" / "out", template_date="2026-05-04")
+    assert documents(tmp_path / "b")[0][0].startswith("04 May 2026")
+
+
+def test_a_chat_that_the_template_leaves_out_or_refuses_is_named_or_counted(tmp_path):
+    check = "{% if messages|length == 3 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    good, called, refused = (samples.chat(*turns) for turns in ("qa", "qa", "qaq"))
+    called["messages"][1]["tool_calls"] = [{"name": "look", "arguments": {"at": "it"}}]
+    left_out = r"message 1 \(assistant\): the chat template leaves out its tool calls"
+    for row, problem in ((called, left_out), (refused, ".*roles must alternate")):
+        with pytest.raises(ConfigurationError, match=rf"chats\.jsonl:2: {problem}"):
+            prepared(tmp_path, [good, row], check + DATED)
+    rows = [good, called, refused]
+    described = prepared(tmp_path / "b", rows, check + DATED, on_bad_row="skip")
+    assert described["statistics"]["documents"] == 1
+    dropped = {"tool_calls_left_out": 1, "template_refused": 1}
+    assert described["preparation"]["sources"]["dropped"] == dropped
+
+
+def test_thinking_that_the_template_drops_is_counted_and_logged(tmp_path, caplog):
+    drops = DATED.replace("m.content", "m.content.split('</think>')[-1]")
+    rows = [samples.chat("q", "<think>hm</think>a", "r", "b"), samples.chat("q", "a")]
+    with caplog.at_level("INFO"):
+        content = prepared(tmp_path, rows, drops)["preparation"]
+    assert "1 chats train earlier answers without their thoughts" in caplog.text
+    assert content["sources"]["without_earlier_thinking"] == 1
+
+
+WITHOUT_MARKERS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>{% endfor %}"
+)
+END_NOT_TRAINED = (
+    "{% for m in messages %}{{ m['role'] }}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_path, caplog):
+    """An answer of weight zero is not trained on."""
+    row = samples.chat("q", "a", "r", "b", "s", "c")
+    row["messages"][1]["weight"] = 0
+    row["messages"][3]["weight"] = 1
+    with caplog.at_level("INFO"):
+        prepared(tmp_path, [row], WITHOUT_MARKERS)
+    assert "derived from its renderings" in caplog.text
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert saved.chat_template == WITHOUT_MARKERS
+    assert documents(tmp_path)[0][1] == "b<|im_end|>c<|im_end|>"
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+def test_a_chat_whose_answers_are_all_marked_says_so(tmp_path, key):
+    rows = [samples.chat("q", "a", "r", "b"), samples.chat("q", "a")]
+    for message in rows[0]["messages"]:
+        if message["role"] == "assistant":
+            message[key] = 0 if key == "weight" else False
+    with pytest.raises(ConfigurationError, match="every answer is marked as not trained on"):
+        prepared(tmp_path, rows, WITHOUT_MARKERS)
+
+
+WHOLE = "{% for m in messages %}{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for m in messages %}", "not valid Jinja"),
+        (END_NOT_TRAINED, "the token that ends it"),
+        ("{% generation %}" + WHOLE + "{% endgeneration %}", "words of another message"),
+        (WHOLE + "{% generation %}<|im_end|>{% endgeneration %}", "some of its words"),
+        (WITHOUT_MARKERS.replace("<|im_end|>", "<|other|>"), "ends it.*--add_tokens '<.other.>'"),
+        (CHATML.replace("<|im_end|>", "<|other|>"), "no such tokens"),
+    ],
+)
+def test_a_template_whose_masks_would_be_wrong_is_refused(tmp_path, template, problem):
+    file = tmp_path / "a.jinja"
+    file.write_text(template)
+    with pytest.raises(
+        ConfigurationError, match=rf"a\.jinja(:| cannot be trained with:) .*{problem}"
+    ):
+        attach_template(samples.tiny_tokenizer(), str(file))
+
+
+def test_a_token_across_the_edge_of_a_turn_is_refused_but_for_blanks():
+    """The text "A\n b" of a header, a line break and a turn " b" or "b"; offsets of tokens."""
+    chat = MaskedChat("A\n bc", [(2, 5)])
+    for offsets, mask in ([(0, 1), (1, 3), (3, 5)], [0, 0, 1]), ([(0, 2), (2, 5)], [0, 1]):
+        assert token_mask(chat, np.array(offsets)).tolist() == mask
+    for spans, offsets in ([(3, 5)], [(0, 5)]), ([(3, 4)], [(0, 3), (3, 5)]):
+        with pytest.raises(UnusableRowError, match="one token holds the") as refused:
+            token_mask(MaskedChat(chat.text, spans), np.array(offsets))
+        assert refused.value.reason == "straddled"

@@ -1,0 +1,253 @@
+"""Rows of published datasets become the right messages and texts."""
+
+import json
+
+import pytest
+
+from utils.prepare.hints import naming_hint
+from utils.prepare.messages import check_answers
+from utils.prepare.rows import RowSettings, document_fields
+from utils.prepare.values import UnusableRowError
+from utils.prepare.workspace import list_unread, unread_keys
+
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Paris"}}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def turns(fields, row_format="messages"):
+    return [(m["role"], m["content"]) for m in document_fields(fields, row_format)["messages"]]
+
+
+def said(*turns):
+    return [{"from": who, "value": what} for who, what in turns]
+
+
+def message(**keys):
+    (found,) = document_fields({"messages": [keys]}, "messages")["messages"]
+    return found
+
+
+def test_sharegpt_becomes_messages_and_its_calls_tool_calls():
+    function = json.dumps(CALL["function"])
+    row = said(
+        *(("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "r")),
+        *(("function_call", function), ("observation", '{"rain": true}'), ("model", "b")),
+    )
+    found = document_fields({"conversations": row, "tools": json.dumps([TOOL])}, "sharegpt")
+    assert found["tools"] == [TOOL]
+    roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in found["messages"]] == roles
+    call, observed = found["messages"][4:6]
+    assert call == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert observed == {"role": "tool", "content": '{"rain": true}'}
+
+
+@pytest.mark.parametrize(("given", "question"), [("", "i"), (None, "i"), ("in", "i\nin")])
+def test_alpaca_becomes_messages_behind_history_and_system(given, question):
+    row = {"instruction": "i", "input": given, "output": "o"}
+    assert turns(row, "alpaca") == [("user", question), ("assistant", "o")]
+    before = [("system", "s"), ("user", "a"), ("assistant", "b")]
+    found = turns(row | {"history": [["a", "b"]], "system": "s"}, "alpaca")
+    assert found == [*before, *turns(row, "alpaca")]
+
+
+def test_a_system_column_is_no_second_system_message():
+    row = {"conversations": said(("system", "own"), ("human", "q")), "system": "own"}
+    assert turns(row, "sharegpt") == [("system", "own"), ("user", "q")]
+    with pytest.raises(UnusableRowError, match="different system texts"):
+        turns(row | {"system": "other"}, "sharegpt")
+
+
+def test_every_way_to_write_a_call_gives_one_call():
+    calls = [
+        CALL,
+        {**CALL, "id": None},
+        json.dumps(CALL),
+        CALL["function"],
+        {"function": {"name": "find", "arguments": '{"city": "Paris"}'}, "type": "function"},
+        {"function": {"name": "find", "arguments": json.dumps('{"city": "Paris"}')}},
+    ]
+    expected = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    for call in calls:
+        assert message(role="assistant", content=None, tool_calls=[call]) == expected
+        assert message(role="assistant", content=None, function_call=call) == expected
+    assert message(role="function", name="find", content="x")["role"] == "tool"
+
+
+def test_every_way_to_write_tools_gives_one_list():
+    for tools in ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], TOOL, [TOOL["function"]]):
+        for column in ("tools", "functions"):
+            row = {"messages": [QUESTION], column: tools}
+            assert document_fields(row, "messages")["tools"] == [TOOL]
+
+
+def test_parts_of_a_content_go_where_templates_read_them():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "value": "b"}, "c"]
+    assert message(role="user", content=parts)["content"] == "abc"
+    call = {"type": "tool_call", "value": json.dumps(CALL["function"])}
+    for thought in ({"type": "reasoning", "value": "t"}, {"type": "thinking", "thinking": "t"}):
+        found = message(role="assistant", content=[thought, {"type": "text", "value": "a"}, call])
+        kept = {"role": "assistant", "content": "a", "reasoning_content": "t"}
+        assert found == kept | {"tool_calls": [CALL]}
+    for returned in ({"ü": [1]}, [{"ü": [1]}]):
+        text = json.dumps(returned, ensure_ascii=False)
+        assert message(role="tool", content=returned)["content"] == text
+
+
+def test_a_weight_of_a_message_and_thinking_are_kept():
+    found = message(role="assistant", content=None, reasoning_content="t", weight=0, name=None)
+    assert found == {"role": "assistant", "content": "", "reasoning_content": "t", "weight": 0}
+    assert message(role="assistant", content="a", loss_weight=0.0)["weight"] == 0
+
+
+# Keys of the assistant's message, and whether it is trained on; None: refused.
+SAID_OF_TRAINING = [
+    *(({key: value}, bool(value))
+      for key in ("loss", "train", "train_on_turn", "trainable", "training")
+      for value in (True, False, 1, 0, 1.0, 0.0)),
+    *(({key: value}, bool(value)) for key in ("weight", "loss_weight", "loss_scale", "loss_mask")
+      for value in (True, 0, 1.0)),
+    ({"mask": True}, False),
+    ({"mask": False}, True),
+    ({"masked": True}, False),
+    ({"weight": None, "loss": None}, True),
+    ({"weight": 0, "loss": False}, False),
+    ({"weight": 1, "mask": False, "train": True}, True),
+    *(({key: value}, None) for key in ("weight", "train", "loss", "loss_scale")
+      for value in (0.5, -1, 2, "0", "true", [1], {"a": 1}, float("nan"))),
+    ({"mask": 1}, None),  # of a loss mask it is trained on, of a message that is masked it is not
+    ({"mask": [0, 1]}, None),
+    ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, None),
+    ({"loss_mask_spans": [[0, 1]]}, None),
+    ({"weight": 1, "train": False}, None),
+    ({"loss": True, "mask": True}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row_format", ["messages", "sharegpt", "prompt_completion"])
+@pytest.mark.parametrize(("keys", "is_trained"), SAID_OF_TRAINING, ids=repr)
+def test_every_way_to_say_what_is_trained_on_is_read_or_refused(row_format, keys, is_trained):
+    answer = {"role": "assistant", "content": "a", **keys}
+    rows = {
+        "messages": {"messages": [QUESTION, answer]},
+        "sharegpt": {
+            "conversations": [*said(("human", "q")), {"from": "gpt", "value": "a", **keys}]
+        },
+        "prompt_completion": {"prompt": [QUESTION], "completion": [answer]},
+    }
+    if is_trained is None:
+        with pytest.raises(UnusableRowError, match=r"'weight'|contradict each other") as refused:
+            document_fields(rows[row_format], row_format)
+        assert refused.value.reason == "unclear_weight"
+        return
+    found = document_fields(rows[row_format], row_format)
+    (*_, last) = found.get("messages") or found["completion"]
+    assert last == {"role": "assistant", "content": "a"} | ({} if is_trained else {"weight": 0})
+
+
+def test_what_others_than_the_assistant_say_of_training_is_dropped_or_left_to_be_counted():
+    for key, value in (("loss_weight", 0.0), ("train", False), ("mask", True)):
+        assert message(role="user", content="q", **{key: value}) == QUESTION
+    asks = message(role="user", content="q", train=True)
+    assert list(unread_keys([asks])) == ["message key train"]
+
+
+@pytest.mark.parametrize("said_of_parts", [(False, False), (True, True), (None, True)])
+def test_parts_of_an_answer_that_agree_are_read(said_of_parts):
+    parts = [{"type": "text", "text": "a", "train": value} for value in said_of_parts]
+    is_idle = False in said_of_parts
+    assert ("weight" in message(role="assistant", content=parts)) == is_idle
+
+
+@pytest.mark.parametrize(
+    ("word", "role"),
+    [
+        *((word, "assistant") for word in ("ASSISTANT", "GPT", "AI", "ai", "Bot", "Model", "MOSS")),
+        *((word, "user") for word in ("User", "HUMAN", "prompter", " user ")),
+        *((word, "tool") for word in ("Tool", "Observation", "tool-response", "ipython")),
+        *(("System", "system"), ("developer", "developer")),
+    ],
+)
+def test_words_for_a_role_are_compared_without_case(word, role):
+    assert message(role=word, content="x")["role"] == role
+    assert turns({"conversations": said((word, "x"))}, "sharegpt") == [(role, "x")]
+
+
+def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
+    empty = {"role": "assistant", "content": " "}
+    for messages, first in (([QUESTION, empty], 0), ([empty, QUESTION, empty], 1)):
+        with pytest.raises(UnusableRowError, match="has no text") as refused:
+            check_answers(messages, first)
+        assert refused.value.reason == "empty"
+    for fine in (
+        *(empty | {"weight": 0}, empty | {"tool_calls": [CALL]}, empty | {"thinking": "t"}),
+        *({"role": "user", "content": ""}, {"role": "tool", "content": "", "id": "x"}),
+    ):
+        check_answers(document_fields({"messages": [fine, ANSWER]}, "messages")["messages"])
+    check_answers([empty, QUESTION, ANSWER], 1)
+    with pytest.raises(UnusableRowError, match=r"is the assistant's \(roles: user\)"):
+        check_answers([ANSWER, QUESTION], 1)
+
+
+def test_a_chat_template_says_which_keys_of_messages_it_reads():
+    template = "{{ m.tool_plan }}{{ message['name'] }}{{ messages[0].get('date') }}{{ tool.kind }}"
+    counts = {f"message key {key}": 2 for key in ("tool_plan", "name", "date", "kind", "id")}
+    assert list_unread(counts | {"column name": 1000}, template) == (
+        "column name (1,000), message key id (2), message key kind (2)"
+    )
+
+
+def test_unknown_columns_come_with_what_to_type():
+    assert "--train_data" in naming_hint({"input_ids": [1]})
+    pair = {"question": "q", "answer": "a"}
+    assert naming_hint(pair) == (
+        "for chats give --columns question=instruction answer=output, for a prompt and its "
+        "completion give --columns question=prompt answer=completion"
+    )
+    dolly = naming_hint({"Instruction": "q", "context": "", "response": "a"})
+    assert dolly == "for chats give --columns context=input Instruction=instruction response=output"
+    assert "'answer' must be a string, found int" in naming_hint(pair | {"answer": 1})
+
+
+def test_filters_keep_values_lists_and_ranges():
+    row = {"language": "en", "score": "3.5", "level": "3"}  # as in a CSV
+
+    def keeps(**filters):
+        return RowSettings("text", filters=tuple(filters.items())).selects(row)
+
+    assert keeps(language="en", score={"min": 3, "max": 4})
+    assert keeps(language=["de", "en"], level=3)
+    assert keeps(level=[2, 3])
+    assert not keeps(language="de")
+    assert not keeps(score={"min": 4})
+    assert not keeps(language={"min": 4})
+    with pytest.raises(UnusableRowError, match="no 'quality', which the filter asks for"):
+        keeps(quality=1)
+
+
+def test_a_call_that_is_a_message_of_its_own_joins_the_turn_before():
+    call = {"role": "Tool-Call", "content": json.dumps(CALL["function"])}
+    chat = [QUESTION, {"role": "assistant", "content": "a"}, call, call]
+    found = document_fields({"messages": chat}, "messages")["messages"]
+    assert found[1:] == [{"role": "assistant", "content": "a", "tool_calls": [CALL, CALL]}]
+    chat[1] |= {"loss": False}  # the calls are trained on, the text is not
+    found = document_fields({"messages": chat}, "messages")["messages"]
+    assert [one.get("weight", 1) for one in found[1:]] == [0, 1]
+
+
+def test_texts_in_turn_may_be_json_and_parts_name_their_text_in_any_way():
+    texts = ["q", '{"a": 1}', '["b", "c"]', "d"]
+    assert [said for _, said in turns({"messages": texts})] == texts
+    for key in ("text", "value", "content"):
+        assert message(role="user", content=[{"type": "text", key: "q"}]) == QUESTION
+    thought = {"type": "thinking", "thinking": "t"}
+    for parts, keys in (
+        ([thought], {"reasoning_content": "other"}),
+        ([{"type": "tool_use", "name": "f", "input": {}}], {"tool_calls": [CALL]}),
+    ):
+        with pytest.raises(UnusableRowError, match="the same among its parts"):
+            message(role="assistant", content=parts, **keys)
+    with pytest.raises(UnusableRowError, match="a part that is no text"):
+        message(role="assistant", content=[{"type": "thinking"}])

@@ -1,0 +1,184 @@
+"""Every kind of template with every kind of chat: the structural check finds nothing wrong.
+
+STOKER_TEMPLATES=FOLDER also checks every *.jinja there, and prints the results.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import trl
+from template_chats import ASK, KINDS, Kind, calls, document, result
+from template_check import (
+    NEVER_PRINTED,
+    TemplateCheck,
+    byte_tokenizer,
+    published_end,
+    renderings,
+)
+from template_kinds import CHATML, STRUCTURES, template
+
+from utils.prepare.tokenizer import attach_template
+from utils.prepare.values import UnusableRowError
+
+SHIPPED = {
+    path.stem: path.read_text()
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+}
+COLLECTION = {
+    path.stem: path.read_text()
+    for path in sorted(Path(os.environ.get("STOKER_TEMPLATES", os.devnull)).glob("*.jinja"))
+}
+
+
+# Kinds of chats that nearly every template trains.
+TRAINED = {"one turn", "two turns", "three turns", "blanks", "unicode", "one letter", "weight 0"}
+
+
+def checked(template, kinds=KINDS):
+    """Return the outcome for the template's own end token and for one that it never prints."""
+    printed = renderings(template)
+    ends = published_end(printed), NEVER_PRINTED
+    return [TemplateCheck(template, end, printed).run(kinds) for end in ends]
+
+
+# Structures with which some chats have no end or are changed.
+REFUSED = {
+    "EOS behind the last turn alone": "no special token ends it",
+    "no special token at all": "no special token ends it",
+    "no end behind calls": "no special token ends it",
+    "an end for each kind of turn": "no special token ends it",  # two calls are two turns
+    "upper case": "changes the text: it prints 'UONE UTWO\\?' for 'Uone utwo\\?'",
+}
+REASONS = (
+    "leaves out its (reasoning|content|tool calls)|refuses this conversation .(one call|roles must)"
+)
+
+
+@pytest.mark.parametrize("name", [*STRUCTURES, *SHIPPED])
+def test_no_chat_trains_the_wrong_text(name):
+    outcomes = checked((STRUCTURES | SHIPPED)[name])
+    assert [outcome.wrong for outcome in outcomes] == [[], []]
+    if name in STRUCTURES:
+        reasons = "|".join(filter(None, (REASONS, REFUSED.get(name))))
+        others = [x for o in outcomes for x in o.refused.values() if not re.search(reasons, x)]
+        assert name == "upper case" or not others
+        assert name in REFUSED or not any(TRAINED & outcome.refused.keys() for outcome in outcomes)
+
+
+CALL = '{"name": "look_up", "arguments": {"keyc": 7351}}'
+HARMONY = " to=functions.look_up<|channel|>commentary json<|message|>"
+EXACT = [
+    (
+        "special tokens as quotes",
+        "call last, string",
+        '<|tool_call>call:look_up{keya:<|"|>Vala valb<|"|>}<tool_call|><|tool_response>',
+    ),
+    ("an end for each kind of turn", "call last, number", HARMONY + '{"keyc": 7351}<|call|>'),
+    ("an end for each kind of turn", "call last, none", HARMONY + "{}<|call|>"),
+    (
+        "an end for each kind of turn",
+        "one turn",
+        "<|channel|>final<|message|>Xone, xtwo.<|return|>",
+    ),
+    ("header always printed", "one turn", "<|RESPONSE|>Xone, xtwo.<|RESPONSE_END|><|TURN_END|>"),
+    (
+        "header always printed, default system",
+        "call last, number",
+        "<|ACTION|>[\n" + CALL + "]<|ACTION_END|><|TURN_END|>",
+    ),
+    (
+        "thought opened where the header is always printed",
+        "one turn",
+        "<|RESPONSE|>Xone, xtwo.<|RESPONSE_END|><|TURN_END|>",
+    ),
+    ("header ends with another blank", "one turn", "\nXone, xtwo.<|eot|>"),
+    ("header behind another blank", "one turn", "Xone, xtwo.<|eot|>"),
+    ("header between other blanks", "one turn", "Xone, xtwo.<|eot|>"),
+    ("end of calls", "call last, number", CALL + "<|eom|>"),
+    ("needs tools", "call last, number", "<tool_call>\n" + CALL + "</tool_call><|im_end|>"),
+    (
+        "the next header ends a turn",
+        "call last, number",
+        "<tool_call>look_up<k>keyc</k>\n<v>7351</v></tool_call><|observation|>",
+    ),
+    (
+        "special tokens in answers",
+        "one turn",
+        "<|open|>response<|sep|>Xone, xtwo.<|close|>response"
+        "<|sep|><|close|>assistant<|sep|><|end|>",
+    ),
+    (
+        "thought opened by the prompt",
+        "thinking tags",
+        "Tone ttwo.\n</think>\n\nXone xtwo.<|im_end|>",
+    ),
+    ("thought closed in the history", "one turn", "</think>Xone, xtwo.<|im_end|>"),
+    (
+        "values as Python",
+        "call last, nested",
+        "[look_up(keyd={'keye': [True, 86.25, 'Vale']}, keyf=\"Valf\", keyg=False)]<|im_end|>",
+    ),
+    ("other blanks before the last end", "call last, number", CALL + "<|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "said"), EXACT)
+def test_the_text_that_is_trained_on(name, kind, said):
+    printed = renderings(STRUCTURES[name])
+    for end in (published_end(printed), NEVER_PRINTED):
+        check = TemplateCheck(STRUCTURES[name], end, printed)
+        found = check.masks(document(KINDS[kind], KINDS[kind].tools))
+        assert [found.text[slice(*span)] for span in found.spans] == [said]
+
+
+def test_a_prompt_with_words_that_no_chat_has_is_refused_with_both():
+    chat = template("{{ m.content }}\n\n", "{{ m.content }}<|end|>", prompt="Remember the unit.")
+    check = TemplateCheck(chat, "<|end|>")
+    with pytest.raises(
+        UnusableRowError, match=r"opens it with '\\n\\n'.*is '\\n\\nRemember the unit"
+    ):
+        check.masks(document(KINDS["one turn"], False))
+
+
+def test_calls_that_are_printed_with_their_ids_in_place_of_names():
+    call = "<call>{{ t.id }}<args>{{ c.arguments | tojson }}</call>"
+    check = TemplateCheck(template(**{**CHATML, "call": call}), "<|im_end|>")
+    for given, said in (({}, "{}"), ({"days": 3}, '{"days": 3}')):
+        turn = calls(given)
+        with pytest.raises(UnusableRowError, match=r"'look_up' of its calls .*functions.NAME:0"):
+            check.masks(document(Kind([ASK, turn]), True))
+        turn["tool_calls"][0]["id"] = "functions.look_up:0"
+        found = check.masks(document(Kind([ASK, turn]), True))
+        printed = f"<call>functions.look_up:0<args>{said}</call>"
+        expected = f"<tool_call>\n{printed}</tool_call><|im_end|>"
+        assert [found.text[slice(*span)] for span in found.spans] == [expected]
+
+
+def test_a_template_that_needs_tools_is_taken_at_the_start():
+    attach_template(byte_tokenizer(STRUCTURES["needs tools"], "", "<|im_end|>"), None)
+
+
+def test_numbers_and_names_of_calls_add_no_work():
+    """Chats that only differ in these cost two renderings each."""
+    check = TemplateCheck(STRUCTURES["no header"], "</s>")
+    rendered = []
+    variables = check.masks.template._variables_of
+    check.masks.template._variables_of = lambda *more: rendered.append(1) or variables(*more)
+    for number in range(100, 120):
+        turn = calls({"days": number})
+        turn["tool_calls"][0]["id"] = f"callid{number}"
+        check.masks(document(Kind([ASK, turn, result("Res.")]), True))
+    assert len(rendered) < 2 * 20 + 20
+
+
+def test_a_collection_trains_no_wrong_text(capsys):
+    if not COLLECTION:
+        pytest.skip("STOKER_TEMPLATES names no folder with templates")
+    outcomes = {name: checked(text) for name, text in COLLECTION.items() if renderings(text)}
+    trained = sum(outcome.trained for found in outcomes.values() for outcome in found)
+    refused = [x for found in outcomes.values() for one in found for x in one.refused.values()]
+    with capsys.disabled():
+        print(f"\n{len(outcomes)} templates, {trained} chats trained, {len(refused)} refused")
+    assert {name: found for name, found in outcomes.items() if any(o.wrong for o in found)} == {}

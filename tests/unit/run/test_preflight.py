@@ -1,0 +1,142 @@
+"""Storage is checked before a run on every host; refusals name host and remedy."""
+
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from utils.checkpoints import discovery
+from utils.config.errors import ConfigurationError, StorageError
+from utils.launch.processes import LaunchFacts
+from utils.run import preflight
+from utils.run.preflight import check_place, check_storage, known_files
+
+MIB = 2**20
+
+
+def check(output_dir: Path, checkpoint_bytes: int, rank: int = 0, hosts=("n1",)) -> None:
+    plan = SimpleNamespace(checkpoint_bytes=checkpoint_bytes, total_steps=10, scheduled_saves=1)
+    launch = LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
+    check_storage(output_dir, plan, 3, launch)
+
+
+@pytest.fixture(autouse=True)
+def on_n1(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+
+
+@pytest.fixture
+def check_ranks(monkeypatch):
+    """Check ranks in turn, with the host and output directory of each; return their refusals.
+
+    The next rank begins while the previous one looks for rank 0's mark.
+    """
+
+    def check_all(*ranks: tuple[str, Path]) -> list[str]:
+        waiting, answers, problems = list(enumerate(ranks)), [], []
+
+        def begin_next():
+            if waiting:
+                rank, (_, directory) = waiting.pop(0)
+                check(directory, 1000, rank, tuple(host for host, _ in ranks))
+
+        def on_rank_0(decide):
+            if not answers:
+                answers.append(decide())
+            return answers[0]
+
+        def on_every_rank(probe):
+            try:
+                probe()
+            except StorageError as error:
+                problems.extend(error.problems)
+            begin_next()
+
+        monkeypatch.setattr(preflight, "on_rank_0", on_rank_0)
+        monkeypatch.setattr(preflight, "on_every_rank", on_every_rank)
+        begin_next()
+        return problems
+
+    return check_all
+
+
+def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(
+    tmp_path, check_ranks, caplog, monkeypatch
+):
+    """One host sees the directory late, as with NFS."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(preflight, "_append", append := mock.Mock(wraps=preflight._append))
+    run, link = tmp_path / "runs" / "x", tmp_path / "link"
+    threading.Timer(0.2, lambda: link.symlink_to(run)).start()
+    assert check_ranks(("n1", run), ("n1", run), ("n2", link), ("n2", run)) == []
+    line = caplog.messages[-1]
+    assert line.startswith(f"preflight: 2 host(s), 4 rank(s) can write to {run}, ")
+    assert line.endswith("GiB free (1 more checkpoint(s) needed)")
+    assert caplog.messages == [line]
+    assert append.call_count == 1 + 2, "rank 0 makes the file, each host writes to it"
+    assert list(run.iterdir()) == []
+
+
+def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch, check_ranks):
+    monkeypatch.setattr(preflight, "SIGHT_LIMIT_S", 0.2)
+    monkeypatch.setattr(preflight, "host_name", lambda: "nX")
+    run, others = tmp_path / "x", (tmp_path / "absent", tmp_path)
+    problems = check_ranks(("n1", run), *zip(("n2", "n3"), others, strict=True))
+    for problem, path in zip(problems, others, strict=True):
+        assert problem.startswith(f"nX: --output_dir {path} is not the directory that rank 0 made")
+    assert list(run.iterdir()) == []
+
+
+def test_a_file_system_without_room_for_a_file_is_refused(small_disk, monkeypatch):
+    """A quota looks like this: the disk has free space, but a write fails."""
+    monkeypatch.setattr(discovery, "free_bytes", lambda _: 2**40)
+    with contextlib.suppress(OSError):
+        (small_disk / "full").write_bytes(bytes(2**20))
+    with pytest.raises(StorageError, match=r"n1: .*cannot be written to \(No space left"):
+        check(small_disk / "x", 2**20)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ConfigurationError, match="is a file: name a directory") as caught:
+        check(tmp_path / "x", 1)
+    assert caught.value.exit_code == 2
+    monkeypatch.setattr(preflight.os, "access", lambda *_: False)
+    with pytest.raises(StorageError, match=rf"n1: --output_dir {tmp_path}/y cannot be written to"):
+        check(tmp_path / "y", 1)
+
+
+def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch):
+    """tests/exactness/test_full_disks.py tests the room for a resumed run."""
+    monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(discovery, "free_bytes", free := mock.Mock())
+    for keep, saves, most in ((2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)):
+        plan = SimpleNamespace(checkpoint_bytes=MIB, total_steps=10, scheduled_saves=saves)
+        free.return_value = most * MIB
+        check_place(tmp_path, plan, keep)
+        free.return_value -= 2000
+        told = rf"n1: {most} more .* of about 1.0 MiB.* KiB are missing. Make room"
+        with pytest.raises(StorageError, match=told):
+            check_place(tmp_path, plan, keep)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "provenance.json", "metrics.jsonl", ".lock"])
+def test_a_run_directory_whose_files_lead_elsewhere_is_refused(name, tmp_path):
+    """Otherwise a start would read or append to a link's target, or lock another folder."""
+    (run := tmp_path / "run").mkdir()
+    for file in ("config.yaml", "provenance.json", "metrics.jsonl"):
+        (run / file).touch()
+    (tmp_path / "home").symlink_to(run)
+    assert known_files(tmp_path / "home"), "the user's own link to it"
+    (run / name).unlink(missing_ok=True)
+    (tmp_path / "elsewhere").mkdir()
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match=rf"/{name} is a link.*remove it"):
+        known_files(run)
+    (run / name).unlink()
+    (run / ".lock").touch()
+    with pytest.raises(ConfigurationError, match=r"/\.lock is no folder.*remove it"):
+        known_files(run)

@@ -1,0 +1,81 @@
+"""Starts without progress, and ranks that would compute in different types, are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from utils.config.errors import ExitCode, NoProgressError, UnfitClusterError
+from utils.launch.processes import LaunchFacts
+from utils.run import start as startup
+from utils.run.start import check_progress, report_strategy
+
+JOB = {"job_id": "42", "cluster": "c", "restart_count": "3"}
+
+
+def start(checkpoint, **changes):
+    return {"resumed_from": checkpoint, "slurm": JOB | changes}
+
+
+AT_10 = [start("/old/name/checkpoint-10", restart_count=str(count)) for count in range(3)]
+
+
+def test_three_starts_at_one_checkpoint_are_enough():
+    with pytest.raises(
+        NoProgressError, match=r"job 42 began 3 times at checkpoint-10 .*--time.*save_steps"
+    ) as caught:
+        check_progress(AT_10, "/run/checkpoint-10", JOB)
+    assert caught.value.exit_code == ExitCode.NO_PROGRESS
+
+    with pytest.raises(NoProgressError, match="at step 0"):
+        check_progress([start(None)] * 3, None, JOB)
+
+
+def test_others_may_start():
+    for starts, job in (
+        ([*AT_10[:2], start("/run/checkpoint-9")], JOB),
+        ([*AT_10[:2], start("/run/checkpoint-10", job_id="41")], JOB),
+        ([*AT_10[:2], {"resumed_from": "/run/checkpoint-10", "slurm": None}], JOB),
+        (AT_10, JOB | {"job_id": "43", "restart_count": "0"}),
+        (AT_10, None),
+    ):
+        check_progress(starts, "/run/checkpoint-10", job)
+
+
+LAUNCH = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("n1", "n2"), device="cpu")
+
+
+def settings(bf16: bool, shown: str) -> SimpleNamespace:
+    values = type("Values", (dict,), {"shown": lambda _, name: {"bf16": shown}[name]})
+    return SimpleNamespace(values=values(bf16=bf16))
+
+
+def test_hosts_that_decide_differently_are_refused(monkeypatch):
+    amx, no_amx = (True, "bf16 True (fast)"), (False, "bf16 False (slow)")
+    monkeypatch.setattr(startup, "gathered", lambda value: [value, no_amx])
+    message = r"bf16 True \(fast\) on n1, bf16 False \(slow\) on n2"
+    with pytest.raises(UnfitClusterError, match=message):
+        startup.check_same_precision(settings(*amx), LAUNCH)
+    startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
+
+
+def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
+    caplog.set_level("INFO")
+
+    def said(strategy: str, launched: str, ranks: int) -> str:
+        caplog.clear()
+        values = SimpleNamespace(shown=lambda name: f"{name} {strategy} (a.yaml:3)")
+        settings = SimpleNamespace(run=SimpleNamespace(strategy=strategy), values=values)
+        report_strategy(settings, LaunchFacts(0, ranks, launched, (), "cpu"))
+        return "".join(f"{each.levelname} {each.getMessage()}" for each in caplog.records)
+
+    assert said("auto", "ddp", 2) == said("fsdp2", "fsdp2", 2) == said("multi_gpu", "ddp", 2) == ""
+    assert said("single_gpu", "single", 1) == said("cpu", "ddp", 2) == ""
+    path = "accelerate_configs/zero3.yaml"
+    for strategy in ("fsdp2", path):
+        assert said(strategy, "ddp", 2) == (
+            f"WARNING strategy {strategy} (a.yaml:3) has no effect: the launch decides, by ddp"
+        )
+    assert said(path, "zero3", 2) == ""
+    assert said("fsdp2", "single", 1) == (
+        "INFO strategy fsdp2 (a.yaml:3) has no effect: there is one process"
+    )

@@ -1,0 +1,178 @@
+"""Files: atomic writes, checked names, locked directories, the disk cache.
+
+A process that is killed while it writes a file leaves the old file, or none. The disk cache is in
+$XDG_CACHE_HOME/stoker. The name of an entry is a digest of all facts that determine its content, so
+an entry is never out of date.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from utils.config.errors import ConfigurationError
+from utils.host.machine import host_name
+from utils.host.redaction import redact
+
+CACHE_FORMAT = 1
+LONGEST_NAME = 1000  # of a path inside a folder; systems take 4096 bytes with the folder
+
+Content = TypeVar("Content")
+
+logger = logging.getLogger(__name__)
+
+
+def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
+    """Write a text to `path` in one step; flush it before it gets this name. Raises OSError.
+
+    Known secrets are masked, unless the text has to be `exact` because its digest is stored.
+    """
+    # Several processes, on several hosts, may write the same file at once.
+    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
+    try:
+        draft.unlink(missing_ok=True)
+        with draft.open("x", encoding="utf-8") as file:  # never through another user's link
+            file.write(text if exact else redact(text))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def paths_inside(
+    folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
+) -> dict[str, Path]:
+    """Return the path in `folder` of each name that the manifest or index `listed_in` holds.
+
+    The files may be missing. With `links`, the user's own links may lead out of the folder, as in
+    the Hub's cache. Raises ConfigurationError for a name that leaves the folder or that is not a
+    regular file, and for two names that are the same name to some file systems.
+    """
+    paths: dict[str, Path] = {}
+    plain: dict[str, str] = {}
+    for name in names:
+        reason = _fault(folder, name, links=links)
+        if not reason:
+            paths[name] = folder / name
+            other = plain.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
+            reason = "" if other == name else f"which some file systems take for {other!r}"
+        if reason:
+            raise ConfigurationError(
+                f"{listed_in} names {str(name)[:200]!r}, {reason}: nothing was read or written "
+                "there. Find out who made the file, and get it again from its source."
+            )
+    return paths
+
+
+def _fault(folder: Path, name: Any, *, links: bool) -> str:
+    """Return why a name is refused; empty for a path inside the folder."""
+    text = isinstance(name, str) and len(name) < LONGEST_NAME and name.isprintable()
+    if not text or "\\" in name:
+        return "which is no file's name"
+    parts = name.split("/")
+    if {"", ".", ".."} & {*parts}:
+        return f"which is no path inside {folder}"
+    for count in range(1, len(parts) + 1):
+        path, last = folder.joinpath(*parts[:count]), count == len(parts)
+        try:
+            mode = (path.stat() if links else path.lstat()).st_mode
+        except FileNotFoundError:
+            return ""
+        except OSError as error:  # a name too long, a file for a folder
+            return f"which cannot be reached ({error.strerror})"
+        if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
+            kind = "a link" if stat.S_ISLNK(mode) else "no file" if last else "no folder"
+            return f"where {path} is {kind}"
+    return ""
+
+
+def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
+    """Make a private directory, locked until the returned descriptor is closed; raises OSError.
+
+    The end of the process closes the descriptor. `remove_abandoned` of another process may remove
+    the directory before it is locked: then this makes another one.
+    """
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if directory.exists():
+                return directory, lock
+            os.close(lock)
+
+
+def remove_abandoned(base: Path, prefix: str) -> list[Path]:
+    """Remove this user's directories whose processes have ended; return their paths.
+
+    `locked_directory` made these directories, and they are not locked any more.
+    """
+    removed = []
+    for directory in sorted(base.glob(f"{prefix}*")):
+        with contextlib.suppress(OSError):  # a link, a living process's, or already removed
+            if directory.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+                if directory.exists():
+                    logger.warning("%s, of an ended process, cannot be removed", directory)
+                else:
+                    removed.append(directory)
+            finally:
+                os.close(lock)
+    return removed
+
+
+def cache_root() -> Path:
+    """Return the folder of the disk cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker"
+
+
+def cache_path(kind: str, facts: Any) -> Path:
+    """Return the cache file of the content that `facts` (JSON values) determine."""
+    name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
+    return cache_root() / kind / f"{name}.json"
+
+
+def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return path, size and modification time of each file, to see later if a file changed."""
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
+    """Parse a cache file's JSON with `read`. Return None without the file, or if it is damaged."""
+    try:
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be used (%r): it is made again.", path, error)
+        return None
+
+
+def write_cache(path: Path, content: Any) -> None:
+    """Write JSON values to the cache; log a warning if the storage refuses them."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written (%s), so every start works it out again: set XDG_CACHE_HOME to a "
+            "writable folder.", path, error,
+        )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Collectives: actions of one rank or of all, with the same answer or error on all ranks."""
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.host.machine import host_name
+from utils.host.notes import storage_error
+
+Answer = TypeVar("Answer")
+
+
+def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
+    """Run an action on rank 0; return its answer, or raise its ConfigurationError, on every rank.
+
+    Collective over the ranks of `group` (None: all). An OSError becomes a StorageError, which is a
+    ConfigurationError. The answer has to be picklable.
+    """
+    leads = not _connected() or torch.distributed.get_rank() == 0
+    outcome = _attempt(action) if leads else None
+    return _answers(gathered(outcome, group)[:1])[0]
+
+
+def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
+    """Run an action on every rank; return all answers by rank, or raise all errors everywhere."""
+    return _answers(gathered(_attempt(action), group))
+
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks, by rank; collective."""
+    if not _connected():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
+    """Return the answer, or the type and problems of an error, to send to the other ranks."""
+    try:
+        return action(), None, []
+    except ConfigurationError as error:
+        return None, type(error), error.problems
+    except OSError as error:
+        found = storage_error(error) or StorageError(f"{host_name()}: {error}.")
+        return None, StorageError, found.problems
+
+
+def _answers(outcomes: list[Any]) -> list[Any]:
+    """Return the answers, or raise one error with the problems of all ranks."""
+    refused = [kind for _, kind, _ in outcomes if kind is not None]
+    if refused:
+        raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
+    return [answer for answer, *_ in outcomes]
+
+
+def _connected() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def cpu_group(timeout_s: float) -> Any:
+    """Make a gloo group of all ranks; None for one process.
+
+    Collective over ranks. Raises UnfitClusterError.
+    """
+    if not _connected() or torch.distributed.get_world_size() == 1:
+        return None
+    try:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return torch.distributed.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+        raise UnfitClusterError(
+            f"{host_name()}: the ranks cannot reach each other over gloo (GLOO_SOCKET_IFNAME "
+            f"is {interface}): {error}. Set it to the interface that the nodes share, in "
+            "slurm/cluster.env."
+        ) from error
+
+
+class Agreement:
+    """The maximum of one integer per rank, known one turn later; all ranks take part in each turn.
+
+    A turn is an all-reduce over the CPUs' network (gloo), in a separate thread while the ranks
+    compute. Reading the result one step later does not block the device, and seldom waits for
+    another rank. A single process has its result at once.
+    """
+
+    def __init__(self, timeout_s: float = 1800):
+        """Make the process group; collective over ranks. Raises UnfitClusterError."""
+        self.pending: tuple[torch.Tensor, Any] | None = None
+        self.own = 0
+        self.group = cpu_group(timeout_s)
+
+    def result(self) -> int:
+        """Return the maximum of the last turn; 0 before the first."""
+        if self.pending is None:
+            return self.own
+        value, work = self.pending
+        work.wait()
+        self.pending = None
+        return int(value.item())
+
+    def begin_turn(self, number: int) -> None:
+        """Begin a turn with this rank's number; `result` must have been called before."""
+        assert self.pending is None, "the last turn was not read"
+        self.own = number
+        if self.group is not None:
+            value = torch.tensor([number], dtype=torch.int32)
+            maximum = torch.distributed.ReduceOp.MAX
+            # Hide it from a profiler: gloo would end the event after its memory is freed.
+            torch.autograd._enable_record_function(False)
+            try:
+                work = torch.distributed.all_reduce(value, maximum, group=self.group, async_op=True)
+            finally:
+                torch.autograd._enable_record_function(True)
+            self.pending = (value, work)
+
+    def close(self) -> None:
+        """Wait for the current turn and destroy the process group; all ranks call it."""
+        self.result()
+        self.own = 0
+        if self.group is not None:
+            torch.distributed.destroy_process_group(self.group)
+            self.group = None

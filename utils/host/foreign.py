@@ -1,0 +1,166 @@
+"""Foreign files: a library reads a model, a tokenizer or a chat template of unknown origin.
+
+At a damaged file, libraries raise errors of any type, compute for hours, or wait for a pipe. Here
+each of these becomes a ConfigurationError that names the file.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from utils.config.errors import ConfigurationError
+from utils.host.notes import memory_error, storage_error, waits_for_ranks
+from utils.host.redaction import redact
+
+# Published templates render a chat in a millisecond. A model of 671 billion parameters is built
+# without its weights in a fifth of a second.
+CPU_LIMIT_S = 30.0
+RENDERING_BYTES = 4 << 30
+LONGEST_REASON = 400
+_READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetensors")
+
+
+class _TimeIsUp(BaseException):
+    """The end of the CPU limit. It is no Exception, so that no library catches it."""
+
+
+@contextlib.contextmanager
+def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
+    """Turn any error of a library in a with block that reads foreign files into a clear error.
+
+    `what` is the file, folder or Hub name that the block reads. The ConfigurationError has it, the
+    `problem` and the damaged files of a folder. It has the `advice` if no file is damaged. Errors
+    of storage, memory and other ranks are raised as they are.
+    """
+    folder = Path(what)
+    try:
+        with naming(what):
+            _refuse_special_files(folder)
+            yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ConfigurationError, _TimeIsUp):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        lost_rank = waits_for_ranks(traceback.extract_tb(error.__traceback__))
+        if lost_rank or storage_error(error) or memory_error(error):
+            raise
+        damaged = [*_damaged_files(folder)]
+        text = f"{what}: {problem}: {'; '.join([*damaged, reason(error)])}. "
+        text += "" if damaged else advice
+        raise ConfigurationError(text.rstrip()) from error
+
+
+@contextlib.contextmanager
+def naming(what: str | Path) -> Iterator[None]:
+    """Add the name of a file or a folder to a ConfigurationError of a with block that lacks it."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if str(what) in str(error):
+            raise
+        raise type(error)([f"{what}: {each}" for each in error.problems]) from error
+
+
+@contextlib.contextmanager
+def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
+    """Raise ConfigurationError if a with block computes too long or uses too much memory.
+
+    The limits are CPU_LIMIT_S of CPU time of this process, and `memory_bytes` more than it uses now
+    (None if CUDA may start, which reserves addresses). Nested calls keep the outer limit. Threads
+    other than the main thread get no signals, and so no limit.
+    """
+    in_thread = threading.current_thread() is not threading.main_thread()
+    if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _TimeIsUp
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if memory_bytes is not None:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - for every chat
+            most = int(file.read(64).split()[0]) * resource.getpagesize() + memory_bytes
+        if before[0] == resource.RLIM_INFINITY or most < before[0]:
+            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)
+    try:
+        yield
+    except _TimeIsUp:
+        raise ConfigurationError(f"{what} takes more than {CPU_LIMIT_S:g} s of CPU time.") from None
+    except (MemoryError, RuntimeError) as error:  # torch's is a RuntimeError
+        if memory_error(error) is None:
+            raise
+        raise ConfigurationError(f"{what}: {reason(error)}.") from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of an error in one line, with its type if the message is one word."""
+    if isinstance(error, MemoryError):
+        return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
+    text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
+    text = " ".join(text.split())
+    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # before it is cut
+    return (said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}...").rstrip(" .")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ConfigurationError for any other content."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # also: not UTF-8, nested too deep
+        raise ConfigurationError(f"{path} is not JSON: {reason(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} holds {json.dumps(content)[:40]}, not a JSON object")
+    return content
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files in a folder that libraries read; for a file, the file."""
+    with contextlib.suppress(OSError, ValueError):  # a name that no system takes
+        if folder.is_dir():
+            return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
+    return [folder]
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Raise ConfigurationError for a pipe, a device or a broken link.
+
+    Libraries would wait for ever for a pipe, and ignore a broken link.
+    """
+    for path in _files(folder):
+        if os.path.lexists(path) and path != folder and not path.is_file():
+            raise ConfigurationError(
+                f"{path} is a folder, a pipe, a device or a broken link: put the file there, or "
+                "delete it."
+            )
+
+
+def _damaged_files(folder: Path) -> Iterator[str]:
+    """Yield the problem of each damaged JSON file and each damaged safetensors header."""
+    for path in _files(folder):
+        try:
+            if path.suffix == ".json":
+                read_object(path)
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "np"):  # reads the header
+                    pass
+        except ConfigurationError as error:
+            yield error.problems[0]
+        except Exception as error:  # of the safetensors library
+            yield f"{path}: {reason(error)}"

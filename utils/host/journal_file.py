@@ -1,0 +1,228 @@
+"""The file metrics.jsonl: how its lines are written and read, without torch.
+
+Lines are only appended. A run may resume from a checkpoint that is older than the last lines, so
+each start first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
+were rolled back. `read_journal` leaves these out, so its series has no duplicates and no gaps.
+
+Faults of storage and kills damage lines. `read_lines` is the only reader. It checks the types of
+all fields that Stoker uses. It leaves out lines that do not fit, and counts them.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from utils.host.redaction import redact, redacted
+
+FILE_NAME = "metrics.jsonl"
+NOT_FINITE = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+)  # no numbers in JSON: written as text
+STARTS = ("started", "resumed")
+LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
+BLOCK_BYTES = 2**16
+LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
+LARGEST_MEASURE = 1e18
+LARGEST_FIGURE = 1e39  # just above what float32 holds
+
+# The type of a field, by its name. The first pattern that matches counts.
+_KINDS = {
+    "text": re.compile("event|split|slowest_host"),
+    "step": re.compile("step|max_steps"),
+    "time": re.compile("time"),
+    "rows": re.compile("samples|memory_by_rank"),
+    "measure": re.compile(  # readers sum up, compare and format these
+        r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes|tokens_(seen|share|per_s).*"
+        r"|.*_(s|gib|runtime|per_second)|eval_.*tokens"
+    ),
+    "figure": re.compile(
+        r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate|eval_(.*_)?(loss|perplexity|accuracy)"
+    ),
+    "any": re.compile(".*"),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or type(value) is int  # bool is a subclass of int
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "text": lambda value: isinstance(value, str) and value.isprintable(),
+    "step": lambda value: type(value) is int and 0 <= value <= LARGEST_STEP,
+    "time": lambda value: _is_number(value) and 0 <= value <= LATEST,
+    "rows": lambda value: isinstance(value, list) and all(type(row) is dict for row in value),
+    "measure": _is_number,
+    "figure": _is_number,
+    "any": lambda _: True,
+}
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Return a value as valid JSON: numbers of numpy and torch, and NOT_FINITE as text.
+
+    Known secrets are masked.
+    """
+
+    def plain(other: Any) -> Any:
+        return other.item() if hasattr(other, "item") else str(other)
+
+    numbers = json.loads(json.dumps(value, default=plain), parse_constant=str)
+    return json.dumps(redacted(numbers), indent=indent, allow_nan=False)
+
+
+def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a journal as one series, without lines that were rolled back, damaged or repeated.
+
+    Non-finite figures are floats again. The last of several events of one kind, split and step
+    counts, because an interrupted evaluation is done again for all splits.
+    """
+    return as_series(read_lines(Path(path))[0])
+
+
+def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the series of these lines, as `read_journal` does."""
+    events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        event, step = line["event"], line["step"]
+        if event in STARTS:
+            done = step if event == "resumed" else -1
+            events = {key: old for key, old in events.items() if old["step"] <= done}
+        else:
+            events[event, line.get("split"), step] = line
+    return list(events.values())
+
+
+def read_lines(
+    path: Path, *, first: int | None = None, last: int | None = None, ranks: bool = True
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a journal and the number of damaged lines. Raises OSError.
+
+    `first` selects the lines within the first bytes of the file, `last` those that end within the
+    last bytes. Without `ranks`, a line has its offset in the file (`at`) instead of
+    `memory_by_rank`, which is most of a line.
+    """
+    lines, damaged = [], 0
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        at = 0 if last is None else _line_start(file, max(0, size - last))
+        file.seek(at)
+        for text in file:
+            if first is not None and at + len(text) > first:
+                break
+            if (line := read_line(text)) is not None:
+                if not ranks:
+                    line.pop("memory_by_rank", None)
+                    line["at"] = at
+                lines.append(line)
+            elif not text.isspace():
+                damaged += 1
+            at += len(text)
+    return lines, damaged
+
+
+def _line_start(file: BinaryIO, place: int) -> int:
+    """Return the offset at which the line with the byte at `place` begins."""
+    while place > 0:
+        begin = max(0, place - BLOCK_BYTES)
+        file.seek(begin)
+        found = file.read(place - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        place = begin
+    return 0
+
+
+def skipped(damaged: int) -> str:
+    """Return the message for the damaged lines that a reader left out.
+
+    >>> skipped(1), skipped(2000)
+    ('metrics.jsonl: 1 damaged line skipped', 'metrics.jsonl: 2,000 damaged lines skipped')
+    """
+    return f"{FILE_NAME}: {damaged:,} damaged line{'s' * (damaged > 1)} skipped"
+
+
+def read_line(text: bytes) -> dict[str, Any] | None:
+    """Return a line of a journal with the types in docs/metrics.md; None if it is damaged.
+
+    `event` is a text, `step` and `max_steps` are integers from 0, `time` is a number. A figure is a
+    number, also NaN or infinite. A measure (a time, a size, a share) is left out unless it is
+    finite. Fields that are null are left out. Fields of a user's hook are not changed.
+    """
+    try:
+        fields = json.loads(text.decode()).items()
+        checked = {key: _checked(key, value) for key, value in fields if value is not None}
+        line = {key: value for key, value in checked.items() if value is not None}
+        if b"\\u" in text:  # half of a surrogate pair cannot be written to a file
+            json.dumps(line, ensure_ascii=False).encode()
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return line if line.keys() >= {"event", "step", "time"} else None
+
+
+def _checked(key: str, value: Any) -> Any:
+    """Return the value of a field; None for an unusable measure. Raises ValueError for its type."""
+    kind = _kind(key)
+    if isinstance(value, str) and value in NOT_FINITE and kind != "text":
+        value = float(value)
+    if not _FITS[kind](value):
+        raise ValueError(key)
+    if kind == "measure" and not -LARGEST_MEASURE < value < LARGEST_MEASURE:
+        return None
+    if kind in ("figure", "any") and _is_number(value) and abs(value) > LARGEST_FIGURE:
+        return math.copysign(math.inf, value)
+    return value
+
+
+@lru_cache(maxsize=1000)
+def _kind(key: str) -> str:
+    if not key.isprintable():
+        raise ValueError(key)
+    return next(kind for kind, keys in _KINDS.items() if keys.fullmatch(key))
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h.
+
+    >>> duration(271), duration(11_100), duration(187_200)
+    ('4m31s', '3h05m', '2d04h')
+    """
+    whole = round(seconds)
+    for size, below, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= size:
+            return f"{whole // size}{units[0]}{whole % size // below:02d}{units[1]}"
+    return f"{whole}s"
+
+
+def printable(text: str) -> str:
+    r"""Return a text on one line of a terminal: line ends, escape codes and the like as escapes.
+
+    Known secrets are masked.
+
+    >>> printable("a b"), printable("line\nend \x1b[1m")
+    ('a b', 'line\\nend \\x1b[1m')
+    """
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in redact(text)
+    )
+
+
+def counted(number: float | None) -> str:
+    """Format a count in millions, billions or trillions.
+
+    >>> counted(950), counted(1_234_000_000), counted(None)
+    ('950', '1.23 B', '-')
+    """
+    if number is None:
+        return "-"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"

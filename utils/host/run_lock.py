@@ -1,0 +1,319 @@
+"""One job per run directory: a second job is refused, a new start replaces a dead owner.
+
+The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. The owner
+rewrites its file every few seconds, and writes `left` into it when it ends. A new job that finds
+the owner gone creates the file with the next number, exclusively: only one new job can succeed,
+also on NFS, where flock may not work. No file is removed, so no number is used twice. No clocks are
+compared.
+"""
+
+import atexit
+import contextlib
+import datetime
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.config.errors import ConfigurationError
+from utils.host.machine import host_name
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".lock"
+BEAT_S = 5.0
+WATCH_S = 30.0  # several beats: storage may stall, a library may hold the interpreter
+LOOK_S = 0.5
+LONGEST_ERROR = 250  # characters, of twelve bytes each at most, in a file of SIZE
+SIZE = 4096
+
+_held: dict[Path, "RunLock"] = {}
+
+
+def take_run_lock(output_dir: Path) -> None:
+    """Make this process the only one that trains in a directory; rank 0 alone calls it.
+
+    The lock is held until `leave_run_lock` or the end of the process. Watches the heartbeat of an
+    earlier owner for up to WATCH_S. Raises OSError, and ConfigurationError for a living owner.
+    """
+    leave_run_lock(output_dir)  # of an earlier run in this process
+    _held[output_dir.resolve()] = RunLock(output_dir)
+    atexit.register(leave_run_lock, output_dir)
+
+
+def leave_run_lock(output_dir: Path) -> None:
+    """Release the lock if this process holds it; raises nothing."""
+    if lock := _held.pop(output_dir.resolve(), None):
+        lock.stop.set()
+        lock.thread.join(timeout=BEAT_S)
+        with contextlib.suppress(OSError):
+            if not lock.thread.is_alive() and lock.new_owner() is None:
+                lock.write(left=True)
+
+
+def note_error(error: str) -> None:
+    """Store the error that ends this process in its locks."""
+    for lock in _held.values():
+        lock.error = error[:LONGEST_ERROR]
+
+
+def note_phase(phase: str) -> None:
+    """Store what this process is doing, which the next heartbeat writes."""
+    for lock in _held.values():
+        lock.phase = phase
+
+
+def held_runs() -> dict[Path, str]:
+    """Return the run directories that this process holds, with the error that ends each."""
+    return {path: lock.error or "" for path, lock in _held.items()}
+
+
+@dataclass(frozen=True)
+class RunOwner:
+    """An owner of a run directory, as its file in .lock describes it.
+
+    left: the owner released the lock, with the `error` that ended it, if one did. gone: its process
+    is known to be dead. since: when it took the directory, by its machine's clock. beat: its last
+    heartbeat, by the storage's clock, with its `phase` then. Both are unix seconds.
+    """
+
+    number: int
+    host: str
+    pid: int
+    job: str | None
+    left: bool
+    error: str | None
+    gone: bool
+    since: float
+    beat: float
+    phase: str
+
+    @property
+    def age_s(self) -> float:
+        """The time since the last heartbeat, by this machine's clock."""
+        return time.time() - self.beat
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still runs. The clocks of storage and machines may differ a little."""
+        return not self.left and not self.gone and self.age_s < 2 * WATCH_S
+
+
+def run_owners(output_dir: Path) -> Iterator[RunOwner]:
+    """Yield the owners of a run directory, newest first, without waiting for a heartbeat.
+
+    Damaged files are left out. An owner is gone once there is a newer one.
+    """
+    newer = False
+    for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
+        path = output_dir / FOLDER / f"owner-{number}"
+        try:
+            content, beat = _read_owner(path), path.stat().st_mtime
+        except OSError:
+            continue
+        if content:
+            owner = content["owner"]
+            yield RunOwner(
+                number, owner["host"], owner["pid"], owner["job"], content["left"],
+                content.get("error"), newer or _is_dead(owner),
+                datetime.datetime.fromisoformat(owner["since"]).timestamp(), beat,
+                content.get("phase") or "",
+            )  # fmt: skip
+            newer = True
+
+
+def taken_over(output_dir: Path) -> str | None:
+    """Return who took the directory from this process; None if nobody did, or without a lock.
+
+    A process that was suspended for longer than WATCH_S may lose its lock. Call this before writing
+    what other jobs rely on. Raises OSError.
+    """
+    lock = _held.get(output_dir.resolve())
+    return lock.new_owner() if lock else None
+
+
+def known_loss(output_dir: Path) -> str | None:
+    """Return the answer of `taken_over` at the last heartbeat, without reading a file."""
+    lock = _held.get(output_dir.resolve())
+    return lock.lost if lock else None
+
+
+def wait_until_left(output_dir: Path) -> None:
+    """Wait until the owner of the directory releases it or is silent for WATCH_S."""
+    folder = output_dir / FOLDER
+    newest: tuple[int, dict[str, Any]] | None = _newest(folder)
+    while newest and not newest[1].get("left"):
+        newest = _sign_of_life(folder, newest)
+
+
+class RunLock:
+    """The lock of one directory, held from the constructor to `leave_run_lock`."""
+
+    def __init__(self, output_dir: Path):
+        self.output_dir, self.folder = output_dir, output_dir / FOLDER
+        self.owner: dict[str, Any] = {
+            "token": secrets.token_hex(8),
+            "host": host_name(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "restart_count": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "since": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
+        }
+        self.beats = 0
+        self.lost: str | None = None
+        self.error: str | None = None
+        self.phase = "starting"
+        self.folder.mkdir(exist_ok=True)
+        while True:
+            self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
+            with contextlib.suppress(FileExistsError):  # another new job was faster
+                self.write(os.O_CREAT | os.O_EXCL)
+                break
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
+        self.thread.start()
+
+    def new_owner(self) -> str | None:
+        """Return who has the directory now; None for this process."""
+        number, content = _newest(self.folder)
+        if not content and self.path.name == f"owner-{number}":
+            return None  # this process's file, damaged: the next beat writes it again
+        if content and content["owner"].get("token") == self.owner["token"]:
+            return None
+        return (
+            f"{self.output_dir} was taken over by {_named(content)}: this run gave no sign of life "
+            f"for longer than {WATCH_S:.0f} s (was it suspended?)."
+        )
+
+    def _wait_for_the_last_owner(self) -> int:
+        """Return the number of the last owner once it is gone; 0 if there was none.
+
+        Raises ConfigurationError if the owner shows a sign of life.
+        """
+        number, owner = _newest(self.folder)
+        if number == 0 or owner.get("left"):
+            return number
+        if not owner or not self._is_gone(owner["owner"]):
+            logger.info(
+                "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
+                _named(owner), WATCH_S,
+            )  # fmt: skip
+            while newest := _sign_of_life(self.folder, (number, owner)):
+                number, owner = newest
+                if owner.get("left"):
+                    return number
+                if owner:
+                    raise ConfigurationError(
+                        f"{self.output_dir} is in use by {_named(owner)}: two jobs in one "
+                        "directory would overwrite each other. Wait for it to end, stop it (touch "
+                        f"{self.output_dir / 'STOP'}), or name another --output_dir."
+                    )
+        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(owner))
+        return number
+
+    def _is_gone(self, other: dict[str, Any]) -> bool:
+        """Check whether an owner is known to be gone. If not, only its heartbeat can tell."""
+        if _is_dead(other):
+            return True
+        # Slurm starts a job again once every process of the earlier start is gone.
+        job, start = self.owner["job"], self.owner["restart_count"]
+        return job is not None and other["job"] == job and other["restart_count"] < start
+
+    def _keep_beating(self) -> None:
+        warned = False
+        while self.lost is None and not self.stop.wait(BEAT_S):
+            self.beats += 1
+            try:
+                self.lost = self.new_owner()
+                if self.lost is None:
+                    self.write()
+                else:
+                    logger.error("%s", self.lost)
+            except OSError as error:
+                if not warned:
+                    logger.warning("the lock of %s cannot be renewed: %s", self.output_dir, error)
+                warned = True
+
+    def write(self, flags: int = 0, *, left: bool = False) -> None:
+        """Write this owner's file in one call and in one size: no reader sees half of a file."""
+        content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
+        content["phase"] = self.phase
+        descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
+        with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
+            file.write((json.dumps(content).ljust(SIZE - 1) + "\n").encode())
+
+
+def _machine() -> str:
+    """Return the boot and the process namespace, within which a pid is unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Check whether the owner's process ran on this machine and has ended."""
+    if owner["machine"] != _machine():
+        return False
+    try:
+        os.kill(owner["pid"], 0)  # psutil asks /proc, which may hide other users' processes
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's
+    return False
+
+
+def _sign_of_life(
+    folder: Path, before: tuple[int, dict[str, Any]]
+) -> tuple[int, dict[str, Any]] | None:
+    """Return the newest owner once its file differs from `before`; None after WATCH_S."""
+    until = time.monotonic() + WATCH_S
+    while time.monotonic() < until:
+        time.sleep(LOOK_S)
+        newest = _newest(folder)
+        if newest != before:
+            return newest
+    return None
+
+
+def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Return the highest number (0: none) and the content of its file, empty if damaged."""
+    number = max(_numbers(folder), default=0)
+    try:
+        return number, _read_owner(folder / f"owner-{number}")
+    except (FileNotFoundError, IsADirectoryError):
+        return number, {}
+
+
+def _numbers(folder: Path) -> list[int]:
+    # List the folder: NFS remembers for a while that a file of some name was not there.
+    names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _read_owner(path: Path) -> dict[str, Any]:
+    """Return the content of an owner's file, empty if it is damaged. Raises OSError."""
+    try:
+        content = json.loads(path.read_bytes())
+        owner = content["owner"]
+        datetime.datetime.fromisoformat(owner["since"]).timestamp()
+        texts = [owner["host"], owner["machine"], owner["job"] or "", content.get("error") or ""]
+        fits = all(isinstance(text, str) for text in [*texts, content.get("phase") or ""])
+        fits = fits and type(owner["pid"]) is int and 0 < owner["pid"] < 2**31
+        return content if fits and type(content["left"]) is bool else {}
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
+def _named(content: dict[str, Any]) -> str:
+    if not content:
+        return "a process that left no name"
+    owner = content["owner"]
+    job = f" (Slurm job {owner['job']})" if owner["job"] else ""
+    return f"process {owner['pid']} on {owner['host']}{job}, since {owner['since']}"

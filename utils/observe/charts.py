@@ -1,0 +1,319 @@
+"""The charts of a page: their series, thinned out, as data for page.js and for a picture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+from utils.host.journal_file import duration, printable
+from utils.observe.columns import column, thinned
+from utils.observe.findings import Spike
+from utils.observe.history import History
+from utils.observe.ranks import DEVICE, Point, memory_series, slowest
+
+POINTS = 1600  # in a series, two for each of 800 pixels; several runs share twice as many
+SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
+NAMED = 3  # slowest ranks with their own series
+Line = Mapping[str, Any]
+Chart = dict[str, Any]
+
+# Charts of training logs: title, unit, label by key, whether the scale is logarithmic at first.
+_TRAIN = (
+    ("Learning rate", "", {"learning_rate": "learning rate"}, False),
+    ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True),
+    ("Throughput", "tokens/s", {"tokens_per_s": "all devices"}, False),
+    ("Model FLOPs utilization", "share of the peak", {"mfu": "MFU"}, False),
+    ("Time of a step", "s", {"step_time_s": "step", "data_wait_s": "waiting for data"}, False),
+    ("Device memory", "GiB, the fullest rank", {
+        "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
+        "memory_allocated_gib": "allocated", "memory_free_gib": "free"}, False),
+    ("Host memory", "GiB, the largest process", {
+        "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False),
+    ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
+)  # fmt: skip
+# The look of pictures. An SVG keeps texts as texts, and is the same each time it is drawn.
+_LOST = "#c4c9d1"
+_BAR = "from left to right; blue: work that counts, grey: done again later, light: no start ran"
+_LOOK: Any = {
+    "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
+    "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
+    "text.parse_math": False,  # a dollar in a name
+    "svg.fonttype": "none", "svg.hashsalt": "stoker", "axes.grid": True, "grid.color": "0.92",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
+    "xtick.color": "0.35", "ytick.color": "0.35",
+}  # fmt: skip
+_COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
+# Keys without a chart: they are shown elsewhere on the page, or are a part of another figure.
+_NO_CHART = {
+    "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
+    "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
+    "memory_headroom_gib", "memory_total_gib", "slowest_rank", "slowest_host", "slowest_cost",
+}  # fmt: skip
+
+
+class Curves:
+    """Makes the series of one run, with at most so many points; a colour if runs are compared."""
+
+    def __init__(self, run: History, points: int = POINTS, colour: int | None = None):
+        self.run, self.points, self.colour = run, points, colour
+        self.trained: Sequence[Line] = run.trained
+        self.evaluated: dict[str | None, list[Line]] = {}  # by split
+        for line in run.lines:
+            if line["event"] == "eval":
+                self.evaluated.setdefault(line.get("split"), []).append(line)
+        seen = np.stack([column(run.trained, key) for key in ("step", "tokens_seen")])
+        self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
+
+    def tokens(self, steps: Sequence[float]) -> list[float | None]:
+        """Return the tokens seen at steps, from the training logs; None without any."""
+        if self.seen.shape[1] == 1:
+            return [None] * len(steps)
+        return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
+
+    def series(
+        self, label: str, key: str, lines: Sequence[Line] | None = None,
+        style: str = "line", note: str = "",
+    ) -> Chart | None:  # fmt: skip
+        """Return one series of training logs, or of `lines`, with its coordinates on each axis.
+
+        Returns None without a finite value of `key`. A value that is not finite is a gap; a line
+        without the key is left out.
+        """
+        lines = self.trained if lines is None else lines
+        values = column(lines, key)
+        if not np.isfinite(values).any():
+            return None
+        absent = [i for i in np.flatnonzero(np.isnan(values)).tolist() if lines[i].get(key) is None]
+        places = np.delete(np.arange(len(values)), absent)
+        values = np.where(np.isfinite(values), values, math.nan)[places]
+        indices = thinned(values, self.points)
+        chosen = [lines[place] for place in places[indices].tolist()]
+        steps = [line["step"] for line in chosen]
+        return {
+            "label": label, "style": style, "note": note, "colour": self.colour,
+            "step": steps,
+            "tokens": self.tokens(steps),
+            "hours": [_short(line["hours"]) for line in chosen],
+            "y": [_short(value) for value in values[indices].tolist()],
+        }  # fmt: skip
+
+    def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
+        """Return the losses, or another figure, of a split."""
+        key = f"eval_{split}_{what}" if split else f"eval_{what}"
+        return self.series(label, key, self.evaluated.get(split, []), "dots")
+
+    def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
+        """Return lines with a running mean, and the number of logs in each mean."""
+        count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
+        values = column(self.trained, key)
+        places = np.flatnonzero(np.isfinite(values))
+        sums = np.cumsum(np.insert(values[places], 0, 0.0))
+        means = (sums[count:] - sums[:-count]) / count
+        chosen = thinned(means, self.points)
+        kept = (self.trained[index] for index in places[count - 1 :][chosen].tolist())
+        return [
+            {"step": line["step"], "hours": line["hours"], key: mean}
+            for line, mean in zip(kept, means[chosen].tolist(), strict=True)
+        ], count
+
+    def undone(self) -> list[Line]:
+        """Return the logs that a later start did again, with a gap (NaN) after each start."""
+        found: list[Line] = []
+        for start in self.run.starts:
+            lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
+            found += [*lines, *({**line, "loss": math.nan} for line in lines[-1:])]
+        return found
+
+
+def charts_of(
+    run: History,
+    found: Sequence[Spike],
+    memory: Sequence[Point] = (),
+    waited: Sequence[Any] = (),
+) -> list[Chart]:
+    """Return the charts of one run, with the memory of its ranks and the slowest ranks."""
+    curves = Curves(run)
+    trained, (smooth, count) = curves.trained, curves.smoothed()
+    steps = {one.step for one in found}
+    spiked = [line for line in trained if line["step"] in steps] if steps else []
+    losses = [
+        curves.series("train", "loss", curves.undone(), "lost", "done again later"),
+        curves.series("train", "loss", style="faint" if count > 1 else "line"),
+        curves.series(f"mean of {count} logs", "loss", smooth) if count > 1 else None,
+        *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),
+        curves.series("spike", "loss", spiked, "marks"),
+    ]
+    some = [*trained[:: len(trained) // 100 + 1], *trained[-20:]]
+    keys = dict.fromkeys(key for line in some for key in line)
+    shares = {key: key.removeprefix("tokens_share/") for key in keys if "tokens_share/" in key}
+    known = {key for _, _, names, _ in _TRAIN for key in names} | _NO_CHART
+    groups = [
+        *_TRAIN,
+        ("Mixture", "share of all tokens seen", shares, False),
+        *((key, "", {key: key}, False) for key in keys if key not in known and "/" not in key),
+    ]
+    of_sources = [
+        curves.series(key.removeprefix("loss/"), key, curves.smoothed(key)[0])
+        for key in keys if key.startswith("loss/")
+    ]  # fmt: skip
+    right = [curves.evaluations(split, split or "eval", "accuracy") for split in curves.evaluated]
+    mean = f", mean of {count} logs" if count > 1 else ""
+    charts = [
+        _chart("Loss", "nats per token", losses, wide=True),
+        _chart("Loss of each source", f"nats per token{mean}", of_sources),
+        _chart("Token accuracy", "share of the tokens in evaluations", right),
+    ]
+    by_rank = [
+        curves.series(name, "gib", own, "line" if own[0]["event"] == "train" else "points")
+        for name, own in memory_series(memory).items()
+    ]
+    what = "device, peak since the last line" if DEVICE in keys else "host, resident"
+    charts.append(_chart("Memory by rank and phase", f"GiB, {what}", by_rank))
+    charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
+    for title, unit, names, log in groups:
+        lines = [curves.series(name, key) for key, name in names.items() if key in keys]
+        charts.append(_chart(title, unit, lines, log=log))
+    return [chart for chart in charts if chart["lines"]]
+
+
+def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
+    """Return the chart of the slowest ranks: the named ones, then all others."""
+    others = "other ranks"
+    by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
+    for line in (line for line in curves.trained if "slowest_rank" in line):
+        by_name.get(slowest(line), by_name[others]).append(line)
+    lines = [curves.series(name, "slowest_cost", at, "points") for name, at in by_name.items()]
+    return _chart("Slowest rank", "share of the step that the others wait", lines)
+
+
+def charts_of_several(runs: Sequence[History]) -> list[Chart]:
+    """Return the charts of several runs, a colour for each run."""
+    points = max(100, 2 * POINTS // len(runs))
+    each = [(run.name, Curves(run, points, index)) for index, run in enumerate(runs)]
+    smooth = [curves.series(name, "loss", curves.smoothed()[0]) for name, curves in each]
+    charts = [_chart("Loss", "nats per token", smooth, wide=True)]
+    for split in dict.fromkeys(split for _, curves in each for split in curves.evaluated):
+        lines = [curves.evaluations(split, name) for name, curves in each]
+        charts.append(_chart(f"Evaluation {split or ''}", "nats per token", lines))
+    for title, unit, names, log in _TRAIN:
+        if title in _COMPARED:
+            key = next(iter(names))
+            lines = [curves.series(name, key) for name, curves in each]
+            charts.append(_chart(title, unit, lines, log=log))
+    return [chart for chart in charts if chart["lines"]]
+
+
+def starts_on_axes(run: History) -> list[dict[str, Any]]:
+    """Return the coordinates at which later starts resumed, for vertical lines in the charts."""
+    curves, ran, marks = Curves(run), 0.0, []
+    for index, start in enumerate(run.starts):
+        if index and start.trained is not None:
+            step = max(start.done, 0)
+            marks.append(
+                {"label": f"start {index + 1}", "step": step, "tokens": curves.tokens([step])[0],
+                 "hours": ran / 3600}
+            )  # fmt: skip
+        ran += start.ended - start.began
+    return marks
+
+
+def draw_picture(
+    charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Draw five charts by step, and below the first the starts in time; as the page has them.
+
+    The name of the file says its kind (.png, .pdf, .svg). Raises ConfigurationError where
+    matplotlib is not installed or the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "--png needs matplotlib, which is not installed here: pip install matplotlib"
+        ) from error
+    rows = [3.4, *[0.6] * (len(starts) > 1), *[2.6] * (len(charts[1:5]) + 1 >> 1)]
+    with rc_context(_LOOK):
+        figure = Figure(figsize=(10, sum(rows)), layout="constrained")
+        grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
+        for index, chart in enumerate(charts[:5]):
+            down, side = divmod(index + 1, 2)
+            place = grid[down + (len(starts) > 1), side] if index else grid[0, :]
+            _draw(figure.add_subplot(place), chart, starts[:-1] if index == 0 else ())
+        if len(starts) > 1:
+            axes = figure.add_subplot(grid[1, :], ylim=(0, 1), xlim=(0, 100))
+            axes.set_axis_off()
+            axes.barh(0.5, 100, 0.5, color="0.95")
+            for number, row in enumerate(starts, 1):
+                left, width, useful = row["left"], row["width"], row["useful"] / 100
+                axes.barh(0.5, [width, width * useful], 0.5, left, color=[_LOST, "C0"])
+                axes.text(left, 0.85, f"start {number}" if width > 8 else "", va="bottom")
+            took = duration(starts[-1]["start"].ended - starts[0]["start"].began)
+            axes.text(0, 0.15, f"{took}, {_BAR}", va="top", color="0.4")
+        if title:
+            figure.suptitle(title)
+        try:
+            figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else {})
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
+
+
+def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
+    """Draw one chart by step; say where and how starts `ended`."""
+    for line in chart["lines"]:
+        y = [math.nan if value is None else value for value in line["y"]]
+        lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
+        axes.plot(
+            line["step"], y, color=_LOST if lost else colour, linewidth=5 if lost else 1.4,
+            label=line["note"] if lost else line["label"], markersize=3,
+            marker={"dots": "o", "points": ".", "marks": "v"}.get(line["style"], ""),
+            linestyle="none" if line["style"] in ("marks", "points") else "-",
+            alpha=0.35 if line["style"] == "faint" else 1,
+        )  # fmt: skip
+    axes.set(xlabel="step", ylabel=chart["unit"], yscale="log" if chart["log"] else "linear")
+    axes.set_title(chart["title"], loc="left", fontweight="bold")
+    axes.margins(x=0.01)
+    for number, row in enumerate(ended, 1):
+        start = row["start"]
+        line = next((one for one in chart["lines"] if one["style"] != "lost"), chart["lines"][0])
+        if not start.lost_steps:
+            continue
+        text = f"step {start.last_step:,}: " + row["ending"].partition(" (")[0]
+        resumed = f"start {number + 1} resumes from step {start.last_step - start.lost_steps:,}"
+        text, right = (
+            f"{fill(printable(text), 44)}\n{resumed}",
+            start.last_step > 0.7 * line["step"][-1],
+        )
+        at = start.last_step, np.interp(start.last_step, line["step"], np.array(line["y"], float))
+        axes.plot(*at, "o", color="C1", zorder=3)
+        axes.annotate(
+            text, at, (0, 48), textcoords="offset points", ha="right" if right else "left",
+            arrowprops={"arrowstyle": "-", "relpos": (int(right), 0), "color": "0.5"},
+        ).set_in_layout(False)  # fmt: skip
+    if len(chart["lines"]) > 1:
+        axes.legend(frameon=False)
+
+
+def _chart(
+    title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
+) -> Chart:
+    """Return a chart of these series, without None; colours follow their order."""
+    kept = [line for line in lines if line is not None]
+    own = [line for line in kept if line["colour"] is None]
+    fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]
+    for line in own:
+        line["colour"] = fresh.index(line) if line in fresh else 0
+    positive = all(value is None or value > 0 for line in kept for value in line["y"])
+    return {
+        "title": title, "unit": unit, "lines": kept, "wide": wide,
+        "log": log and positive, "positive": positive,
+    }  # fmt: skip
+
+
+def _short(value: float) -> float | None:
+    """Return a number with six digits, enough for a picture; None for a gap."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,223 @@
+"""How a start or a run stands: the evidence for it, and its wording in status.py and the report."""
+
+import math
+import shlex
+from dataclasses import dataclass
+from enum import Enum
+
+from utils.checkpoints.files import FINAL
+from utils.host.journal_file import duration
+from utils.observe.history import History, Page, Start
+
+IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job in Slurm's queue; `left_s` until its time limit, None where it has none or waits."""
+
+    id: str
+    state: str
+    reason: str
+    left_s: float | None
+    name: str
+
+
+class End(Enum):
+    """How a start or a run stands, in a word, and the evidence for it."""
+
+    ALIVE = "running", "its lock gives signs of life"
+    SILENT = "running", "its lock gives none, but Slurm runs its job"
+    QUEUED = "waiting", "its job is in Slurm's queue"
+    FINISHED = "finished", "its summary is logged and final/ is there"
+    FINISHING = "finished", "the same, and its lock gives signs of life"
+    NOTHING_LEFT = "finished", "it left before training, and final/ is there"
+    NO_MODEL = "stopped", "its summary is logged, but final/ is not there"
+    STOPPED = "stopped", "a stop is logged"
+    NOT_FINITE = "failed", "a file nonfinite-step-N.json of its time is there"
+    ERROR = "failed", "it left its lock with an error"
+    UNEXPLAINED = "failed", "it left its lock without an error"
+    GONE = "interrupted", "it did not leave its lock, and its process is dead"
+    LOST = "interrupted", "it did not leave its lock, which gives no sign of life"
+    UNKNOWN = "interrupted", "it has no lock"
+
+    @property
+    def word(self) -> str:
+        """The word: running, waiting, finished, stopped, failed or interrupted."""
+        return self.value[0]
+
+
+def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
+    """Judge how a start ended by the journal, its lock and, of the last start, its Slurm job."""
+    owner, last, event = start.owner, start is run.starts[-1], start.last_event
+    left = owner is None or owner.left
+    alive = last and owner is not None and owner.alive and not start.error
+    summary, in_queue = event == "summary", job is not None and job.state in IN_QUEUE
+    gone = owner is not None and owner.gone
+    silent = job is not None and job.state == "RUNNING" and not left and not gone
+    rules = (
+        (alive and summary and run.has_final, End.FINISHING),
+        (alive, End.ALIVE),
+        (summary and (not last or (left and run.has_final)), End.FINISHED),
+        (in_queue, End.QUEUED),
+        (summary and left and not start.error, End.NO_MODEL),
+        (event == "stopped" and (left or not last), End.STOPPED),
+        (silent, End.SILENT),
+        (steps_not_finite(run, start), End.NOT_FINITE),
+        (owner is None, End.UNKNOWN),
+        (not left, End.GONE if gone else End.LOST),
+        (start.error, End.ERROR),
+        (start.trained is None and run.has_final, End.NOTHING_LEFT),
+    )
+    return next((end for holds, end in rules if holds), End.UNEXPLAINED)
+
+
+def end_of_run(run: History, job: Job | None = None) -> End:
+    """Judge how a run stands: as its last start."""
+    return end_of_start(run, run.starts[-1], job) if run.starts else End.UNKNOWN
+
+
+def steps_not_finite(run: History, start: Start) -> list[int]:
+    """Return the steps of a start that were not finite."""
+    later = [other.began for other in run.starts if other.began > start.began]
+    until = min(later, default=math.inf)
+    return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
+
+
+def pages_of_a_failure(run: History) -> list[Page]:
+    """Return the pages that the last start wrote as it failed; a profile is no such page."""
+    since = run.starts[-1].began if run.starts else 0.0
+    return [page for page in run.pages if page.time >= since and "/" not in page.name]
+
+
+def start_in_words(run: History, start: Start) -> str:
+    """Return how a start ended, as a row of the report says it."""
+    end = end_of_start(run, start)
+    at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
+    if end is End.NOT_FINITE:
+        return f"step {steps_not_finite(run, start)[-1]} was not finite"
+    return (
+        {
+            End.ALIVE: f"running, {at}",
+            End.FINISHED: f"finished {at}",
+            End.FINISHING: f"finished {at}",
+            End.NOTHING_LEFT: "nothing was left to do",
+            End.NO_MODEL: f"trained to the end, but {FINAL}/ is not there",
+            End.STOPPED: f"stopped {at} with a checkpoint: a signal, a limit or STOP",
+            End.UNEXPLAINED: "ended with an error, which its log shows",
+        }.get(end)
+        or start.error
+        or "no last word: it was killed, or its node was lost"
+    )
+
+
+def run_in_words(run: History) -> tuple[str, str]:
+    """Return how a run stands and what comes next, as the head of the report says it."""
+    end, of = end_of_run(run), run.max_steps
+    where = f"step {run.last_step or 0:,}" + (f" of {of:,}" if of else "")
+    if end.word == "finished":
+        return f"Finished at {where}.", f"The model is in {FINAL}/."
+    if end is End.NO_MODEL:
+        return f"Trained to {where}, but {FINAL}/ is not there.", _resumes(run)
+    if end is End.ALIVE:
+        left = run.time_left_s()
+        return f"Running: {where}.", f"About {duration(left)} remain." if left else ""
+    if end is End.STOPPED:
+        return f"Stopped at {where}.", _resumes(run)
+    cause = start_in_words(run, run.starts[-1])
+    return f"{end.word.capitalize()} at {where}: {cause}.", _resumes(run)
+
+
+def _resumes(run: History) -> str:
+    then = "There is no committed checkpoint: the same command starts from the beginning"
+    if run.checkpoints:
+        then = f"The same command resumes it from checkpoint-{run.checkpoints[0].step}"
+    if steps_not_finite(run, run.starts[-1]):
+        then += ", and fails at the same step again if data and settings stay as they are"
+    return f"{then}."
+
+
+def evidence_in_words(run: History, end: End, job: Job | None) -> str:
+    """Return the evidence of how a run stands, as its first line in status.py says it."""
+    owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
+    if end is End.QUEUED and job:
+        return f"job {job.id} is in the queue: {job.reason}"
+    if end is End.NO_MODEL:
+        return f"trained to step {step}, but {run.path / FINAL} is not there"
+    if end.word == "finished" and end is not End.FINISHING:
+        early = run.max_steps and step and step < run.max_steps
+        ended = f"early stopping at step {step}; " if early else ""
+        return f"{ended}{run.path / FINAL} holds the model"
+    if end is End.STOPPED:
+        saved = run.checkpoints and run.checkpoints[0].step == step
+        return f"at step {step} {'with a checkpoint' if saved else 'before a save'}"
+    if owner and not owner.left:
+        process, silent = f"process {owner.pid} on {owner.host}", duration(owner.age_s)
+        doing = f", {owner.phase}" if owner.phase else ""
+        return {
+            End.SILENT: f"no sign of life from {owner.host} for {silent}",
+            End.GONE: f"{process} is gone: killed, or its node is down",
+            End.LOST: f"{process} gave no sign of life for {silent}: killed, or its node is down",
+        }.get(end, f"{process}{doing}")
+    known = end is End.NOT_FINITE or (run.starts and run.starts[-1].error)
+    return "its last start ended early" + ("" if known else " and left no reason in its directory")
+
+
+def cause_in_words(run: History, end: End) -> str | None:
+    """Return why a run failed; None if it did not."""
+    if end.word not in ("failed", "interrupted"):
+        return None
+    if run.starts and run.starts[-1].error:
+        return run.starts[-1].error
+    if end is End.NOT_FINITE:
+        return start_in_words(run, run.starts[-1])
+    return evidence_in_words(run, end, None)
+
+
+def refusal_in_words(run: History) -> str | None:
+    """Return why the newest start was refused; None if it was not."""
+    if run.refused is None:
+        return None
+    ago = duration(max(run.refused.age_s, 0.0))
+    return f"{run.refused.error or 'a start ended before training'} ({ago} ago)"
+
+
+def advice(run: History, end: End, job: Job | None) -> str:
+    """Return what to do next, with the command."""
+    where = shlex.quote(str(run.path))
+    if end is End.SILENT and job:
+        return f"if that lasts, scancel {job.id} and submit the same command again"
+    if end in (End.ALIVE, End.FINISHING):
+        return f"touch {where}/STOP stops it with a checkpoint, touch {where}/SAVE saves now"
+    if end is End.QUEUED and job:
+        return f"squeue --start --job={job.id} tells when it may start, scancel {job.id} ends it"
+    if end.word == "finished":
+        return f"python chat.py {where}"
+    before, pages = "", pages_of_a_failure(run) if end.word in ("failed", "interrupted") else []
+    if any(page.name.startswith("out-of-memory") for page in pages):
+        before = "change what the page says helps most, then "
+    elif end is End.NOT_FINITE:
+        before = "the same settings fail at the same step; change what the log says, then "
+    return f"{before}{'resume' if run.checkpoints else 'start again'}: {_command(run)}"
+
+
+def _command(run: History) -> str:
+    """Return the command of the last start, as far as it is known."""
+    start = run.record.starts[-1] if run.record.starts else None
+    if start is None:
+        return "the same command again"
+    words, slurm = shlex.join(start.get("argv") or ["..."]), start.get("slurm")
+    launch = start.get("launch") or {}
+    if slurm:
+        nodes = int(slurm.get("nodes") or 1)
+        options = f"--nodes={nodes} " if nodes > 1 else ""
+        if launch.get("devices") not in (None, ["cpu"]):
+            options += f"--gpus-per-node={int(launch.get('world_size') or 1) // nodes} "
+        if slurm.get("partition"):
+            options += f"--partition={shlex.quote(slurm['partition'])} "
+        script = "multinode_job.sh" if nodes > 1 else "train_job.sh"
+        return f"slurm/submit.sh {options}[OPTIONS] slurm/{script} {words}"
+    if launch.get("launcher"):
+        return f"{launch['launcher']} {words}"
+    ranks = launch.get("world_size", 1)
+    return f"python {words}" if ranks == 1 else f"accelerate launch [OPTIONS] {words}"

@@ -1,0 +1,399 @@
+"""The one reader of a run directory: its files as typed, frozen values, without torch or numpy.
+
+Any file may be missing, cut off or damaged: the rest is read, and `damaged` and `missing` say what
+was not. Lines that a later start undid stay in the starts, marked, so that the report can show what
+an interruption cost; `History.lines` has only the lines that count.
+"""
+
+import contextlib
+import datetime
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from utils.checkpoints.discovery import numbered_checkpoints
+from utils.checkpoints.files import (
+    CONFIG,
+    FINAL,
+    MANIFEST,
+    PROVENANCE,
+    DamagedCheckpointError,
+    Manifest,
+    read_manifest,
+)
+from utils.checkpoints.record import RunRecord
+from utils.config.errors import ConfigurationError
+from utils.host.journal_file import FILE_NAME, STARTS, printable, read_lines, skipped
+from utils.host.notes import name_of_job, verdict_of
+from utils.host.redaction import redact, redacted
+from utils.host.run_lock import WATCH_S, RunOwner, run_owners
+
+# status.py reads only the ends of a long journal: the first lines for the speed at the start.
+HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
+# Pages that a run writes for people: out of memory, a hang, a profile.
+PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
+LONGEST_PAGE = 100_000  # characters
+# What slurm/job_setup.sh writes into a job's log before it puts the job back into the queue.
+_REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
+_ROOT = Path(__file__).parents[2]
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run. Times are unix seconds.
+
+    began: when it claimed the directory. entry: its entry in provenance.json, empty if that is
+    lost. owner: its lock. trained: when training began, None if it never did. done: the step that
+    it resumed at, -1 for a new run. ended: its last sign of life. error: what the job's verdict,
+    the lock or the job's log says of its end. lost_steps: steps that a later start did again.
+    Each of the `lines` has `hours` (of running starts until then), `lost` (undone by a later start)
+    and `at` (its offset in the file).
+    """
+
+    began: float
+    entry: Mapping[str, Any]
+    trained: float | None = None
+    done: int = -1
+    lines: tuple[Line, ...] = ()
+    owner: RunOwner | None = None
+    ended: float = 0.0
+    error: str | None = None
+    lost_steps: int = 0
+
+    @property
+    def last_event(self) -> str | None:
+        """The event of its last line, without saves: these are logged late, from the background."""
+        return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it logged or began at."""
+        return max((line["step"] for line in self.lines), default=max(self.done, 0))
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """The facts of its Slurm job; empty outside of one."""
+        return self.entry.get("slurm") or {}
+
+
+class Evaluation(NamedTuple):
+    """One evaluation of a split; `accuracy` is None if it was not measured."""
+
+    step: int
+    loss: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that the run wrote for people; `beside` are the names in its folder of a profile."""
+
+    name: str
+    text: str
+    time: float
+    beside: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """A run as its directory tells it.
+
+    refused: the lock of the newest start, if that was refused and an earlier start tells the state.
+    lines: the lines that count, in order. first_lines: the first lines of the file. checkpoints:
+    the committed ones, newest first. nonfinite: the contents of the files nonfinite-step-N.json.
+    """
+
+    path: Path
+    record: RunRecord
+    starts: tuple[Start, ...]
+    refused: RunOwner | None
+    lines: tuple[Line, ...]
+    first_lines: Sequence[Line]
+    skipped_lines: int
+    max_steps: int | None
+    checkpoints: tuple[Manifest, ...]
+    has_final: bool
+    nonfinite: tuple[dict[str, Any], ...]
+    pages: tuple[Page, ...]
+    damaged: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return printable(self.path.resolve().name)
+
+    @cached_property
+    def trained(self) -> list[Line]:
+        """The training logs that count."""
+        return [line for line in self.lines if line["event"] == "train"]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings in force: those of the first start with all accepted changes since."""
+        settings: dict[str, Any] = redacted(self.record.settings)
+        for start in self.starts:
+            settings |= start.entry.get("changed") or {}
+        return settings
+
+    @cached_property
+    def last_trained(self) -> Start | None:
+        """The last start that trained."""
+        return next((start for start in reversed(self.starts) if start.trained is not None), None)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that counts; None: training never began."""
+        return self.last_trained.last_step if self.last_trained else None
+
+    @property
+    def last_logged(self) -> float | None:
+        """The time of its last line in unix seconds; None without any line."""
+        times = [start.lines[-1]["time"] if start.lines else start.trained for start in self.starts]
+        return max((time for time in times if time is not None), default=None)
+
+    def evaluations(self) -> dict[str, list[Evaluation]]:
+        """Return the evaluations of each split, in order."""
+        found: dict[str, list[Evaluation]] = {}
+        for line in (line for line in self.lines if line["event"] == "eval"):
+            prefix = f"eval_{line['split']}" if line.get("split") else "eval"
+            if (loss := line.get(f"{prefix}_loss")) is not None:
+                evaluation = Evaluation(line["step"], loss, line.get(f"{prefix}_accuracy"))
+                found.setdefault(line.get("split") or "eval", []).append(evaluation)
+        return found
+
+    def time_left_s(self) -> float | None:
+        """Return the seconds to the last step, at the pace of the last start by the clock.
+
+        Evaluations and saves take their part of it. None: not known yet.
+        """
+        if self.max_steps is None or self.last_step is None or not self.last_trained:
+            return None
+        own = [line for line in self.last_trained.lines if line["event"] == "train"]
+        pace = self.trained[-1].get("step_time_s") if self.trained else None
+        if len(own) > 1 and own[-1]["step"] > own[0]["step"]:
+            pace = (own[-1]["time"] - own[0]["time"]) / (own[-1]["step"] - own[0]["step"])
+        return None if pace is None else pace * (self.max_steps - self.last_step)
+
+
+def read_run(path: Path, *, whole: bool = True) -> History:
+    """Read a run directory; raises nothing.
+
+    Without `whole` it reads only the ends of a long journal, the newest checkpoint and no log of a
+    job. This takes milliseconds.
+    """
+    record = RunRecord(path, lenient=True)
+    damaged = [f"{name} {text}" for name, text in record.damage.items()]
+    missing = [f"{CONFIG}: the settings are not known"] if record.config is None else []
+    first, lines, skipped_lines = _read_journal(path / FILE_NAME, whole, damaged, missing)
+    if not record.starts and PROVENANCE not in record.damage:
+        missing.append(f"{PROVENANCE}: not there; hosts, jobs and versions are not known")
+    entries: list[dict[str, Any]] = redacted([each for each in record.starts if each.get("time")])
+    owners, refused = _read_owners(path, entries)
+    read_log = cache(_text) if whole else lambda _: ""
+    grouped = _grouped(lines, entries)
+    starts = [_with_cause(path, one, read_log) for one in _with_ends(grouped, owners)]
+    limits = [line["max_steps"] for line in [*first[:1], *lines] if "max_steps" in line]
+    return History(
+        path=path,
+        record=record,
+        starts=tuple(starts),
+        refused=refused,
+        lines=_that_count(starts),
+        first_lines=first,
+        skipped_lines=skipped_lines,
+        max_steps=limits[-1] if limits else None,
+        checkpoints=tuple(_read_checkpoints(path, whole, damaged)),
+        has_final=(path / FINAL).is_dir(),
+        nonfinite=tuple(_read_nonfinite(path, damaged)),
+        pages=tuple(_read_pages(path, damaged)),
+        damaged=tuple(damaged),
+        missing=tuple(missing),
+    )
+
+
+def unix_s(text: Any) -> float | None:
+    """Return an ISO time as unix seconds; None for another text."""
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def _read_journal(
+    path: Path, whole: bool, damaged: list[str], missing: list[str]
+) -> tuple[list[Line], list[Line], int]:
+    """Return the first lines of a journal, its lines or the last of them, and how many it skips."""
+    try:
+        size, tail = path.stat().st_size, TAIL_BYTES
+        lines, count = read_lines(path, last=None if whole else tail, ranks=False)
+        while not whole and not lines and tail < size:  # damaged lines may be as long as that
+            tail *= 8
+            lines, count = read_lines(path, last=tail, ranks=False)
+        first = lines
+        if not whole and tail < size:
+            first, count_first = read_lines(path, first=HEAD_BYTES, ranks=False)
+            count += count_first
+    except FileNotFoundError:
+        missing.append(f"{path.name}: not there; there are no figures of the training")
+        return [], [], 0
+    except OSError as error:
+        damaged.append(f"{path.name}: {error.strerror}")
+        return [], [], 0
+    if count:
+        damaged.append(skipped(count))
+    return first, lines, count
+
+
+def _read_owners(
+    path: Path, entries: Sequence[Mapping[str, Any]]
+) -> tuple[list[RunOwner], RunOwner | None]:
+    """Return who had the directory, the newest first, and the newest start if it was refused.
+
+    A refused start takes the lock, leaves it while it is starting, and is not in provenance.json.
+    It counts as an owner if there is no other.
+    """
+    begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
+    owners = list(run_owners(path))
+    refused = [one for one in owners if one.left and one.phase == "starting" and begun < one.since]
+    others = [one for one in owners if one not in refused]
+    if not others:
+        return refused[:1], None
+    newest = next((one for one in refused if one.number > others[0].number), None)
+    return others, newest
+
+
+def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
+    """Group the lines by the start that wrote them: the last one before, at the step it began."""
+    starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
+    current = -1
+    own: dict[int, list[Line]] = {}
+    for line in lines:
+        if line["event"] in STARTS or current < 0:
+            latest = line["time"] + 1  # times in provenance.json are whole seconds
+            waiting = [place for place, start in enumerate(starts) if start.trained is None]
+            fits = [place for place in waiting if starts[place].began <= latest]
+            done = line["step"] if line["event"] == "resumed" else -1
+            fits = [place for place in fits if _resumed_at(starts[place]) == done] or fits
+            if not fits:
+                starts.append(Start(line["time"], {}))
+            current = fits[-1] if fits else len(starts) - 1
+            starts[current] = replace(starts[current], trained=line["time"], done=done)
+        if line["event"] not in STARTS:
+            own.setdefault(current, []).append(line)
+    starts = [replace(start, lines=tuple(own.get(at, ()))) for at, start in enumerate(starts)]
+    return sorted(starts, key=lambda start: start.began)
+
+
+def _resumed_at(start: Start) -> int:
+    """Return the step of the checkpoint that a start resumed from, by its entry; -1 without one."""
+    step = (start.entry.get("resumed_from") or "").rpartition("checkpoint-")[2]
+    return int(step) if step.isdecimal() else -1
+
+
+def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
+    """Yield each start with its lock, its end and the steps that a later start did again.
+
+    A start takes the lock before it writes its entry. The newest owner may have died in between.
+    """
+    if owners and all(start.began + 1 < owners[0].since for start in starts):
+        starts = [*starts, Start(owners[0].since, {})]
+    before, ran_s = -math.inf, 0.0
+    for index, start in enumerate(starts):
+        later = starts[index + 1 :]
+        owner = next((one for one in owners if before < one.since <= start.began + 1), None)
+        known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
+        # Its lock beats until the end. A copied directory has the times of the copy.
+        latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])
+        if owner and owner.beat < latest:
+            known.append(owner.beat)
+        resumed_at = min((one.done for one in later if one.trained is not None), default=math.inf)
+        for line in start.lines:
+            line["lost"] = line["step"] > resumed_at
+            line["hours"] = (ran_s + line["time"] - start.began) / 3600
+        undone = any(line["lost"] for line in start.lines)
+        lost_steps = start.last_step - max(int(resumed_at), 0) if undone else 0
+        yield replace(start, owner=owner, ended=max(known), lost_steps=lost_steps)
+        before, ran_s = start.began, ran_s + max(known) - start.began
+
+
+def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
+    """Add what the verdict of a start's job, its lock or the job's log says of its end."""
+    cause = start.owner.error if start.owner else None
+    if start.job.get("job_id"):
+        # That of --output, in these folders alone: a stranger's run may name any other.
+        name = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
+        texts = (read(folder / name) for folder in (path, path.parent, Path.cwd(), _ROOT))
+        # Start 2 is the one with a restart count of 1, and resumes what the one before left.
+        after = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 2
+        lines = _REQUEUED.finditer("" if cause else next(filter(None, texts), ""))
+        logged = [at[2] for at in lines if (at[1], int(at[3])) == after]
+        cause = verdict_of(start.job) or cause or "".join(logged[-1:])
+    return replace(start, error=redact(cause) if cause else None)
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):  # another user's, or a name that cannot be
+        return path.read_text("utf-8", "replace")
+    return ""
+
+
+def _that_count(starts: Sequence[Start]) -> tuple[Line, ...]:
+    """Return the lines that count: the last one of each event, split and step."""
+    kept: dict[tuple[Any, ...], Line] = {}
+    for start in starts:
+        lines = [line for line in start.lines if not line["lost"]]
+        kept |= {(line["event"], line.get("split"), line["step"]): line for line in lines}
+    return tuple(kept.values())
+
+
+def _read_checkpoints(path: Path, whole: bool, damaged: list[str]) -> Iterator[Manifest]:
+    """Yield the committed checkpoints by their manifests alone; the newest unless `whole`."""
+    for _, directory in numbered_checkpoints(path):
+        try:
+            if (directory / MANIFEST).exists():
+                yield read_manifest(directory)
+                if not whole:
+                    return
+        except (DamagedCheckpointError, ConfigurationError, OSError) as error:
+            shown = error.problems[0] if isinstance(error, ConfigurationError) else error
+            damaged.append(f"{directory.name}: {shown}")
+
+
+def _read_nonfinite(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
+    for file in sorted(path.glob("nonfinite-step-*.json")):
+        try:
+            content = redacted(json.loads(file.read_text(encoding="utf-8")))
+            yield {
+                "file": file.name, "time": file.stat().st_mtime,
+                "step": int(content["step"]),
+                "losses": [
+                    one | {"micro_batch": int(one["micro_batch"])} for one in content["losses"]
+                ],
+                "gradient_norm": content["gradient_norm"],
+                "weights": [str(name) for name in content["weights"]],
+                "documents_of": content["documents_of"],
+                "documents": [dict(row.items()) for row in content["documents"]],
+            }  # fmt: skip
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            damaged.append(f"{file.name}: cannot be read ({error})")
+
+
+def _read_pages(path: Path, damaged: list[str]) -> Iterator[Page]:
+    for file in (file for pattern in PAGES for file in sorted(path.glob(pattern))):
+        if file.is_symlink() or not file.is_file():
+            continue  # of a stranger's run: the page would show another folder's file
+        try:
+            with file.open(encoding="utf-8", errors="replace") as opened:
+                text = opened.read(LONGEST_PAGE)
+            name, time = str(file.relative_to(path)), file.stat().st_mtime
+            beside = sorted(each.name for each in file.parent.iterdir()) if "/" in name else []
+            yield Page(name, text, time, tuple(beside))
+        except OSError as error:
+            damaged.append(f"{file.name}: cannot be read ({error.strerror})")

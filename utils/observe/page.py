@@ -1,0 +1,193 @@
+"""The page: facts for page.html and page.js, in one file that needs no network."""
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from utils.checkpoints.files import PROVENANCE, readable
+from utils.checkpoints.record import is_run
+from utils.config.errors import ConfigurationError
+from utils.host.atomic_files import replace_text
+from utils.host.journal_file import FILE_NAME as JOURNAL
+from utils.host.journal_file import counted, duration
+from utils.host.redaction import redact
+from utils.observe import findings, ranks
+from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
+from utils.observe.endings import end_of_run, end_of_start, run_in_words, start_in_words
+from utils.observe.history import History, read_run
+
+FILE_NAME = "report.html"
+SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
+_HERE = Path(__file__).parent
+# Control characters, halves of surrogate pairs and noncharacters: names and texts may hold them.
+_NOT_IN_HTML = re.compile(
+    "[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0010ffff]"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
+    """Return the run directories among `named` and in the folders among them.
+
+    With `compare`, a single run is compared with all runs in its folder. Raises ConfigurationError
+    with every path that is no run.
+    """
+    found: list[Path] = []
+    problems = []
+    alone = compare and len(named) == 1 and is_run(named[0])
+    for path in [named[0].resolve().parent] if alone else named:
+        inside = [path] if is_run(path) else list(filter(is_run, sorted(path.glob("*"))))
+        found += inside
+        if not inside:
+            problems.append(
+                f"{path} is no run and holds none: give a run's output_dir (it has {JOURNAL} and "
+                f"{PROVENANCE}), or a folder of such directories."
+            )
+    if problems:
+        raise ConfigurationError(problems)
+    return list(dict.fromkeys(found))
+
+
+def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
+    """Write the page of one run, or a comparison of several; return its path.
+
+    Raises ConfigurationError where a run cannot be read or a file cannot be written.
+    """
+    runs = [read_run(path) for path in paths]
+    for run in runs:
+        if not run.starts:
+            raise ConfigurationError(
+                f"{run.path} holds no run: neither {JOURNAL} nor {PROVENANCE} can be read there. "
+                "Give a run's output_dir, or a folder of such directories."
+            )
+    if output is None:
+        output = (runs[0].path if len(runs) == 1 else Path()) / FILE_NAME
+    if len(runs) == 1:
+        facts = _facts_of_one(runs[0])
+        charts = charts_of(runs[0], *(facts[key] for key in ("spikes", "memory", "stragglers")))
+    else:
+        facts, charts = _facts_of_several(runs, output), charts_of_several(runs)
+    facts["charted"] = any(line["step"] for chart in charts for line in chart["lines"])
+    marks = starts_on_axes(runs[0]) if len(runs) == 1 else []
+    try:
+        replace_text(output, _rendered(facts, {"charts": charts, "marks": marks}))
+    except OSError as error:
+        raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
+    if picture is not None:
+        title = facts["title"] if len(charts) > 1 else ""
+        draw_picture(charts, title, picture, facts.get("starts", ()))
+    return output
+
+
+def write_at_the_end(output_dir: Path) -> None:
+    """Write the page of a run that ends now; a failure is only logged, because the run is done."""
+    try:
+        logger.info("report: %s", write_pages([output_dir], None, None))
+    except Exception as error:
+        logger.warning("the report was not written (%r): python report.py %s", error, output_dir)
+
+
+def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
+    """Render the template; all texts are escaped, so that none can end the script with the data."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "figure": figure, "count": counted, "clock": clock, "duration": duration,
+        "size": readable, "shortened": _shortened,
+        "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
+    }  # fmt: skip
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    page = environment.get_template("page.html")
+    whole = page.render(data=text.replace("<", "\\u003c"), script=script, **facts)
+    return _NOT_IN_HTML.sub("\ufffd", whole)
+
+
+def _facts_of_one(run: History) -> dict[str, Any]:
+    """Return the facts for the words and tables of one run."""
+    memory = ranks.memory_by_rank(run)
+    seconds = findings.where_the_hours_went(run)
+    samples = [line for line in run.lines if line["event"] == "samples"]
+    return {
+        "title": run.name, "now": time.time(), "run": run, "shown": SHOWN,
+        "entry": next((start.entry for start in reversed(run.starts) if start.entry), {}),
+        "end": end_of_run(run), "ending": run_in_words(run),
+        "figures": findings.figures(run), "starts": _start_rows(run),
+        "names_of_hours": findings.HOURS, "seconds": seconds,
+        "whole_s": sum(seconds.values()) or 1.0,
+        "memory": memory, "fullest": ranks.memory_table(memory),
+        "stragglers": ranks.stragglers(run), "spikes": findings.spikes(run.trained),
+        "samples": samples[::-1], "settings": findings.set_settings(run),
+    }  # fmt: skip
+
+
+def _shortened(text: Any) -> str:
+    """Return the beginning of a sample, known secrets masked."""
+    shown, most = redact(str(text)), SHOWN["characters"]
+    return shown[:most] + "..." * (len(shown) > most)
+
+
+def _start_rows(run: History) -> list[dict[str, Any]]:
+    """Return the rows of the time bar and the table of starts; widths are percentages."""
+    begin, end = run.starts[0].began, max(start.ended for start in run.starts)
+    whole = max(end - begin, 1e-9)
+    rows = []
+    for start in run.starts:
+        end_of_it, until = end_of_start(run, start), start.ended
+        if end_of_it.word in ("interrupted", "failed"):
+            kept = [line["time"] for line in start.lines if not line["lost"]]
+            until = max([start.trained or start.began, *kept])
+        rows.append(
+            {
+                "start": start, "end": end_of_it, "ending": start_in_words(run, start),
+                "left": 100 * (start.began - begin) / whole,
+                "width": 100 * (start.ended - start.began) / whole,
+                "useful": 100 * (until - start.began) / max(start.ended - start.began, 1e-9),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
+    """Return the facts for the tables of several runs."""
+    rows: list[dict[str, Any]] = []
+    for index, run in enumerate(runs):
+        page = run.path / FILE_NAME
+        link = None
+        if page.is_file():
+            link = quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
+        rows.append(
+            {
+                "run": run, "link": link, "colour": index % 10,
+                "end": end_of_run(run), "ending": run_in_words(run),
+                "figures": findings.figures(run),
+            }
+        )  # fmt: skip
+    splits = dict.fromkeys(split for row in rows for split in row["figures"]["evaluations"])
+    return {
+        "title": f"{len(rows)} runs", "rows": rows, "splits": list(splits),
+        "differ": findings.settings_that_differ(runs),
+    }  # fmt: skip
+
+
+def figure(value: float | None, digits: int = 4) -> str:
+    """Format a figure with so many digits; an unknown one is a dash."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
+
+
+def clock(seconds: float | None) -> str:
+    """Format unix seconds as local time, to the second."""
+    return "-" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,178 @@
+"""A run and its job in Slurm's queue, as the one value that status.py shows."""
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from utils.checkpoints.files import CONFIG, PROVENANCE
+from utils.checkpoints.record import is_run
+from utils.config.errors import ConfigurationError
+from utils.host.journal_file import FILE_NAME
+from utils.launch.slurm import time_limit_s
+from utils.observe.endings import (
+    End,
+    Job,
+    advice,
+    cause_in_words,
+    end_of_run,
+    evidence_in_words,
+    pages_of_a_failure,
+    refusal_in_words,
+)
+from utils.observe.history import History, Line, read_run, unix_s
+
+STATES = ("running", "waiting", "failed", "stopped", "finished")
+LINES = 5  # training logs, the median of which is the speed
+SQUEUE_S = 5.0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run is doing; None means unknown. Ages and times left are in seconds.
+
+    because: the evidence for `state`. evaluations: newest loss and its step, by split. left_s: time
+    of training left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
+    the rank that the others wait for, and the share of each step that they wait. error: why the
+    last start ended. pages: files that it wrote when it ran out of memory or hung. advice: what to
+    do next. damaged: files that could not be read. skipped_lines: damaged lines of the journal
+    that were read. refused: why the newest start was refused, if an earlier one tells the state.
+    """
+
+    run: str
+    state: str = "failed"
+    because: str = ""
+    step: int | None = None
+    max_steps: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    evaluations: dict[str, tuple[float, int]] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    tokens_per_s_at_start: float | None = None
+    mfu: float | None = None
+    memory_peak_gib: float | None = None
+    memory_left_gib: float | None = None
+    slowest: tuple[str, float] | None = None
+    left_s: float | None = None
+    logged_ago_s: float | None = None
+    saved_step: int | None = None
+    saved_ago_s: float | None = None
+    saved_bytes: int | None = None
+    starts: int = 0
+    job: Job | None = None
+    error: str | None = None
+    pages: list[str] = field(default_factory=list)
+    advice: str = ""
+    damaged: list[str] = field(default_factory=list)
+    skipped_lines: int = 0
+    refused: str | None = None
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """Return the runs in a folder and in its folders (sweeps); ConfigurationError without one."""
+    if not directory.is_dir():
+        raise ConfigurationError(
+            f"{directory}: no such folder; name a run, or a folder of runs: --all DIR"
+        )
+    found = sorted(directory.glob("*"))
+    inner = [path for folder in found if not is_run(folder) for path in sorted(folder.glob("*"))]
+    return [path for path in [*found, *inner] if is_run(path)]
+
+
+def queued_jobs() -> dict[str, Job]:
+    """Return this user's jobs by their id; empty if Slurm is absent or does not answer."""
+    if shutil.which("squeue") is None:
+        return {}
+    command = ["squeue", "--me", "--noheader", "--format=%A|%T|%r|%L|%j"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = (line.split("|", 4) for line in done.stdout.splitlines())
+    return {
+        row[0]: Job(row[0], row[1], row[2], time_limit_s(row[3]), row[4]) for row in rows if row[4:]
+    }
+
+
+def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
+    """Return how the run in a directory is doing; raises ConfigurationError without a run."""
+    if not is_run(directory):
+        waiting = [f"{job.id} ({job.name}, {job.state})" for job in jobs.values()]
+        raise ConfigurationError(
+            f"{directory} is no run directory: none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is "
+            f"there. Jobs of yours in the queue: {', '.join(waiting) or 'none'}."
+        )
+    run, now = read_run(directory, whole=False), time.time()
+    job = _job_of(run, jobs)
+    end = end_of_run(run, job)
+    state = {"interrupted": "failed"}.get(end.word, end.word)
+    pages = pages_of_a_failure(run) if state == "failed" else []
+    return RunStatus(
+        run=str(directory),
+        state="running" if end is End.FINISHING else state,
+        because=evidence_in_words(run, end, job),
+        step=run.last_step,
+        max_steps=run.max_steps,
+        evaluations={
+            split: (found[-1].loss, found[-1].step) for split, found in run.evaluations().items()
+        },
+        left_s=run.time_left_s(),
+        logged_ago_s=None if run.last_logged is None else max(now - run.last_logged, 0.0),
+        starts=len(run.record.starts),
+        job=job,
+        error=cause_in_words(run, end),
+        pages=[str(directory / page.name) for page in pages],
+        advice=advice(run, end, job),
+        damaged=[f"{directory}/{text}" for text in run.damaged],
+        skipped_lines=run.skipped_lines,
+        refused=refusal_in_words(run),
+        **_figures(run),
+        **_newest_save(run, now),
+    )
+
+
+def _job_of(run: History, jobs: Mapping[str, Job]) -> Job | None:
+    """Return the job of the last start, or of the refused one, that is in the queue."""
+    last = run.starts[-1] if run.starts else None
+    ids = [owner.job for owner in (last and last.owner, run.refused) if owner]
+    ids += [last.job.get("job_id")] if last else []
+    return next((jobs[each] for each in ids if each and each in jobs), None)
+
+
+def _figures(run: History) -> dict[str, Any]:
+    """Return the figures of the last training logs, and the speed at the start of the run."""
+    last, recent = (run.trained[-1] if run.trained else {}), run.trained[-LINES:]
+    first = [line for line in run.first_lines if line["event"] == "train"]
+    first = [line for line in first if "tokens_per_s" in line][:LINES]
+    known = recent and first and first[-1]["step"] < recent[0]["step"]  # not the same lines
+    slowest = None
+    if "slowest_rank" in last:
+        name = f"rank {last['slowest_rank']} on {last.get('slowest_host')}"
+        slowest = name, _median("slowest_cost", recent) or 0.0
+    return {
+        "tokens": last.get("tokens_seen"),
+        "loss": last.get("loss"),
+        "tokens_per_s": _median("tokens_per_s", recent),
+        "tokens_per_s_at_start": _median("tokens_per_s", first) if known else None,
+        "mfu": _median("mfu", recent),
+        "memory_peak_gib": last.get("memory_peak_gib"),
+        "memory_left_gib": last.get("memory_headroom_gib", last.get("memory_free_gib")),
+        "slowest": slowest,
+    }
+
+
+def _newest_save(run: History, now: float) -> dict[str, Any]:
+    if not run.checkpoints:
+        return {}
+    newest = run.checkpoints[0]
+    ago = max(now - (unix_s(newest.time) or now), 0.0)
+    return {"saved_step": newest.step, "saved_ago_s": ago, "saved_bytes": newest.size_bytes}
+
+
+def _median(name: str, lines: Sequence[Line]) -> float | None:
+    values = [line[name] for line in lines if name in line]
+    return statistics.median(values) if values else None

@@ -1,0 +1,219 @@
+"""The packed splits of a run: opened, checked against the tokenizer, and packed into rows."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from utils.config.arguments import eval_splits, train_sources
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.data.loader import PackedDataset
+from utils.data.packing import PackPlan, plan_packing
+from utils.data.token_dataset import (
+    TokenDataset,
+    dataset_problems,
+    open_token_dataset,
+    warn_of_small_split,
+)
+from utils.data.tokenizers import (
+    chat_template_sha256,
+    differences,
+    load_tokenizer,
+    tokenizer_sha256,
+)
+from utils.host.collectives import on_rank_0
+from utils.model.config import compare_with_model, new_token_ids
+from utils.model.stages import stage_tokenizer
+
+if TYPE_CHECKING:
+    from utils.prepare.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The datasets of a run. Without `weights` all sequences are sampled alike."""
+
+    train: PackedDataset
+    evaluation: dict[str, PackedDataset]
+    weights: list[float] | None
+    tokenizer_sha256: str
+    new_tokens: Sequence[int]  # ids that the model's weights have no row for
+    prompts: "Sequence[Prompt]"  # whose completions evaluations show
+
+    def fingerprints(self) -> dict[str, list[str]]:
+        """Return the content fingerprints of every split's datasets, in provenance.json."""
+        splits = {"train": self.train, **self.evaluation}
+        return {name: [data.fingerprint for data in rows.datasets] for name, rows in splits.items()}
+
+
+def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
+    """Load the run's tokenizer, compared with the model's; raises ConfigurationError."""
+    directory = _tokenizer_directory(settings)
+    tokenizer = load_tokenizer(directory)
+    compare_with_model(settings, tokenizer, directory)
+    return tokenizer
+
+
+def _tokenizer_directory(settings: RunSettings) -> str:
+    """Return where the run's tokenizer is: as given, the data's, or that of model or stage."""
+    if settings.data.tokenizer_name_or_path:
+        return settings.data.tokenizer_name_or_path
+    source = next(iter(train_sources(settings.data.train_data)))
+    directory = _open(source).tokenizer_path
+    if directory is not None and directory.is_dir():
+        return str(directory)
+    own = settings.model.model_name_or_path or stage_tokenizer(settings)
+    if own is None:
+        where = f"its tokenizer should be in {directory}" if directory else "it names no tokenizer"
+        raise ConfigurationError(
+            f"{source}: {where}, and a model from scratch has none of its own: give "
+            "--tokenizer_name_or_path."
+        )
+    if directory is not None:
+        logger.info("tokenizer: that of %s; %s, of the data, is not there", own, directory)
+    return own
+
+
+def load_run_data(
+    settings: RunSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    fine_tuning: bool,
+) -> RunData:
+    """Open, check and pack every split.
+
+    Fine-tuning needs a token to train on in every document and does with long ones what
+    --on_overlong says; pretraining splits them. Raises ConfigurationError with the problems of all
+    splits at once.
+    """
+    data = settings.data
+    sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
+    named = [("train", directory) for directory in sources] + list(splits.items())
+    vocabulary = config.get_text_config().vocab_size
+    sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
+    opened, problems = list[TokenDataset](), list[str]()
+    for split, directory in named:
+        try:
+            # In a folder of splits, an evaluation split is the one of its name.
+            dataset = _open(directory, split)
+        except ConfigurationError as error:
+            problems += error.problems
+            continue
+        opened.append(dataset)
+        problems += dataset_problems(dataset, vocabulary, needs_loss_tokens=fine_tuning)
+        problems += _tokenizer_problems(dataset, tokenizer, sha256)
+    if problems:
+        raise ConfigurationError(problems)
+    plans = [
+        plan_packing(
+            dataset.lengths,
+            data.sequence_length,
+            data.packing,
+            data.on_overlong if fine_tuning else "split",
+            has_targets=dataset.has_targets if fine_tuning else None,
+            where=str(dataset.path),
+        )
+        for dataset in opened
+    ]
+    for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
+        most = data.max_eval_sequences if name in splits else None
+        logger.info("%s: %s", name, packing_line(dataset, plan, most))
+        if name in splits:
+            warn_of_small_split(name, dataset)
+    padding, first = _padding_token(tokenizer, vocabulary), len(sources)
+    evaluation = zip(splits, opened[first:], plans[first:], strict=True)
+    weights = [weight for weight in sources.values() if weight is not None]
+    return RunData(
+        PackedDataset(opened[:first], plans[:first], padding),
+        {name: PackedDataset([rows], [plan], padding) for name, rows, plan in evaluation},
+        weights or None,
+        sha256,
+        new_token_ids(settings, tokenizer),
+        _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
+    )
+
+
+def _padding_token(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
+    """Return a token that the model has: it is not trained on, and no document sees it."""
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in tokens if token is not None and token < vocabulary), 0)
+
+
+def _prompts(
+    settings: RunSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    examples: Sequence[TokenDataset],
+) -> "Sequence[Prompt]":
+    """Load `sample_prompts`, which have to fit with what the model adds to them; raises.
+
+    Where one of `examples` has chats, or nothing is known of it, they are chats.
+    """
+    run = settings.run
+    if not run.sample_prompts:
+        return ()
+    from utils.prepare.prompts import load_prompts
+
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+    most_tokens = positions - run.sample_max_new_tokens
+    known = [each.description for each in examples]
+    chats = any(each.chat_template_sha256 or not each.tokenizer for each in known)
+    return load_prompts(run.sample_prompts, tokenizer, chats=chats, most_tokens=most_tokens)
+
+
+def _tokenizer_problems(
+    dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase, sha256: str
+) -> list[str]:
+    used = tokenizer.name_or_path
+    hint = (
+        "Leave --tokenizer_name_or_path out, so that the training data's own counts, and prepare "
+        f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
+    )
+    if dataset.description.tokenizer.get("sha256") not in (None, sha256):
+        found, folder = "", dataset.tokenizer_path
+        if folder is not None and folder.is_dir():
+            made_by = load_tokenizer(str(folder))
+            found = ": it has " + "; ".join(differences(made_by, tokenizer))
+        return [f"{dataset.path} was made with another tokenizer than {used}{found}. {hint}"]
+    if dataset.description.chat_template_sha256 not in (None, chat_template_sha256(tokenizer)):
+        return [
+            f"the chats of {dataset.path} were rendered with another chat template than that of "
+            f"the tokenizer at {used}, which final/ would have. {hint}"
+        ]
+    return []
+
+
+def _open(directory: str, split: str = "train") -> TokenDataset:
+    """Open a dataset: first on rank 0, whose measurements the others find in the disk cache."""
+    opened: list[TokenDataset] = []
+    on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
+    return opened[0] if opened else open_token_dataset(directory, split)
+
+
+def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
+    """Write out what packing made of a dataset: documents, tokens, rows, and what was left out.
+
+    `most`: of how many sequences an evaluation takes.
+    """
+    found = dataset.statistics
+    fill = plan.sequence_tokens.mean() / plan.sequence_length
+    trained = "every token trained on"
+    if dataset.loss_mask is not None:
+        trained = f"{found.loss_tokens / found.tokens:.1%} of them trained on ({dataset.loss_mask})"
+    line = (
+        f"{dataset.path}: {found.documents:,} documents, {found.tokens:,} tokens in "
+        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled), {trained}"
+    )
+    if treated := [f"{count:,} {what}" for what, count in plan.counts.items() if count]:
+        line += f"; documents {', '.join(treated)}"
+    if plan.left_out_tokens:
+        line += f"; {plan.left_out_tokens:,} tokens left out"
+    if most is not None and most < plan.sequences:
+        line += f"; evaluations take {most:,} of these sequences, always the same ones"
+    return line

@@ -1,0 +1,310 @@
+"""The plan of a run: a pure function of settings, data, model and launch, and its log lines."""
+
+import logging
+import math
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, TrainingArguments
+
+from utils.checkpoints.discovery import most_at_once
+from utils.checkpoints.files import readable
+from utils.config.arguments import FineTuneConfig, with_values
+from utils.config.errors import ConfigurationError, Report
+from utils.config.settings import RunSettings
+from utils.data.order import GlobalBatchSampler
+from utils.host.foreign import naming
+from utils.host.redaction import redact
+from utils.kernels.varlen import NAME
+from utils.launch.processes import LaunchFacts
+from utils.model.adapters import AdapterPlan, plan_adapters
+from utils.model.architecture import first_line, has_experts, without_weights
+from utils.model.attention import (
+    OPEN,
+    RUN_ANYWHERE,
+    AttentionChoice,
+    check_row_positions,
+    is_recurrent,
+)
+from utils.model.compilation import choose_compilation
+from utils.model.finished_model import saved_dtype
+from utils.model.flops import effective_length
+from utils.model.isolation import NO_PADDING, choose_isolated_attention
+from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
+from utils.model.probe import CPU, ProbeError
+from utils.model.quantization import Quantized, check_quantization, quantized_layers
+from utils.model.weights import weights_dtype
+from utils.plan.arithmetic import plan_steps, save_interval, scheduled_saves
+from utils.plan.memory_plan import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
+from utils.plan.memory_trace import Kernels
+from utils.plan.number_types import OptimizerStates, choose_optimizer_states, precision_line
+from utils.plan.rehearsal import rehearse
+from utils.plan.run_data import RunData
+from utils.plan.suggestions import forecast_line, make_planner, suggest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The sequences of every step, what computes them, and what that takes.
+
+    settings: as they were parsed. report: what the log says of the plan.
+    """
+
+    settings: RunSettings
+    sampler: GlobalBatchSampler
+    total_steps: int
+    scheduled_saves: int  # by step count
+    adapters: AdapterPlan | None
+    quantized: Quantized | None
+    attention: AttentionChoice
+    loss_head: LossHeadChoice
+    memory: MemoryPlan
+    compiled: bool
+    optimizer_states: OptimizerStates | None
+    checkpoint_bytes: int
+    save_dtype: torch.dtype  # of final/
+    report: Report
+
+    def training_arguments(self, run_id: str) -> TrainingArguments:
+        """Return the arguments of Trainer: a copy of the parsed ones with what the plan derives."""
+        training = self.settings.training
+        checkpointing = self.memory.choice != "none"  # Trainer knows a boolean
+        return with_values(
+            training,
+            gradient_accumulation_steps=self.sampler.accumulation_steps,
+            max_steps=self.total_steps,
+            activation_checkpointing=checkpointing,
+            gradient_checkpointing=checkpointing,
+            run_name=tracker_name(training, run_id),
+            # The loader begins at the step itself: Trainer has no batches to skip.
+            ignore_data_skip=True,
+            # Trainer would cast the weights in place in the evaluation before the export.
+            bf16_full_eval=False,
+            fp16_full_eval=False,
+            # Trainer would upload at each save. finish_run uploads once.
+            push_to_hub=False,
+            # Checkpoints deletes old ones.
+            save_total_limit=None,
+        )
+
+
+def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
+    """Return the name of a run in its trackers, without known secrets; None: theirs."""
+    if training.run_name:
+        return redact(training.run_name)
+    if {"mlflow", "trackio"}.isdisjoint(training.report_to or ()):
+        return None
+    # trackio finds the run of earlier starts by its name alone.
+    return f"{Path(str(training.output_dir)).absolute().name}-{run_id[:6]}"
+
+
+def log_plan(plan: RunPlan) -> None:
+    """Log the arithmetic of a plan and what was chosen, in the order of the choices."""
+    for level, text in plan.report:
+        logger.log(level, "%s", text)
+
+
+def plan_run(
+    settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
+) -> RunPlan:
+    """Work out accumulation, steps, kernels and memory.
+
+    Raises ConfigurationError when the global batch does not divide, the data is smaller than one
+    global batch, no attention keeps packed documents apart, or the memory is too small. The error
+    carries the report up to the refusal.
+    """
+    report = Report()
+    try:
+        return _plan(settings, data, config, launch, report)
+    except ConfigurationError as error:
+        error.report = (*report, *error.report)
+        raise
+
+
+def _plan(
+    settings: RunSettings,
+    data: RunData,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    report: Report,
+) -> RunPlan:
+    run, training = settings.run, settings.training
+    sampler = plan_steps(settings, data, launch, report)
+    total_steps = sampler.total_steps
+    check_quantization(settings, config, launch.strategy)
+    states = choose_optimizer_states(settings, config, launch)
+    report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
+    if training.bf16_full_eval or training.fp16_full_eval:
+        report.say("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
+    device = probe_device(settings, launch)
+    report += rehearse(settings, config, states is not None, total_steps, device)
+    with naming(str(settings.model.model_config or config.name_or_path)):
+        attention = _attention(settings, data, config, device)
+    report.say(f"attention: {attention.reason}; {attention.proof}")
+    adapters = plan_adapters(settings.model, config)
+    for line in adapters.report if adapters else ():
+        report.say(line)
+    adapted = replace(settings, model=adapters.model) if adapters else settings
+    loss_head = _loss_head(settings, config, adapters, bool(data.new_tokens), device, report)
+    elsewhere = on_a_login_node(settings, launch)
+    compiled, why = choose_compilation(settings, config, launch, elsewhere)
+    if why:
+        report.say(f"compile: {why}")
+    kernels = Kernels(attention, loss_head, compiled, elsewhere)
+    planner = None
+    if run.assume or run.suggest:
+        document_tokens = effective_length(data.train.plans, sampler.order.shares())
+        planner = make_planner(adapted, config, launch, kernels, document_tokens)
+    if planner is not None and run.suggest:
+        report += suggest(planner, launch)
+    memory, lines = plan_memory(adapted, config, launch, kernels)
+    report += lines
+    if planner is not None:
+        report.say(forecast_line(planner, launch, memory.choice, total_steps))
+    saved_bytes = checkpoint_bytes(adapted, config, launch)
+    if run.dry_run:
+        report += report_run(settings, launch, total_steps, saved_bytes)
+    return RunPlan(
+        settings=settings,
+        sampler=sampler,
+        total_steps=total_steps,
+        scheduled_saves=scheduled_saves(training, total_steps),
+        adapters=adapters,
+        quantized=quantized_layers(adapted.model, config),
+        attention=attention,
+        loss_head=loss_head,
+        memory=memory,
+        compiled=compiled,
+        optimizer_states=states,
+        checkpoint_bytes=saved_bytes,
+        save_dtype=saved_dtype(settings, config, weights_dtype(settings.model, config)),
+        report=report,
+    )
+
+
+def report_run(
+    settings: RunSettings, launch: LaunchFacts, total_steps: int, checkpoint_bytes: int
+) -> Report:
+    """Return the lines of a dry run on processes, saves and directory; raises ConfigurationError.
+
+    utils/submit/check.py shows how Slurm read a job, including its time limit.
+    """
+    training, output_dir = settings.training, Path(str(settings.training.output_dir))
+    # As the user set it: a dry run without GPU sets use_cpu by itself.
+    if settings.values.on_cpu and launch.strategy.startswith(("fsdp", "zero")):
+        raise ConfigurationError(
+            f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
+            "where accelerate would train with plain DDP: use strategy: cpu, or "
+            "leave it out"
+        )
+    report = Report()
+    report.say(f"processes: {launch.world_size}, strategy {launch.strategy}")
+    if every := save_interval(training, total_steps):
+        count = math.ceil(total_steps / every)
+        most = most_at_once(training.save_total_limit, count) + settings.run.save_best
+        minutes = settings.run.save_minutes
+        report.say(
+            f"saves: every {every:,} steps ({count:,} in all)"
+            f"{f', at least every {minutes:g} minutes' if minutes else ''}"
+            f"{', each new best' if settings.run.save_best else ''}; at most {most:,} at once, "
+            f"{readable(checkpoint_bytes)} each: {readable(most * checkpoint_bytes)}, plus final/"
+        )
+    else:
+        # A stop still saves; refusing would forbid short runs that nobody needs to resume.
+        report.warn("save_strategy no: only a stop is saved, a crash loses everything")
+    state = "resumes" if (output_dir / "config.yaml").exists() else "new"
+    report.say(f"run directory: {output_dir} ({state})")
+    report.say(f"to stop it with a checkpoint: touch {shlex.quote(f'{output_dir}/STOP')}")
+    return report
+
+
+def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
+    """Say whether this is a dry run of a run that trains elsewhere, on other hardware."""
+    if settings.run.assume:
+        return True
+    return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu
+
+
+def _attention(
+    settings: RunSettings, data: RunData, config: PreTrainedConfig, device: torch.device | None
+) -> AttentionChoice:
+    """Choose the attention and prove that it keeps packed documents apart in this model."""
+    model, training = settings.model, settings.training
+    whole_rows = all(
+        plan.one_document_each
+        for rows in (data.train, *data.evaluation.values())
+        for plan in rows.plans
+    )
+    if not whole_rows:
+        check_row_positions(config, settings.data.sequence_length)
+    if device is None:
+        asked = model.attn_implementation
+        reason = f"{asked}, settled on the compute node (there is no accelerator here)"
+        proof = _proved_on_cpu(asked, config, whole_rows)
+        return AttentionChoice(NAME, OPEN, reason, unproved=proof)
+    computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
+    choice = choose_isolated_attention(
+        model.attn_implementation, config, device, computed, whole_rows=whole_rows
+    )
+    rows = (training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    if choice.batches == "alone" and max(rows) > 1:
+        raise ConfigurationError(
+            f"{config.model_type} computes other logits where sequences are padded, and "
+            f"micro-batches of {rows[0]} sequences (evaluation: {rows[1]}) need padding. To train "
+            f"it, set {NO_PADDING}."
+        )
+    return choice
+
+
+def probe_device(settings: RunSettings, launch: LaunchFacts) -> torch.device | None:
+    """Return the device that small models are tried on: the one that trains.
+
+    Kernels in Triton (flash-linear-attention, mamba-ssm, causal-conv1d) run on no other device. On
+    a login node the result is None: small models are tried on the CPU, and models that do not run
+    there are tried where the run trains.
+    """
+    return None if on_a_login_node(settings, launch) else settings.training.device
+
+
+def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
+    """Prove on a login node what does not depend on a GPU's kernels; return what was found.
+
+    Documents that see each other through attention do so on every device. Recurrent layers have
+    kernels of their own on GPUs, which may keep apart what the CPU's do not. Raises
+    ConfigurationError.
+    """
+    asked = requested if requested in RUN_ANYWHERE else "auto"
+    try:
+        choice = choose_isolated_attention(asked, config, CPU, torch.float32, whole_rows=whole_rows)
+    except (ConfigurationError, ImportError) as error:
+        if not (isinstance(error, ProbeError | ImportError) or is_recurrent(config)):
+            raise
+        return f"checked there, where the run trains. Here, on a CPU: {first_line(error)}"
+    return choice.proof
+
+
+def _loss_head(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    adapters: AdapterPlan | None,
+    has_new_tokens: bool,
+    device: torch.device | None,
+    report: Report,
+) -> LossHeadChoice:
+    """Choose how the loss is computed; without a device that trains, a CPU proves what it can."""
+    training = settings.training
+    fine_tuning = isinstance(training, FineTuneConfig)
+    given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
+    router = router_term(config, fine_tuning=fine_tuning, given=given)
+    # PEFT trains new tokens' rows in layers of its own, which the fused head goes past.
+    adapted = adapters is not None and (adapters.targets.head or has_new_tokens)
+    choice = choose_loss_head(settings.model.loss_head, config, adapted, router, device)
+    report.say(f"loss: {choice.reason}")
+    if has_experts(without_weights(config)):
+        term = f"times {router.coefficient:g}" if router else "none: output_router_logits adds it"
+        report.say(f"experts: load-balancing loss of each global batch, {term}")
+    return choice

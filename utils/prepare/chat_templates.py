@@ -1,0 +1,392 @@
+"""Chat templates: rendered on a fixed date, plainly or with marks around the messages' texts.
+
+Marks are rare letters around a text. They show in a rendering which message the text is from, even
+if the template moves, trims or drops the text. Without its marks, a marked rendering must equal the
+plain one. That proves that the marks changed nothing else.
+"""
+
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from utils.config.errors import ConfigurationError
+from utils.host.foreign import RENDERING_BYTES, foreign, limits
+from utils.prepare.rows import ChatDocument, Message
+from utils.prepare.values import Location, UnusableRowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The names of a message's reasoning; templates read the first and the second.
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+PROBE = Location("a probe")  # the location of the chats that try a template
+PROBE_ID = "abcdefghi"  # of a call; Mistral's templates take nine letters only
+# A tool for these chats, because some templates print no chat without tools.
+PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
+FUNCTION = {"name": "f", "description": "Try a template out", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, which renders chats as strings.
+
+    date: the date (YYYY-MM-DD) that a template prints as today's date. A template reads message
+    contents as strings or as lists of parts, and the arguments of tool calls as objects or as JSON
+    strings. Both are found out by trying, and `adapted` returns messages in that form.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
+        from transformers.utils.chat_template_utils import _cached_compile_jinja_template
+
+        self._origin = f"the chat template of {tokenizer.name_or_path}"
+        with foreign(self._origin, "not valid Jinja"), limits(self._origin, RENDERING_BYTES):
+            self.source = tokenizer.get_chat_template()
+            self.has_markers = GENERATION.search(self.source) is not None
+            self._variables = dict(tokenizer.special_tokens_map)
+            # transformers' cache returns a new copy, so the date below is for this object alone.
+            self._compiled: Any = _cached_compile_jinja_template(self.source)
+        if date is not None:
+            self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
+
+    def render(self, chat: ChatDocument, generation_prompt: bool = False) -> str:
+        """Return the rendering.
+
+        Raises ConfigurationError if the template takes too much time or memory, and any other
+        Exception if it refuses the chat.
+        """
+        with limits(self._origin, RENDERING_BYTES):
+            return str(self._compiled.render(**self._variables_of(chat, generation_prompt)))
+
+    def render_with_markers(self, chat: ChatDocument) -> tuple[str, list[tuple[int, int]]]:
+        """Return (rendering, [(start, stop) of each {% generation %} block]), in characters."""
+        from transformers.utils.chat_template_utils import _render_with_assistant_indices
+
+        return _render_with_assistant_indices(self._compiled, **self._variables_of(chat, False))
+
+    def _variables_of(self, chat: ChatDocument, generation_prompt: bool) -> dict[str, Any]:
+        options = {
+            name: value
+            for name, value in (chat.template_options or {}).items()
+            if value is not None
+        }
+        return {
+            **self._variables,
+            "documents": None,
+            **options,
+            "messages": list(chat.messages),
+            "tools": chat.tools or None,
+            "add_generation_prompt": generation_prompt,
+        }
+
+    def adapted(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
+        """Return the messages in the form that the template reads."""
+        return [self._adapted(message) for message in messages]
+
+    def _adapted(self, message: Message) -> dict[str, Any]:
+        adapted = {"content": ""} | {k: value for k, value in message.items() if value is not None}
+        if self._reads_parts:
+            adapted["content"] = [{"type": "text", "text": adapted["content"]}]
+        reasoning = next((adapted[name] for name in REASONING_NAMES if name in adapted), None)
+        if reasoning is not None:
+            adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning)
+        if calls := adapted.pop("tool_calls", None):
+            adapted["tool_calls"] = [_adapted_call(call, self._reads_objects) for call in calls]
+        return adapted
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template prints contents only if they are lists of parts."""
+        text = "stoker probes"
+        parts = [{"type": "text", "text": text}]
+        as_text, as_parts = (self._render_reply({"content": each}) for each in (text, parts))
+        return text not in as_text and text in as_parts
+
+    @cached_property
+    def _reads_objects(self) -> bool:
+        """Whether the template reads arguments of calls as objects; if not, as JSON strings."""
+        for as_object in (True, False):
+            text = self._render_call({"stoker": "probe"}, as_object)
+            # Neither an object in Python's notation, nor a string that is encoded twice.
+            if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
+                return as_object
+        return True
+
+    @cached_property
+    def prints_ids(self) -> bool:
+        """Whether the template prints ids of calls instead of names, as Kimi's functions.NAME:0."""
+        text = self._render_call({}, self._reads_objects)
+        return "look_up" not in text and PROBE_ID in text
+
+    def _render_call(self, arguments: Mapping[str, Any], as_object: bool) -> str:
+        function = {"name": "look_up", "arguments": arguments}
+        call = _adapted_call({"type": "function", "id": PROBE_ID, "function": function}, as_object)
+        return self._render_reply({"content": "", "tool_calls": [call]})
+
+    def _render_reply(self, reply: Message) -> str:
+        contents = "x", [{"type": "text", "text": "x"}]
+        for content, tools in product(contents, (None, [TOOL])):
+            question = {"role": "user", "content": content}
+            chat = ChatDocument([question, {"role": "assistant", **reply}], PROBE, tools)
+            try:
+                return self.render(chat)
+            except ConfigurationError:
+                raise
+            except Exception:  # noqa: S112 - the template refuses this form
+                continue
+        return ""
+
+
+def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not as_object and not isinstance(function["arguments"], str):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": function}
+
+
+# --- marks
+
+# Kinds of marked texts. The name of a call is marked only if none of its arguments is.
+CONTENT, REASONING, CALL, NAME = range(4)
+KINDS = 4
+NO_MESSAGE = -1
+# Letters that hardly any chat has and that Python prints unescaped: Tangut, rare Chinese letters.
+RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
+RARE_TEXT = re.compile("[\U00017000-\U000187f7\U00020000-\U0002a6d6]")
+# Templates search texts for tags and split them there, so marks surround the text between tags.
+TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
+THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
+LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
+
+
+class Mark(NamedTuple):
+    """One mark: its index in the plain rendering, the index of its message and its kind.
+
+    message is NO_MESSAGE if the name of a call is printed again, for example with its result.
+    """
+
+    at: int
+    message: int
+    kind: int
+
+
+class MarkedChat:
+    """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
+
+    Marks surround texts and tags at the edges of a text, and precede an empty text. If a template
+    compares edges or empty texts, the marked rendering differs, and the chat is refused.
+    `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
+    position of each mark in `text`. `marks_of`: the numbers of each message's marks.
+    """
+
+    def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
+        self.chat = chat
+        self._template = template
+        self._first = _unused(text, KINDS * len(chat.messages))
+        last = self._first + KINDS * len(chat.messages) - 1
+        self._pattern = re.compile(f"[{chr(self._first)}-{chr(last)}]")
+        # Try with marked empty texts first, then without: some templates test for empty texts.
+        for marks_empty in (True, False) if not template.has_markers else (False,):
+            self._marks_empty = marks_empty
+            self.expected: Counter[tuple[int, int]] = Counter()
+            self._marked_texts: list[tuple[int, int, str]] = []
+            self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
+            try:
+                rendering = template.render(replace(chat, messages=self.messages))
+            except Exception:
+                rendering = ""  # the template refuses the marks
+            self.text, self.marks = self._without_marks(rendering)
+            if self.text == text:
+                break
+        else:
+            raise UnusableRowError(
+                "template_refused",
+                "the chat template escapes or compares texts, so the assistant's cannot be told "
+                "from others' (--chat_template takes a template that prints texts as they are)",
+            )
+        self._check_words(rendering)
+        self.indices = [mark.at for mark in self.marks]
+        self.marks_of: dict[int, list[int]] = {}
+        for number, mark in enumerate(self.marks):
+            self.marks_of.setdefault(mark.message, []).append(number)
+
+    def refused(
+        self, index: int, problem: str, reason: str = "template_refused"
+    ) -> UnusableRowError:
+        """Return the error for a message that cannot be trained on."""
+        role = self.chat.messages[index]["role"]
+        return UnusableRowError(reason, f"message {index} ({role}): {problem}")
+
+    def bounds(self, message: int) -> tuple[int, int, int, int]:
+        """Return four indices of `text` around a message.
+
+        They are the end of the previous message's words, the start and the end of its own words,
+        and the start of the next message's words. Raises UnusableRowError if nothing is printed.
+        """
+        if message not in self.marks_of:
+            raise self.refused(message, "nothing of it is printed", "content_left_out")
+        first, last = self.marks_of[message][0], self.marks_of[message][-1]
+        before = (m.at for m in reversed(self.marks[:first]) if m.message != NO_MESSAGE)
+        behind = (m.at for m in self.marks[last + 1 :] if m.message != NO_MESSAGE)
+        start, stop = self.marks[first].at, self.marks[last].at
+        return next(before, 0), start, stop, next(behind, len(self.text))
+
+    def after_last_mark(self, rendering: str) -> str:
+        """Return the text behind the last mark in a rendering of some of these messages."""
+        text, marks = self._without_marks(rendering)
+        return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
+
+    def _without_marks(self, rendering: str) -> tuple[str, list[Mark]]:
+        """Return a rendering without its marks, and the marks."""
+        found = []
+        names: Counter[int] = Counter()
+        for number, match in enumerate(self._pattern.finditer(rendering)):
+            message, kind = divmod(ord(match.group()) - self._first, KINDS)
+            names[message] += kind == NAME
+            if kind == NAME and names[message] > self.expected[message, NAME]:
+                message = NO_MESSAGE
+            found.append(Mark(match.start() - number, message, kind))
+        return self._pattern.sub("", rendering), found
+
+    # --- marking
+
+    def _message(self, index: int, message: Message) -> dict[str, Any]:
+        calls = message.get("tool_calls") or []
+        # Do not mark an empty text of a message with calls: it would hide that calls are dropped.
+        can_be_empty = not calls and self._marks_empty
+        content, reasoning = message["content"], message.get("reasoning_content")
+        marked = dict(message)
+        if isinstance(content, str):
+            marked["content"] = self._text(content, index, CONTENT, can_be_empty)
+        else:
+            text = self._text(content[0]["text"], index, CONTENT, can_be_empty)
+            marked["content"] = [{"type": "text", "text": text}]
+        if isinstance(reasoning, str):
+            text = self._text(reasoning, index, REASONING, can_be_empty)
+            marked |= {name: text for name in REASONING_NAMES if name in message}
+        if calls:
+            marked["tool_calls"] = [self._call(index, call) for call in calls]
+        return marked
+
+    def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
+        """Put marks around the words of a text; words between thinking tags are reasoning."""
+        if not text.strip():
+            return self._mark(index, kind) + text if can_be_empty else text
+        pieces = TAGS.split(text)
+        tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
+        # If the first tag closes a thought, the text begins inside one that the prompt opened.
+        thinks = kind == CONTENT and bool(tags) and bool(tags[0][1])
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                tag = THINKING.fullmatch(piece)
+                thinks = thinks if tag is None or kind != CONTENT else not tag[1]
+            elif core := piece.strip():
+                of = REASONING if thinks else kind
+                pieces[number] = piece.replace(core, self._surrounded(core, index, of), 1)
+        if len(pieces) > 1:
+            mark = self._mark(index, kind)
+            pieces[0] += "" if pieces[0].strip() else mark
+            pieces[-1] = ("" if pieces[-1].strip() else mark) + pieces[-1]
+        return "".join(pieces)
+
+    def _surrounded(self, text: str, index: int, kind: int) -> str:
+        self.expected[index, kind] += 2
+        self._marked_texts.append((index, kind, text))
+        return self._mark(index, kind) + text + self._mark(index, kind)
+
+    def _mark(self, index: int, kind: int) -> str:
+        return chr(self._first + index * KINDS + kind)
+
+    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        before = self.expected[index, CALL]
+        function["arguments"] = self._value(function["arguments"], index)
+        if self.expected[index, CALL] == before:
+            if call.get("id") and self._template.prints_ids:
+                return {**call, "id": self._surrounded(call["id"], index, NAME)}
+            function["name"] = self._surrounded(function["name"], index, NAME)
+        return {**call, "function": function}
+
+    def _value(self, value: Any, index: int) -> Any:
+        """Put marks around every string of a JSON value, but not around keys."""
+        if isinstance(value, str):
+            return self._text(value, index, CALL)
+        if isinstance(value, Mapping):
+            return {key: self._value(item, index) for key, item in value.items()}
+        return [self._value(item, index) for item in value] if isinstance(value, list) else value
+
+    # --- checks
+
+    def _check_words(self, rendering: str) -> None:
+        """Raise UnusableRowError if the template changes the words of a message."""
+        for index, kind, text in self._marked_texts:
+            mark = self._mark(index, kind)
+            if f"{mark}{text}{mark}" in rendering or mark not in rendering:
+                continue
+            forms = _printed_forms(text)
+            printed = re.findall(f"{mark}([^{mark}]*){mark}", rendering)
+            if printed and not forms.intersection(printed):
+                problem = (
+                    f"the chat template changes the text: it prints {_shown(printed[0])} for "
+                    f"{_shown(text)}, and the model would learn that (--chat_template takes a "
+                    "template that prints texts as they are)"
+                )
+                raise self.refused(index, problem, "text_changed")
+
+    def turns_without_thinking(self) -> set[int]:
+        """Return the turns without their reasoning: many templates print it in the last turn only.
+
+        Raises UnusableRowError if another text of a message, or a tool, is not in the rendering.
+        """
+        found = Counter((mark.message, mark.kind) for mark in self.marks)
+        left_out = [key for key, expected in self.expected.items() if found[key] < expected]
+        for index, kind in left_out:
+            is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
+            if kind != REASONING or not is_past:
+                what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
+                reason = f"{what.replace(' ', '_')}_left_out"
+                raise self.refused(index, LEFT_OUT.format(f"its {what}"), reason)
+        for index, message in enumerate(self.chat.messages):
+            for call in message.get("tool_calls") or []:
+                arguments = call["function"]["arguments"]  # as a string they are marked as a whole
+                keys = arguments if isinstance(arguments, Mapping) else ()
+                for word in map(str, (call["function"]["name"], *keys)):
+                    if word not in self.text:
+                        problem = LEFT_OUT.format(f"{word!r} of its calls")
+                        raise self.refused(index, problem, "tool_calls_left_out")
+        for tool in self.chat.tools or []:
+            name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
+            if isinstance(name, str) and name not in self.text:
+                problem = LEFT_OUT.format(f"the tool {name!r}")
+                raise UnusableRowError("tools_left_out", problem)
+        return {index for index, _ in left_out}
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")
+
+
+def _unused(text: str, count: int) -> int:
+    """Return the first of `count` consecutive rare letters that a text does not contain."""
+    used = sorted({ord(letter) for letter in RARE_TEXT.findall(text)})
+    for letters in RARE:
+        for first in (letters.start, *(number + 1 for number in used if number in letters)):
+            stop = first + count
+            if stop <= letters.stop and not any(first <= number < stop for number in used):
+                return first
+    raise UnusableRowError("template_refused", "it has too many messages, or too many rare letters")
+
+
+def _printed_forms(text: str) -> set[str]:
+    """Return the forms of a text: unchanged, in JSON, in Python or in HTML."""
+    quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
+    forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
+    return forms | {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}

@@ -1,0 +1,309 @@
+"""Datasets and models of the Hugging Face Hub: their files, and the paths of these in the cache.
+
+A preparation reads the cache only, so that it does the same with a network and without one;
+fetch.py fills the cache. The Hub is asked once per commit for the files of each split. The answer
+is saved in the cache with the files, so that both are copied together.
+"""
+
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal, NamedTuple
+from urllib.parse import quote
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments, Source, sources_of
+from utils.host.atomic_files import replace_text
+from utils.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES
+from utils.prepare.workspace import commits_begun_with
+
+if TYPE_CHECKING:
+    from huggingface_hub import ResolvedRevision
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["dataset", "model"]
+
+PARQUET_BRANCH = "refs/convert/parquet"
+_DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)")
+# The files of a configuration and a tokenizer: no pickles, no code, not original/ or onnx/.
+_SMALL_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_FOLDERS_OF_A_MODEL = (".", "additional_chat_templates")
+_DATED_FILES = 100  # the Hub is asked for the dates of so many files
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset as a source names it; None is the branch main, and the only or default subset."""
+
+    name: str
+    revision: str | None
+    subset: str | None
+
+    @property
+    def key(self) -> str:
+        """The name under which its commit is recorded."""
+        return f"{self.name}@{self.revision or 'main'}"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of each split of a subset at one commit; `others` are the other subsets.
+
+    mtime_ns: the time of the newest file's commit, which is the same on every machine.
+    """
+
+    subset: str
+    others: Sequence[str]
+    splits: Mapping[str, Sequence[str]]
+    mtime_ns: int
+
+
+def hub_dataset(path: str, source: Source) -> HubDataset | None:
+    """Return the dataset that a path of a source names; None for a local path, which comes first.
+
+    Raises ValueError if a local path has keys that only datasets of the Hub have.
+    """
+    found = _DATASET.fullmatch(path)
+    if path.startswith("hf://") and found is None:
+        raise ValueError("give hf://datasets/OWNER/NAME, and in a recipe subset, revision, split")
+    is_file = Path(path).suffix.lower() in {*RECORD_KINDS, *COMPRESSIONS, ".txt"}
+    if found and (found[1] or not (is_file or os.path.lexists(path))):
+        return HubDataset(found[2], source.revision or found[3], source.subset)
+    if given := [key for key in ("subset", "revision", "max_files") if getattr(source, key)]:
+        raise ValueError(f"{given[0]} is for a dataset of the Hub, and this is a local path")
+    return None
+
+
+class CachedFile(NamedTuple):
+    """A cached file of the Hub: its name on every machine, the time of its commit, its dataset."""
+
+    url: str
+    mtime_ns: int
+    dataset_key: str
+    commit: str
+
+
+class HubCache:
+    """The Hub's cache in the user's HF_HOME, or in `offline_dir`.
+
+    begun_with: the commits, by `HubDataset.key`, of work that is already in the output folder. All
+    shards, and a second start, read these even if the dataset has changed.
+    """
+
+    def __init__(self, arguments: PreparationArguments):
+        from huggingface_hub import constants
+
+        home = arguments.offline_dir
+        self.folder = (Path(home) / "hub" if home else Path(constants.HF_HUB_CACHE)).absolute()
+        self.begun_with = commits_begun_with(Path(arguments.output_dir))
+
+    def resolve(
+        self, kind: Kind, name: str, revision: str | None, *, ask: bool
+    ) -> "ResolvedRevision":
+        """Return the commit of a revision: ask the Hub, or read the cache."""
+        from huggingface_hub import HfApi
+
+        return HfApi().resolve_revision(
+            name, repo_type=kind, revision=revision, cache_dir=self.folder, local_files_only=not ask
+        )
+
+    def snapshot(self, kind: Kind, name: str, commit: str) -> Path:
+        """Return the folder of the files of a commit."""
+        from huggingface_hub.file_download import repo_folder_name
+
+        repository = repo_folder_name(repo_id=name, repo_type=kind)
+        return self.folder / repository / "snapshots" / commit
+
+    def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
+        """Return the commit and the files of a dataset.
+
+        Without an entry in the cache, `ask` the Hub and save its answer, or raise
+        FileNotFoundError. Raises ValueError for a missing or unknown subset.
+        """
+        revision = self.begun_with.get(dataset.key, dataset.revision)
+        commit = self.resolve("dataset", dataset.name, revision, ask=ask)
+        folder = self.snapshot("dataset", dataset.name, commit.resolved).parents[1] / "stoker"
+        saved = folder / f"{commit.resolved}--{quote(dataset.subset or '', safe='')}.json"
+        if not ask or saved.is_file():
+            return commit, Listing(**json.loads(saved.read_text(encoding="utf-8")))
+        found = _ask_for_files(dataset, commit.resolved)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(saved, json.dumps(asdict(found), indent=1))
+        return commit, found
+
+
+def cached_files(
+    cache: HubCache, source: Source
+) -> tuple[list[str], dict[str, CachedFile], list[str]]:
+    """Return (paths, hub_files, problems) of a source.
+
+    paths: its local paths and the paths of cached files. hub_files: the cached files by path.
+    problems: faults, and files that are not in the cache.
+    """
+    paths: list[str] = []
+    hub_files: dict[str, CachedFile] = {}
+    problems: list[str] = []
+    for path in source.paths:
+        try:
+            dataset = hub_dataset(path, source)
+            found = _cached(cache, dataset, source) if dataset else {}
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+            continue
+        hub_files |= found
+        paths.extend(found if dataset else [path])
+    return paths, hub_files, problems
+
+
+def refuse_uncached(arguments: PreparationArguments) -> None:
+    """Raise ConfigurationError with the Hub's datasets that are not in the cache."""
+    cache = HubCache(arguments)
+    found = [cached_files(cache, source)[2] for source in sources_of(arguments)]
+    if problems := [problem for problems in found for problem in problems]:
+        raise ConfigurationError(problems)
+
+
+def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, CachedFile]:
+    """Return the cached files of a dataset that a source reads; ValueError if any is missing."""
+    from huggingface_hub.errors import RevisionResolutionError
+
+    not_cached = (
+        f"is not in the cache {cache.folder}. Run this command once where there is a network (a "
+        "login node), or, if jobs cannot read that folder, with --offline_dir DIR"
+    )
+    try:
+        revision, listing = cache.listing(dataset, ask=False)
+    except (FileNotFoundError, RevisionResolutionError) as error:
+        raise ValueError(f"no such local path; and the dataset of the Hub {not_cached}") from error
+    commit = revision.resolved
+    split, names = files_of_split(dataset, listing, source)
+    snapshot = cache.snapshot("dataset", dataset.name, commit)
+    if missing := [name for name in names if not (snapshot / name).exists()]:
+        raise ValueError(f"{len(missing)} of {len(names)} files, {missing[0]}: {not_cached}")
+    others = [name for name in listing.splits if name != split]
+    logger.info(
+        f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
+        f"{commit[:10]}" + (f"; not used: {', '.join(others)}" if others else "")
+    )
+    if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
+        logger.warning(f"{dataset.name}: of this split the Hub has converted only the first 5 GB")
+    url = f"hf://datasets/{dataset.name}@{commit}/"
+    return {
+        str(snapshot / name): CachedFile(url + name, listing.mtime_ns, dataset.key, commit)
+        for name in names
+    }
+
+
+def files_of_split(
+    dataset: HubDataset, listing: Listing, source: Source
+) -> tuple[str, Sequence[str]]:
+    """Return the split of a dataset that a source reads, and its first `max_files` files.
+
+    It is the split that the source names, else the one with the source's own name, else the only
+    one. Raises ValueError with the names of all splits.
+    """
+    wanted = source.from_split or source.split
+    by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
+    split = wanted if wanted in listing.splits else by_meaning.get(SPLIT_NAMES.get(wanted, wanted))
+    if split is None and source.from_split is None and len(listing.splits) == 1:
+        (split,) = listing.splits
+    if split is None:
+        subset = f"subset: {dataset.subset}, " if dataset.subset else ""
+        raise ValueError(
+            f"has no split {wanted!r} but {', '.join(listing.splits)}: in a recipe give "
+            f"{{path: {dataset.name}, {subset}split: NAME}}"
+        )
+    return split, list(listing.splits[split])[: source.max_files]
+
+
+# --- questions to the Hub
+
+
+def list_model_files(name: str, commit: str, weights: bool) -> list[str]:
+    """Return the files that load a model: configuration, tokenizer and `weights`.
+
+    Raises ValueError if there are no weights as safetensors.
+    """
+    from huggingface_hub import HfApi
+
+    paths = [PurePosixPath(each) for each in HfApi().list_repo_files(name, revision=commit)]
+    paths = [path for path in paths if str(path.parent) in _FOLDERS_OF_A_MODEL]
+    small = [str(path) for path in paths if path.suffix in _SMALL_FILES]
+    if not weights:
+        return small
+    # Mistral's consolidated.safetensors are a second copy of the weights.
+    tensors = [path for path in paths if path.suffix == ".safetensors"]
+    tensors = [path for path in tensors if "consolidated" not in path.name]
+    if not tensors:
+        raise ValueError("has no weights as safetensors, and others are not loaded")
+    return small + [str(path) for path in tensors]
+
+
+def _ask_for_files(dataset: HubDataset, commit: str) -> Listing:
+    """Return the files of a subset; raises ValueError for a missing or unknown subset."""
+    from huggingface_hub import HfApi
+
+    read = _read_parquet_branch if dataset.revision == PARQUET_BRANCH else _read_card
+    subset, subsets, splits = read(dataset, commit)
+    files = [file for split in splits.values() for file in split][:_DATED_FILES]
+    dated = HfApi().get_paths_info(
+        dataset.name, files, revision=commit, repo_type="dataset", expand=True
+    )
+    dates = [each.last_commit.date for each in dated if each.last_commit is not None]
+    seconds = int(max(dates, default=datetime.now(UTC)).timestamp())
+    return Listing(subset, [name for name in subsets if name != subset], splits, seconds * 10**9)
+
+
+def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[str, list[str]]]:
+    """Return the subset, all subsets and the files of each split, from the dataset's card."""
+    from datasets import get_dataset_config_names, load_dataset_builder
+
+    # With an empty cache the library asks the Hub instead of answering from an older download.
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            builder = load_dataset_builder(
+                dataset.name, dataset.subset, revision=commit, cache_dir=empty
+            )
+        except ValueError as error:
+            if "onfig" not in str(error):  # Config name is missing, BuilderConfig not found
+                raise
+            subsets = get_dataset_config_names(dataset.name, revision=commit)
+            raise ValueError(_choice(dataset, subsets)) from error
+    prefix = f"hf://datasets/{dataset.name}@{commit}/"
+    files = builder.config.data_files or {}
+    if any(not file.startswith(prefix) for split in files.values() for file in split):
+        raise ValueError("its card names files that are elsewhere: download those, and give a path")
+    splits = {
+        str(name): [file.removeprefix(prefix) for file in split] for name, split in files.items()
+    }
+    return builder.config.name, list(builder.builder_configs), splits
+
+
+def _read_parquet_branch(
+    dataset: HubDataset, commit: str
+) -> tuple[str, list[str], dict[str, list[str]]]:
+    """Return the same from the branch of SUBSET/SPLIT/NUMBER.parquet that the Hub creates."""
+    from huggingface_hub import HfApi
+
+    names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)
+    found: dict[str, dict[str, list[str]]] = {}
+    for file in sorted(name for name in names if PurePosixPath(name).match("*/*/*.parquet")):
+        subset, split, _ = file.split("/")
+        found.setdefault(subset, {}).setdefault(split.removeprefix("partial-"), []).append(file)
+    chosen = dataset.subset or (next(iter(found)) if len(found) == 1 else "")
+    if chosen not in found:
+        raise ValueError(_choice(dataset, list(found)))
+    return chosen, list(found), found[chosen]
+
+
+def _choice(dataset: HubDataset, subsets: Sequence[str]) -> str:
+    fault = f"has no subset {dataset.subset!r} but" if dataset.subset else "has several subsets:"
+    example = f"{{path: {dataset.name}, subset: {subsets[0] if subsets else 'NAME'}}}"
+    return f"{fault} {', '.join(subsets)}; choose one in a recipe: sources: [{example}]"

@@ -1,0 +1,347 @@
+"""Readers of every kind of file: a file is cut into parts, and each part gives its records."""
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from utils.config.errors import ConfigurationError
+from utils.data.columns import STATE_FILE, read_json_object
+from utils.host.atomic_files import paths_inside
+from utils.prepare.hints import CHATS
+from utils.prepare.messages import are_messages
+from utils.prepare.rows import detect_formats
+from utils.prepare.source_files import SourceFile, open_source
+from utils.prepare.values import BadRow, Location, Record
+
+ROWS_PER_READ = 64
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A part [start, stop) of one file; `size` is in bytes on disk.
+
+    The unit is bytes for uncompressed JSONL, row groups for Parquet and rows for a datasets folder.
+    (0, 1) is the whole of any other file.
+    """
+
+    file: SourceFile
+    start: int
+    stop: int
+    size: int
+
+
+Records = Iterator[Record | BadRow]
+
+
+def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
+    """Cut a file into parts of about `part_bytes`, as far as its kind allows.
+
+    Raises ArrowException, OSError or ValueError when the file cannot be opened.
+    """
+    total = step = 1  # the whole file
+    if file.kind == "parquet":
+        yield from _row_groups(file, part_bytes)
+        return
+    if file.kind == "jsonl" and file.compression is None:
+        total, step = file.size, part_bytes
+    elif file.kind == "datasets":
+        total = len(_load_folder(file.path))
+        step = max(1, total * part_bytes // max(file.size, 1))
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        yield FilePart(file, start, stop, file.size * (stop - start) // total)
+
+
+def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
+    metadata = pq.read_metadata(file.path)
+    start = size = 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+        if size and size + own > part_bytes:
+            yield FilePart(file, start, index, size)
+            start, size = index, 0
+        size += own
+    if metadata.num_row_groups:
+        yield FilePart(file, start, metadata.num_row_groups, size)
+
+
+def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
+    """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
+
+    columns: the columns of Parquet files and datasets folders to read, None for all. A text file
+    gives records with one field, named as the first column. Text files and JSON arrays are loaded
+    whole.
+    """
+    try:
+        yield from READERS[part.file.kind](part, columns)
+    except UnicodeError as error:
+        raise ConfigurationError(
+            f"{part.file.path}: not UTF-8 ({error}); convert it, for example with iconv -f "
+            "WINDOWS-1252 -t UTF-8"
+        ) from error
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigurationError(
+            f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
+        ) from error
+
+
+def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
+    """Yield the whole file as one record: one document, with one end of text."""
+    file, column = part.file, columns[0] if columns else "text"
+    location = Location(file.path)
+    with open_source(file.path, file.compression) as stream:
+        try:
+            text = stream.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield BadRow("invalid_utf8", f"not UTF-8 at byte {error.start}", location)
+            return
+    yield Record({column: text.removeprefix("\ufeff")}, location)
+
+
+def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
+    with open_source(part.file.path, part.file.compression) as stream:
+        position = number = 0
+        if part.start:
+            # A line across the cut belongs to the earlier part.
+            stream.seek(part.start - 1)
+            position = part.start - 1 + len(stream.readline())
+        offset = position
+        while part.file.compression or position < part.stop:
+            line = stream.readline()
+            if not line:
+                return
+            number, position = number + 1, position + len(line)
+            if line.strip():
+                yield _parse_line(line, Location(part.file.path, "line", number, offset))
+
+
+def _parse_line(line: bytes, location: Location) -> Record | BadRow:
+    try:
+        value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
+    except (RecursionError, ValueError) as error:  # includes deep nesting and very long numbers
+        message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
+        return BadRow("malformed_json", message, location)
+    return _object(value, location)
+
+
+def _object(value: Any, location: Location) -> Record | BadRow:
+    if isinstance(value, dict):
+        return Record(value, location)
+    if are_messages(value):
+        return Record({"messages": value}, location)
+    message = f"a record must be a JSON object, found {type(value).__name__}"
+    return BadRow("not_an_object", message, location)
+
+
+def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
+    """Yield the records of a file of one JSON value, or of several that span many lines each."""
+    path = part.file.path
+    with open_source(path, part.file.compression) as stream:
+        text = stream.read().decode("utf-8-sig").strip()
+    values, start, decoder = [], 0, json.JSONDecoder()
+    while start < len(text):
+        try:
+            value, stop = decoder.raw_decode(text, start)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigurationError(f"{path}: malformed JSON ({error}); repair the file") from None
+        values.append(value)
+        start = stop + len(text[stop:]) - len(text[stop:].lstrip())
+    records = _records_of(path, values[0]) if len(values) == 1 else values
+    for number, value in enumerate(records):
+        yield _object(value, Location(path, "record", number))
+
+
+def _records_of(path: str, value: Any) -> list[Any]:
+    """Return the records of a JSON value: an array, one record, or an object with an array."""
+    if isinstance(value, list):
+        return [value] if are_messages(value) else value
+    if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
+        return rows
+    if not isinstance(value, dict) or detect_formats(value):
+        return [value]
+    of_row = {*CHATS, "history"}
+    arrays = [key for key, item in value.items() if key not in of_row and _are_records(item)]
+    if len(arrays) > 1 and "data" not in arrays:
+        raise ConfigurationError(
+            f"{path}: one object with several lists of records ({', '.join(arrays)}): write each "
+            "list to a file of its own"
+        )
+    return value["data" if "data" in arrays else arrays[0]] if arrays else [value]
+
+
+def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a table that pandas wrote as one object; [] for another object.
+
+    pandas has three forms: names under `columns` and rows under `data`; rows by their numbers; and
+    columns. A column is an object with the keys "0", "1" and so on, or a list with a text for each
+    row. Raises ConfigurationError for columns of different lengths.
+    """
+    if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
+        return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    are_objects = all(isinstance(item, dict) for item in table.values())
+    if are_objects and all(key.isdigit() for key in table):
+        return [*table.values()]
+    columns = [[*item.values()] if isinstance(item, dict) else item for item in table.values()]
+    are_indexed = are_objects and all("0" in item for item in table.values())
+    are_texts = all(isinstance(column, list) and _are_texts(column) for column in columns)
+    if not are_indexed and not (are_texts and {"text", "output", "completion"} & table.keys()):
+        return []
+    if len(set(map(len, columns))) > 1:
+        lengths = ", ".join(f"{name} {len(c):,}" for name, c in zip(table, columns, strict=True))
+        raise ConfigurationError(f"{path}: its columns have different numbers of rows ({lengths})")
+    return [dict(zip(table, cells, strict=True)) for cells in zip(*columns, strict=True)]
+
+
+def _are_texts(value: list[Any]) -> bool:
+    return all(isinstance(item, str) for item in value)
+
+
+def _are_records(value: Any) -> bool:
+    is_array = isinstance(value, list) and bool(value)
+    return is_array and (isinstance(value[0], dict) or are_messages(value[0]))
+
+
+def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
+    """Yield the rows below the header of a CSV or TSV file; every field is a string."""
+    path = part.file.path
+    csv.field_size_limit(1 << 28)
+    with (
+        open_source(path, part.file.compression) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream,
+    ):
+        head, above = stream.readline(), 0
+        if head.lower().startswith("sep="):  # Excel's
+            head, above = stream.readline(), 1
+        delimiter = _delimiter(head, "\t" if ".tsv" in path.lower()[-8:] else ",")
+        rows = csv.reader(chain([head], stream), delimiter=delimiter, strict=True)
+        try:
+            names = [name.strip() for name in next(rows, [])]
+            if twice := [name for name, number in Counter(names).items() if name and number > 1]:
+                raise ConfigurationError(
+                    f"{path}: its header has {twice[0]!r} twice, so one of these columns would be "
+                    "lost: rename it"
+                )
+            for row in rows:
+                location = Location(path, "line", rows.line_num + above)
+                if len(row) == len(names):
+                    yield Record(dict(zip(names, row, strict=True)), location)
+                elif row:
+                    message = f"{len(row)} cells where the header names {len(names)} columns"
+                    yield BadRow("malformed_csv", message, location)
+        except csv.Error as error:
+            raise ConfigurationError(
+                f"{path}:{rows.line_num + above}: malformed CSV ({error}); repair the file"
+            ) from error
+
+
+def _delimiter(header: str, usual: str) -> str:
+    """Return the delimiter: `usual`, unless it leaves the header whole and another one cuts it."""
+    cells: dict[str, int] = {}
+    for mark in (usual, *",;|\t"):
+        with suppress(csv.Error):
+            cells[mark] = len(next(csv.reader([header], delimiter=mark, strict=True), []))
+    if cells.get(usual, 0) > 1 or not cells:
+        return usual
+    return max(cells, key=lambda mark: cells[mark])
+
+
+def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
+    with pq.ParquetFile(part.file.path) as parquet:
+        row = sum(parquet.metadata.row_group(i).num_rows for i in range(part.start))
+        names = parquet.schema_arrow.names
+        left_out = tuple(name for name in names if columns is not None and name not in columns)
+        for batch in parquet.iter_batches(
+            batch_size=ROWS_PER_READ,
+            row_groups=list(range(part.start, part.stop)),
+            columns=[name for name in names if name not in left_out],
+            use_threads=False,
+        ):
+            yield from _rows(pa.Table.from_batches([batch]), part.file.path, row, left_out)
+            row += batch.num_rows
+
+
+def _read_datasets(part: FilePart, columns: Sequence[str] | None) -> Records:
+    dataset = _load_folder(part.file.path)
+    names = [name for name in dataset.column_names if columns is None or name in columns]
+    left_out = tuple(name for name in dataset.column_names if name not in names)
+    dataset = dataset.select_columns(names).select(range(part.start, part.stop))
+    row = part.start
+    for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+        yield from _rows(table, part.file.path, row, left_out)
+        row += table.num_rows
+
+
+def _load_folder(path: str) -> Any:
+    from datasets import load_from_disk
+
+    state = Path(path) / STATE_FILE
+    kinds = ("_data_files", "_indices_files", "_indices_data_files")
+    files = [file for kind in kinds for file in read_json_object(state).get(kind) or ()]
+    names = [file.get("filename") if isinstance(file, dict) else None for file in files]
+    paths_inside(Path(path), names, state, links=True)
+    return load_from_disk(path, keep_in_memory=False)
+
+
+def _rows(
+    table: pa.Table, path: str, first_row: int, left_out: tuple[str, ...]
+) -> Iterator[Record]:
+    rows = table.to_pylist() if table.num_columns else [{}] * table.num_rows
+    nested = {
+        field.name: field.type
+        for field in table.schema
+        if isinstance(field.type, pa.JsonType) or not pa.types.is_primitive(field.type)
+    }
+    for row, fields in enumerate(rows, start=first_row):
+        decoded = {name: _as_json(fields[name], kind) for name, kind in nested.items()}
+        yield Record({**fields, **decoded}, Location(path, "row", row), left_out=left_out)
+
+
+def _as_json(value: Any, kind: pa.DataType) -> Any:
+    """Return an Arrow value as the JSON that it was made from, with `Json()` features decoded.
+
+    A struct's keys that are null are left out. Arrow gives every row the keys of all rows, so a key
+    that a row never had looks like a null.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        names = [(field.name, field.type) for field in kind if value[field.name] is not None]
+        return {name: _as_json(value[name], inner) for name, inner in names}
+    if pa.types.is_map(kind):
+        return {key: _as_json(item, kind.item_type) for key, item in value}
+    if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
+        return [_as_json(item, kind.value_type) for item in value]
+    return _as_text(value) if isinstance(value, bytes) else value
+
+
+def _as_text(value: bytes) -> str | bytes:
+    """Decode bytes that are UTF-8, because some writers mark no column as text."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value  # a picture; where a text is needed, check_text refuses it
+
+
+READERS: dict[str, Callable[[FilePart, Sequence[str] | None], Records]] = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "datasets": _read_datasets,
+    "text": _read_text,
+}

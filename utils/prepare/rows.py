@@ -1,0 +1,387 @@
+"""Rows as people publish them, checked and made into documents: texts, chats or completions.
+
+A row format is a set of columns and where it comes from:
+
+- text: `text`
+- messages: `messages` of role and content (OpenAI, Hugging Face)
+- sharegpt: `conversations` of from and value (ShareGPT, LLaMA-Factory, axolotl); becomes messages
+- alpaca: `instruction`, `input`, `output` (Stanford Alpaca); becomes messages
+- prompt_completion: `prompt` and `completion`, both texts or both messages (TRL)
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from utils.config.preparation import check_template_variables
+from utils.prepare.messages import are_messages, check_answers, messages_of, tool_calls_of
+from utils.prepare.values import (
+    ASSISTANT,
+    FILTERED,
+    MEDIA,
+    BadRow,
+    Location,
+    Record,
+    UnusableRowError,
+    check_text,
+    decoded,
+    refuse_media,
+    wrong_type,
+)
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+}
+_OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "text": MEDIA,
+    "messages": _OF_CHATS,
+    "sharegpt": _OF_CHATS,
+    "alpaca": ("input", "history", *_OF_CHATS),
+    "prompt_completion": ("history", *_OF_CHATS),
+}
+# The format of the documents, for row formats that are converted.
+DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages"}
+_MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """Plain text, every token of it trained on; `column` is its name in the file."""
+
+    text: str
+    location: Location
+    column: str = "text"
+
+
+@dataclass(frozen=True)
+class ChatDocument:
+    """A conversation; the assistant's turns from message `first_trained` on are trained on.
+
+    tools: JSON schemas. template_options: more variables for the chat template.
+    """
+
+    messages: Sequence[Message]
+    location: Location
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] | None = None
+    first_trained: int = 0
+
+
+@dataclass(frozen=True)
+class CompletionDocument:
+    """A prompt and its completion as strings; as messages they are a ChatDocument.
+
+    column: the name of the completion in the file.
+    """
+
+    prompt: str
+    completion: str
+    location: Location
+    column: str = "completion"
+
+
+Document = TextDocument | ChatDocument | CompletionDocument
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How the rows of one source are read, and how many of them are used.
+
+    columns: pairs (name in the file, our name). filters: pairs (name in the file, what is kept: a
+    value, a list of values, or {"min": ..., "max": ...}). weight: how often each document is
+    written, a fraction being the share of documents. max_tokens: of the whole source.
+    chat_template_kwargs: variables of the chat template, for rows that do not give them.
+    """
+
+    row_format: str
+    columns: tuple[tuple[str, str], ...] = ()
+    filters: tuple[tuple[str, Any], ...] = ()
+    weight: float = 1.0
+    max_tokens: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def read_columns(self) -> list[str]:
+        """The columns to read, by their names in the file; the format's own first."""
+        own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
+        return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
+
+    def name_of(self, column: str) -> str:
+        """Return the name in the file of a column of ours."""
+        return next((name for name, ours in self.columns if ours == column), column)
+
+    @property
+    def answers_column(self) -> str:
+        """The column whose text or messages are trained on, by its name in the file.
+
+        For alpaca this is the history: the output is checked when it is read.
+        """
+        alpaca = self.row_format == "alpaca"
+        return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
+
+    def selects(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether the filters select a row; raises UnusableRowError without their column."""
+        for name, _ in self.filters:
+            if name not in fields:
+                message = f"no {name!r}, which the filter asks for ({_found(fields)})"
+                raise UnusableRowError("missing_field", message)
+        return all(_selects(wanted, fields[name]) for name, wanted in self.filters)
+
+
+def _selects(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        try:
+            return wanted.get("min", -math.inf) <= float(value) <= wanted.get("max", math.inf)
+        except (TypeError, ValueError):
+            return False
+    values = wanted if isinstance(wanted, list) else [wanted]
+    # A CSV file holds strings only.
+    return value in values or (isinstance(value, str) and value in map(str, values))
+
+
+def _found(names: Iterable[str]) -> str:
+    return f"columns found: {', '.join(sorted(names)) or 'none'}"
+
+
+# --- documents
+
+
+def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
+    """Return the document of a record, or its fault."""
+    try:
+        if not rows.selects(record.fields):
+            return BadRow(FILTERED, "not selected by the filter", record.location)
+        return _document(record, rows)
+    except UnusableRowError as error:
+        return error.at(record.location)
+
+
+def _document(record: Record, rows: RowSettings) -> Document:
+    place, column = record.location, rows.answers_column
+    fields = document_fields(record.fields, rows.row_format, rows.columns)
+    if rows.row_format == "text":
+        if not fields["text"].strip():
+            raise UnusableRowError("empty", f"empty document: {column!r} has no text")
+        return TextDocument(fields["text"], place, column)
+    prompt = fields.get("prompt", [])
+    if isinstance(prompt, str):
+        return CompletionDocument(prompt, fields["completion"], place, column)
+    messages = [*prompt, *fields["completion"]] if prompt else fields["messages"]
+    check_answers(messages, len(prompt), repr(column))
+    options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
+    return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
+
+
+# --- the columns of a row
+
+
+def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
+    """Return the fields under our names; a column given for one of ours replaces that one."""
+    ours = dict(columns)
+    taken = set(ours.values())
+    return {
+        ours.get(name, name): value
+        for name, value in fields.items()
+        if name in ours or name not in taken
+    }
+
+
+class _Row(dict[str, Any]):
+    """The fields of a row under our names; error messages name its columns as the file does."""
+
+    def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
+        super().__init__(renamed(given, columns))
+        self._theirs = {ours: theirs for theirs, ours in columns}
+
+    def shown(self, name: str) -> str:
+        """Return the file's name of a column of ours, in quotes."""
+        return repr(self._theirs.get(name, name))
+
+    def either(self, *names: str) -> tuple[str, Any]:
+        """Return the name and value of the only column that is set, of two with one meaning.
+
+        Raises UnusableRowError if both are set to different values.
+        """
+        found = {name: self[name] for name in names if decoded(self.get(name))}
+        if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
+            both = " and ".join(map(self.shown, names))
+            reason = "two_systems" if "system" in names else "wrong_type"
+            raise UnusableRowError(reason, f"{both} differ: keep one of them")
+        return next(iter(found.items()), (names[0], None))
+
+
+def detect_formats(fields: Mapping[str, Any]) -> list[str]:
+    """Return every format whose columns the row has (one, when the row is clear)."""
+    return [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
+
+
+def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
+    """Tell whether a row becomes a chat, which a template renders."""
+    if row_format == "prompt_completion":
+        return _is_chat(fields.get("prompt"))
+    return DOCUMENT_FORMATS.get(row_format, row_format) == "messages"
+
+
+def document_fields(
+    given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
+) -> Mapping[str, Any]:
+    """Return the checked fields of a row's document; raises UnusableRowError with the reason.
+
+    columns: pairs (name in the file, our name).
+    """
+    fields = _Row(given, columns)
+    missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
+    if missing:
+        message = f"no {' and no '.join(missing)}, which the format {row_format} needs"
+        message += f" ({_found(name for name, value in given.items() if value is not None)})"
+        held = {name: value for name, value in fields.items() if value is not None}
+        if others := detect_formats(held):
+            message += (
+                f". It is a row of the format {others[0]}: files of different formats go into a "
+                "recipe, each as an entry of `sources`"
+            )
+        raise UnusableRowError("missing_field", message)
+    if row_format == "text":
+        check_text(fields.shown("text"), fields["text"])
+        if _MEDIA_TAGS.search(fields["text"]):
+            refuse_media("the row", fields)
+        return fields
+    refuse_media("the row", fields)
+    extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
+    if row_format == "prompt_completion":
+        return _prompt_and_completion(fields, extras) | extras
+    if row_format == "alpaca":
+        messages = list(_alpaca_turns(fields))
+    else:
+        (name,) = NEEDED[row_format]
+        messages = messages_of(fields.shown(name), fields[name])
+    return {"messages": _with_system(messages, fields), **extras}
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) or are_messages(decoded(prompt))
+
+
+def _prompt_and_completion(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return prompt and completion, checked: both texts, or both lists of messages.
+
+    The completion of a prompt of messages may be the text of the answer.
+    """
+    prompt, completion = fields["prompt"], fields["completion"]
+    question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
+    if _is_chat(prompt):
+        if fields.get("history"):
+            raise UnusableRowError("wrong_type", f"{history} goes into the messages of {question}")
+        if isinstance(completion, str) and not _is_chat(completion):
+            completion = [{"role": ASSISTANT, "content": completion}]
+        if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
+            raise wrong_type(answer, "a text, or messages of role and content", completion)
+        return {
+            "prompt": _with_system(messages_of(question, prompt), fields),
+            "completion": messages_of(answer, completion),
+        }
+    if _is_chat(completion):
+        raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
+    check_text(question, prompt)
+    check_text(answer, completion)
+    if not completion.strip():
+        raise UnusableRowError("empty", f"empty document: {answer} has no text")
+    tools, _ = fields.either("tools", "functions")
+    system, system_text = fields.either("system", "system_prompt")
+    others = {**extras, system: system_text, "history": fields.get("history")}
+    if given := [name for name, value in others.items() if value]:
+        names = [fields.shown(tools if name == "tools" else name) for name in given]
+        raise UnusableRowError(
+            "wrong_type",
+            f"{' and '.join(names)} go with messages, but {question} is a text; chats are "
+            f"made where --columns names {question} instruction and {answer} output",
+        )
+    return {"prompt": prompt, "completion": completion}
+
+
+def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
+    """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
+
+    `history` holds earlier turns, such as pairs (instruction, output). In a row with tools, an
+    output that is a JSON list of calls becomes these calls, as in xLAM's data.
+    """
+    instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
+    for name, text in (("instruction", instruction), ("input", given), ("output", output)):
+        check_text(fields.shown(name), text)
+    if history := decoded(fields.get("history")):
+        yield from messages_of(fields.shown("history"), history)
+    question = "\n".join(text for text in (instruction, given) if text)
+    yield {"role": "user", "content": question}
+    if not output.strip():
+        raise UnusableRowError("empty", f"empty document: {fields.shown('output')} has no text")
+    calls = decoded(output)
+    if fields.get("tools") and calls and isinstance(calls, list) and all(map(_is_call, calls)):
+        found = tool_calls_of(fields.shown("output"), calls)
+        yield {"role": ASSISTANT, "content": "", "tool_calls": found}
+    else:
+        yield {"role": ASSISTANT, "content": output}
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"name", "arguments"} <= value.keys()
+
+
+def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
+    """Put a row's own system text first; raises UnusableRowError for another system message."""
+    name, system = fields.either("system", "system_prompt")
+    if not system or (isinstance(system, str) and not system.strip()):
+        return messages
+    if not isinstance(system, list | Mapping):  # messages_of checks the parts of these
+        check_text(fields.shown(name), system)
+    given = dict(system) if isinstance(system, Mapping) else {"content": system}
+    (message,) = messages_of(fields.shown(name), [given | {"role": "system"}])
+    if messages[0]["role"] != "system":
+        return [message, *messages]
+    if messages[0]["content"] != message["content"]:
+        raise UnusableRowError(
+            "two_systems",
+            f"{fields.shown(name)} and the first message give different system texts: keep one",
+        )
+    return messages
+
+
+def _tools(fields: _Row) -> list[Any] | None:
+    """Return the tools of a row as OpenAI writes them; None if there are no tools."""
+    name, tools = fields.either("tools", "functions")
+    tools = decoded(tools)
+    if not tools or (isinstance(tools, str) and not tools.strip()):
+        return None
+    tools = [decoded(tool) for tool in (tools if isinstance(tools, list) else [tools])]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise wrong_type(fields.shown(name), "a list of JSON schemas", fields[name])
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Wrap a bare function (also Anthropic's), and decode parameters that are JSON text."""
+    if "input_schema" in tool and "parameters" not in tool:
+        tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
+    if "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or "parameters" not in function:
+        return tool
+    return {**tool, "function": {**function, "parameters": decoded(function["parameters"])}}
+
+
+def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:
+    found = decoded(fields.get("chat_template_kwargs")) or {}
+    try:
+        check_template_variables(found, fields.shown("chat_template_kwargs"))
+    except ValueError as error:
+        raise UnusableRowError("wrong_type", str(error)) from None
+    return {key: value for key, value in found.items() if value is not None} or None

@@ -1,0 +1,372 @@
+"""Source files: a sorted list of readable files, from the paths that a user gives."""
+
+import codecs
+import glob
+import io
+import json
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import pyarrow as pa
+import zstandard
+
+from utils.prepare.messages import are_messages
+
+SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
+Compression = Literal["gzip", "zstd"]
+
+TEXT_SUFFIXES = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".html", ".htm", ".xml", ".org"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go"),
+    *(".rs", ".rb", ".php", ".sh", ".sql", ".jl", ".r", ".scala", ".kt", ".swift", ".lua"),
+)
+RECORD_KINDS: dict[str, SourceKind] = {
+    **dict.fromkeys((".jsonl", ".json-lines", ".jsonlines", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **{".json": "json", ".parquet": "parquet"},
+}
+KINDS: dict[str, SourceKind] = {**dict.fromkeys(TEXT_SUFFIXES, "text"), **RECORD_KINDS}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+SNIFFED_BYTES = 1 << 16
+LONGEST_FIRST_LINE = 1 << 24  # bytes; a longer one is the whole file
+
+# Names of splits in the Hub's files and folders, and our names for them.
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_ABOUT_A_FOLDER = re.compile(
+    r"(readme|licen[cs]e|changelog|citation)[^.]*(\.\w+)?"
+    r"|(dataset_(infos?|dict)|config|metadata)\.json",
+    re.IGNORECASE,
+)
+_DATA_ARRAY = re.compile(r'"data"\s*:\s*\[')
+_SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One readable file, or one datasets folder; size: the bytes of all its files on disk.
+
+    url: the name of a file of the Hub, which does not depend on the cache's folder.
+    """
+
+    path: str
+    kind: SourceKind
+    compression: Compression | None
+    size: int
+    mtime_ns: int
+    url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in stoker.json."""
+        return self.url or self.path
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The attributes that differ between files, and change if the file is edited."""
+        own = {key: value for key, value in asdict(self).items() if key != "url"}
+        return {**own, "path": self.name}
+
+
+def list_sources(
+    paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
+) -> tuple[list[SourceFile], list[str]]:
+    """Return the files of all paths, and the problems of paths that cannot be read.
+
+    Files are sorted within each path. If the file names in a folder (or of a pattern) show several
+    splits, as on the Hub, the files of `split` are returned. is_named: the user named this split,
+    so that no other file is accepted. A file that two paths reach is listed once. Unknown suffixes
+    are read only if `document_format` is "text". Logs the files that are skipped.
+    """
+    files: dict[str, SourceFile] = {}  # by real path
+    problems: list[str] = []
+    skipped: Counter[str] = Counter()
+    for given in paths:
+        before = len(files) + len(problems) + skipped["given twice"]
+        try:
+            found = _without_readmes(given, list(_files_of_path(given)), skipped)
+            found = _files_of_one_split(given, found, split, is_named)
+        except ValueError as error:
+            problems.append(f"{given}: {error}")
+            continue
+        for path in found:
+            try:
+                file = _source_file(path, document_format == "text", is_given=path == given)
+            except ValueError as error:
+                problems.append(f"{path}: {error}")
+                continue
+            if file is None:
+                skipped[Path(path).suffix or "no suffix"] += 1
+            elif os.path.realpath(path) in files:
+                skipped["given twice"] += 1
+            else:
+                files[os.path.realpath(path)] = file
+        if len(files) + len(problems) + skipped["given twice"] == before:
+            problems.append(
+                f"{given}: empty source, no file in it can be read (skipped: "
+                f"{', '.join(sorted(skipped)) or 'nothing'}); give --format text to read any "
+                "suffix as text"
+            )
+    if skipped.total():
+        counts = ", ".join(f"{number} x {what}" for what, number in sorted((+skipped).items()))
+        logger.warning("%s: files skipped: %s", ", ".join(paths), counts)
+    return list(files.values()), problems
+
+
+def open_source(path: str, compression: Compression | None) -> IO[bytes]:
+    """Open a file for reading, decompressed; only an uncompressed file can seek."""
+    if compression is None:
+        return Path(path).open("rb")
+    if compression == "zstd":
+        return io.BufferedReader(_ZstdStream(path), 1 << 16)
+    return cast(IO[bytes], io.BufferedReader(pa.input_stream(path, compression=compression)))
+
+
+class _ZstdStream(io.RawIOBase):
+    """A zstd file with a window of any size (`zstd --long=31`); pyarrow stops at 128 MiB."""
+
+    def __init__(self, path: str):
+        self._blocks = _zstd_blocks(path)
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer and return the number of bytes; 0 at the end of the file."""
+        while not self._left:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._left = memoryview(block)
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+def _zstd_blocks(path: str) -> Iterator[bytes]:
+    """Yield the text of a zstd file; raises OSError if it is damaged or ends inside a frame."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    with Path(path).open("rb") as file:
+        while compressed := file.read(1 << 17):
+            while compressed:
+                frame = frame or decompressor.decompressobj()
+                try:
+                    yield frame.decompress(compressed)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
+                compressed = frame.unused_data
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise OSError("the compressed stream is incomplete")
+
+
+# --- paths to files
+
+
+def _files_of_path(given: str) -> Iterator[str]:
+    """Yield the files of a path or pattern; raises ValueError if there are no files."""
+    if os.path.lexists(given):
+        yield from _walk(given)
+    elif glob.has_magic(given):
+        matches = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - keeps absolute globs
+        if not matches:
+            raise ValueError("no file matches this pattern")
+        for match in matches:
+            # A recursive pattern lists folders next to the files inside them.
+            if not Path(match).is_dir() or "**" not in given:
+                yield from _walk(match)
+    else:
+        raise ValueError("no such file or folder")
+
+
+def _walk(path: str) -> Iterator[str]:
+    """Yield the files below a path, sorted; a folder of save_to_disk counts as one file."""
+    if not Path(path).is_dir():
+        yield path
+        return
+    found = []
+    visited = set()
+    for folder, names, files in os.walk(path, followlinks=True):
+        if (real := os.path.realpath(folder)) in visited:  # a symbolic link back up
+            names.clear()
+        elif {"dataset_info.json", "state.json"} <= set(files):
+            names.clear()
+            found.append(folder)
+        else:
+            names[:] = [name for name in names if not name.startswith(".")]
+            found.extend(str(Path(folder) / name) for name in files if not name.startswith("."))
+        visited.add(real)
+    yield from sorted(found)
+
+
+def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> list[str]:
+    """Leave out README files and the like, if the folder has files of records."""
+    if not any(_holds_records(path) for path in paths if path != given):
+        return paths
+    records = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
+    if len(records) < len(paths):
+        skipped["README or the like"] += len(paths) - len(records)
+    return records
+
+
+def _holds_records(path: str) -> bool:
+    suffixes = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+    return bool(suffixes & RECORD_KINDS.keys()) or Path(path).is_dir()
+
+
+# --- files of one split
+
+
+def _files_of_one_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
+    """Return the paths of a split, if the names of files or folders show several splits.
+
+    Raises ValueError if the split is not one of them.
+    """
+    if paths == [given]:
+        return paths
+    by_split: dict[str, list[str]] = {}
+    for path in paths:
+        by_split.setdefault(_split_name(path, given), []).append(path)
+    named = sorted(name for name in by_split if name)
+    wanted = SPLIT_NAMES.get(split, split)
+    if len(named) < 2 and not is_named:
+        return paths
+    if wanted in by_split:
+        others = [name or "no split" for name in by_split if name != wanted]
+        if others:
+            logger.warning(
+                f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
+                f"another: --eval_sources NAME={given}"
+            )
+        return _files_of_one_format(given, by_split[wanted])
+    if is_named or not glob.has_magic(given):
+        raise ValueError(
+            f"has no split {split!r}; its files are of {', '.join(named) or 'no split'}: name "
+            f"files, or in a recipe give sources: [{{path: {given}, split: NAME}}]"
+        )
+    return paths
+
+
+def _split_name(path: str, given: str) -> str:
+    """Return the split in the name of a file or of a folder above it; "" for other names."""
+    if not _holds_records(path):
+        return ""
+    parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)
+    stem = parts[-1].split(".")[0]
+    words_of_name = re.split(r"[-_\s]", stem.lower())
+    shard = _SHARD_OF_SPLIT.fullmatch(stem)
+    if shard and any(word in SPLIT_NAMES for word in words_of_name):
+        return SPLIT_NAMES.get(shard[1], shard[1])  # such as train_sft, a split of its own
+    if (Path(path).parent / "dataset_dict.json").is_file():
+        return SPLIT_NAMES.get(stem, stem)
+    for words in (words_of_name, [part.lower() for part in parts[:-1]]):
+        named = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
+        if len(named) == 1:
+            return named.pop()
+    return ""
+
+
+def _files_of_one_format(given: str, paths: list[str]) -> list[str]:
+    """Return the files of one format, because some datasets publish a split in several."""
+    by_suffix: dict[str, list[str]] = {}
+    for path in paths:
+        by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
+    chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
+    if len(by_suffix) > 1:
+        logger.warning(
+            f"{given}: of the same split in several formats (.{', .'.join(by_suffix)}) .{chosen} "
+            "is taken; name files to choose another"
+        )
+    return by_suffix[chosen]
+
+
+# --- the kind of a file
+
+
+def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
+    """Return a readable file; None for a file of unknown kind that the user did not name.
+
+    Raises ValueError for any other file that cannot be read.
+    """
+    files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
+    if not all(file.is_file() for file in files):
+        raise ValueError("not a regular file, or a broken link")
+    kind, compression = _kind_of(path, is_given)
+    if kind is None and any_suffix:
+        kind = "text"
+    if kind is None:
+        if not is_given:
+            return None
+        raise ValueError(
+            "neither text nor records (.jsonl, .json, .csv, .tsv, .parquet); give --format text to "
+            "read the whole file as one document; a dataset of the Hub may have it as Parquet too, "
+            "in a recipe {path: OWNER/NAME, revision: refs/convert/parquet}"
+        )
+    stats = [file.stat() for file in files]
+    size = sum(stat.st_size for stat in stats)
+    if is_given and size == 0:
+        raise ValueError("empty source, the file has 0 bytes")
+    if size < 1024 and _first_line(path, None)[0].startswith("version https://git-lfs"):
+        raise ValueError("is a pointer of Git LFS, not the file: fetch it with git lfs pull")
+    mtime_ns = max((stat.st_mtime_ns for stat in stats), default=0)
+    return SourceFile(str(Path(path).absolute()), kind, compression, size, mtime_ns)
+
+
+def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression | None]:
+    if Path(path).is_dir():
+        return "datasets", None
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes.pop()
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    if kind in ("jsonl", "json"):
+        line, rest = _first_line(path, compression)
+        kind = _kind_of_json(line, rest, kind)
+        # In a folder, an object that spans many lines describes the other files.
+        if line.strip() == "{" and not is_given and not _DATA_ARRAY.search(rest):
+            kind = None
+    return (None if kind == "parquet" and compression else kind), compression
+
+
+def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
+    """Return "jsonl" for one record per line, "json" for a file that is one JSON value.
+
+    named: the kind by the file's suffix, which decides if the first line does not.
+    """
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):  # a value over several lines, or a very long line
+        return "json" if line.startswith("[") or line.strip() == "{" else named
+    if isinstance(first, list):
+        return "jsonl" if are_messages(first) and rest else "json"
+    return "jsonl" if rest else named
+
+
+def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
+    """Return the first line of a file that is not blank, and the beginning of the text after it."""
+    try:
+        with open_source(path, compression) as stream:
+            line = b""
+            while not line.removeprefix(codecs.BOM_UTF8).strip():
+                line = stream.readline(LONGEST_FIRST_LINE)
+                if not line:
+                    return "", ""
+            rest = stream.read(SNIFFED_BYTES)
+    except (OSError, pa.ArrowException):  # read_records reports it
+        return "", ""
+    return line.decode("utf-8-sig", "replace").lstrip(), rest.decode(errors="replace").strip()

@@ -1,0 +1,318 @@
+"""Tokenization: documents to token ids, and the mask of the tokens that are trained on.
+
+The character offsets of tokens give the mask of a chat, and the first token of a completion.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.data.tokenizers import id_type
+from utils.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.prepare.encoding import (
+    LARGEST_PIECE_CHARACTERS,
+    GigatokenEncoder,
+    SpecialTokens,
+    encode,
+    encode_with_offsets,
+    text_pieces,
+)
+from utils.prepare.rows import ChatDocument, CompletionDocument, Document, TextDocument
+from utils.prepare.values import ASSISTANT, BadRow, UnusableRowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
+
+WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
+
+# An empty thought as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
+EMPTY_THOUGHT = re.compile(
+    r"[<\[◁]\|?(\w*:?(?:think|thinking|thought|reasoning))\|?[>\]▷]\s*[<\[◁]\|?/\1\|?[>\]▷]"
+    r"|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """Token ids of a document, (tokens,) in the dataset's type, and its mask.
+
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts by the names in
+    `workspace.NOTES`.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray | None
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def loss_tokens(self) -> int:
+        """The number of tokens that are trained on."""
+        return len(self.ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a token is trained on. The first one does not count: nothing predicts it."""
+        return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
+
+    def truncated(self, length: int) -> "TokenizedDocument":
+        """Return the first `length` tokens."""
+        mask = None if self.loss_mask is None else self.loss_mask[:length]
+        return replace(self, ids=self.ids[:length], loss_mask=mask)
+
+
+class DocumentTokenizer:
+    """Tokenizer of documents, which gives ids and masks.
+
+    A text gets the BOS that the tokenizer adds, if any, and EOS. A prompt and its completion as
+    strings are tokenized as one text, which ends with EOS. BOS and EOS that a text itself has are
+    not repeated. The chat template renders messages, with all tokens around them. template_date:
+    the date (YYYY-MM-DD) that the template prints as today's date.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        backend: str = "tokenizers",
+        template_date: str | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.id_type = id_type(tokenizer)
+        self._is_exact = backend == "tokenizers" and tokenizer.is_fast
+        self._encode = (
+            GigatokenEncoder(tokenizer) if backend == "gigatoken" else partial(encode, tokenizer)
+        )
+        named = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        unknown = tokenizer.unk_token_id
+        self._unknown = None if unknown in named else unknown
+        self._template_date = template_date
+
+    def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
+        """Return the tokens of each document in order, or a BadRow for a document without any."""
+        kinds: dict[type, Any] = {
+            TextDocument: self._texts,
+            CompletionDocument: self._completions,
+            ChatDocument: self._chats,
+        }
+        return [one for kind, run in groupby(documents, type) for one in kinds[kind](list(run))]
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens.of(self.tokenizer)
+
+    @cached_property
+    def _masks(self) -> ChatMasks:
+        return ChatMasks(self.tokenizer, self._template_date)
+
+    def _texts(self, documents: list[TextDocument]) -> Iterator[TokenizedDocument | BadRow]:
+        most = LARGEST_PIECE_CHARACTERS
+        short = iter(self._encode([d.text for d in documents if len(d.text) <= most]))
+        for document in documents:
+            is_short = len(document.text) <= most
+            ids = next(short) if is_short else self._encode_in_pieces(document.text)
+            before, behind = self._special.around(ids)
+            whole = np.concatenate([before, ids, behind])
+            if len(whole) <= 4 and self._special.are_all(whole):
+                yield self._empty(document)
+            else:
+                yield self._tokenized(whole, None)
+
+    @staticmethod
+    def _empty(document: TextDocument | CompletionDocument) -> BadRow:
+        message = f"empty document: {document.column!r} has special tokens alone"
+        return BadRow("empty", message, document.location)
+
+    def _encode_in_pieces(self, text: str) -> np.ndarray:
+        """Return the ids of a long text, which is tokenized piece by piece."""
+        pieces = text_pieces(text, LARGEST_PIECE_CHARACTERS)
+        found = [self._encode([next(pieces)])[0].astype(self.id_type)]
+        found += [self._encode_piece(piece).astype(self.id_type) for piece in pieces]
+        return np.concatenate(found)
+
+    def _encode_piece(self, piece: str) -> np.ndarray:
+        """Return the ids of a piece that continues a text.
+
+        SentencePiece tokenizers put a blank before a text. To avoid it, the piece is tokenized with
+        a character before it whose ids are removed again.
+        """
+        for before in ("\n", "a", "."):
+            opening, whole = self._encode([before, before + piece])
+            if np.array_equal(whole[: len(opening)], opening):
+                return whole[len(opening) :]
+        return self._encode([piece])[0]
+
+    def _completions(
+        self, documents: list[CompletionDocument]
+    ) -> Iterator[TokenizedDocument | BadRow]:
+        pairs = [(document.prompt, document.completion) for document in documents]
+        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
+            if self._special.are_all(ids[start:]):
+                yield self._empty(document)
+                continue
+            before, behind = self._special.around(ids)
+            whole = np.concatenate([before, ids, behind])
+            mask = np.arange(len(whole)) >= len(before) + start
+            notes = Counter([BLANK_HELD if held.isspace() else WORDS_HELD] if held else [])
+            yield self._with_target(document, whole, mask, notes)
+
+    def _joined_ids(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, int, str]]:
+        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
+
+        start: the index of the completion's first token. held: the end of the prompt that this
+        token holds as well.
+        """
+        if self._is_exact:
+            yield from self._joined_ids_by_offsets(pairs)
+            return
+        wholes = self._encode([before + behind for before, behind in pairs])
+        prompts = self._encode([before for before, _ in pairs])
+        for pair, whole, prompt in zip(pairs, wholes, prompts, strict=True):
+            if np.array_equal(whole[: len(prompt)], prompt):
+                yield whole, len(prompt), ""
+            elif self.tokenizer.is_fast:
+                yield from self._joined_ids_by_offsets([pair])
+            else:  # without offsets, the first token that differs holds the boundary
+                alike = whole[: len(prompt)] == prompt[: len(whole)]
+                yield whole, int(np.argmin([*alike, False])), pair[0][-1]
+
+    def _joined_ids_by_offsets(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, int, str]]:
+        texts = [before + behind for before, behind in pairs]
+        for (before, _), text, (ids, offsets) in zip(
+            pairs, texts, encode_with_offsets(self.tokenizer, texts), strict=True
+        ):
+            yield ids, *first_token(text, len(before), len(text), offsets)
+
+    def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
+        """Render chats one by one, then tokenize all renderings in one call."""
+        masked: list[MaskedChat | BadRow] = []
+        for document in documents:
+            try:
+                masked.append(self._masks(document))
+            except UnusableRowError as error:
+                masked.append(error.at(document.location))
+        texts = [chat.text for chat in masked if isinstance(chat, MaskedChat)]
+        encoded = encode_with_offsets(self.tokenizer, texts)
+        for document, chat in zip(documents, masked, strict=True):
+            if isinstance(chat, BadRow):
+                yield chat
+                continue
+            ids, offsets = next(encoded)
+            try:
+                mask = token_mask(chat, offsets)
+            except UnusableRowError as error:
+                yield error.at(document.location)
+            else:
+                yield self._with_target(document, ids, mask, self._notes(document, chat))
+
+    def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
+        """Return the counts of empty thoughts, missing thoughts and special tokens in a chat."""
+        empty = [thought.span() for thought in EMPTY_THOUGHT.finditer(chat.text)]
+        return Counter(
+            without_earlier_thinking=int(chat.drops_thinking),
+            empty_thoughts=sum(
+                any(start < end and begin < stop for start, stop in chat.spans)
+                for begin, end in empty
+            ),
+            thoughts_after_closed_prompts=int(self._thinks_after_closed_thought(document)),
+            special_tokens_in_answers=sum(
+                message["role"] == ASSISTANT and message.get("weight") != 0
+                for message in document.messages[document.first_trained :]
+                if self._specials.search(message["content"])
+            ),
+        )
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """A pattern of the tokenizer's special tokens."""
+        words = filter(None, self.tokenizer.all_special_tokens)
+        return re.compile("|".join(map(re.escape, words)) or "(?!)")
+
+    def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
+        """Tell whether the last answer has a thought and its prompt closes an empty one."""
+        last = len(document.messages) - 1
+        message = document.messages[last]
+        said = str(message.get("content"))
+        thinks = message.get("reasoning_content") or re.search(r"</\w*think\w*>", said)
+        if not thinks or message["role"] != ASSISTANT or EMPTY_THOUGHT.search(said):
+            return False
+        template = self._masks.template
+        before = replace(document, messages=template.adapted(document.messages[:last]))
+        with suppress(Exception):  # a template may refuse a chat without its answer
+            prompt = template.render(before, generation_prompt=True).rstrip()
+            return any(thought.end() == len(prompt) for thought in EMPTY_THOUGHT.finditer(prompt))
+        return False
+
+    def _with_target(
+        self, document: Document, ids: np.ndarray, mask: np.ndarray, notes: Counter[str]
+    ) -> TokenizedDocument | BadRow:
+        found = self._tokenized(ids, mask.astype(np.int8), notes)
+        if not found.has_target:
+            message = "no assistant token: nothing in this conversation is trained on"
+            if isinstance(document, ChatDocument) and all(
+                message.get("weight") == 0
+                for message in document.messages[document.first_trained :]
+                if message["role"] == ASSISTANT
+            ):
+                message = "every answer is marked as not trained on (weight 0, train false, ...)"
+            return BadRow("no_assistant_tokens", message, document.location)
+        return found
+
+    def _tokenized(
+        self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str] | None = None
+    ) -> TokenizedDocument:
+        notes = Counter() if notes is None else notes
+        if self._unknown is not None:
+            notes["unknown_tokens"] = int((ids == self._unknown).sum())
+        return TokenizedDocument(ids.astype(self.id_type), mask, notes)
+
+
+def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
+    """Return which tokens are trained on (bool); offsets (tokens, 2): their start and stop.
+
+    A token may hold the end of a turn's header and blanks at the start of the turn. It is not
+    trained on. A token may hold words of the turn and blanks outside the turn. It is trained on.
+    Raises UnusableRowError if a token holds words from inside and outside the turn.
+    """
+    mask = np.zeros(len(offsets), dtype=bool)
+    starts, stops = offsets.T
+    text = chat.text
+    for start, stop in chat.spans:
+        first, held = first_token(text, start, stop, offsets)
+        last = int(np.searchsorted(starts, stop)) - 1
+        if first > last:
+            continue
+        if held.strip():
+            problem = "one token holds the header of a turn and its first words"
+            raise UnusableRowError("straddled", problem)
+        if text[stop : stops[last]].strip():
+            problem = "one token holds the end of a turn and what follows it"
+            raise UnusableRowError("straddled", problem)
+        mask[first : last + 1] = True
+    return mask
+
+
+def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
+    """Return the first token of text[start:stop], and the text before `start` that it holds.
+
+    A token with text before `start` and only blanks after `start` does not count as the first one.
+    """
+    starts, stops = offsets.T
+    first = int(np.searchsorted(stops, start, side="right"))
+    if first == len(offsets) or starts[first] >= start:
+        return first, ""
+    if text[start : stops[first]].isspace() and stops[first] < stop:
+        return first + 1, ""
+    return first, text[starts[first] : start]

@@ -1,0 +1,213 @@
+"""The tokenizer of a preparation and its chat template, checked before the work begins."""
+
+import json
+import logging
+import re
+import shlex
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import PreparationArguments
+from utils.data.tokenizers import load_tokenizer
+from utils.host.foreign import RENDERING_BYTES, foreign, limits, reason
+from utils.prepare.chat_templates import GENERATION, PROBE, TOOL
+from utils.prepare.rows import ChatDocument
+from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
+from utils.prepare.work_plan import PreparationPlan
+from utils.prepare.workspace import partial_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+NO_CHAT_TEMPLATE = (
+    "the tokenizer has no chat template: give --chat_template FILE, for example "
+    "recipes/chat_templates/chatml.jinja"
+)
+# A template must be able to train on one of these chats. Some templates take no second turn, and
+# some no chat without tools.
+TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
+PROBES = tuple(
+    ChatDocument(turns, PROBE, tools)
+    for tools in (None, [TOOL])
+    for turns in ([*TURN, *TURN], TURN)
+)
+
+
+def given_tokenizer(
+    arguments: PreparationArguments, plan: PreparationPlan
+) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer from a folder or the Hub's cache, with the chat template in use."""
+    tokenizer = load_tokenizer(arguments.tokenizer_name_or_path, is_cached=True)
+    _add_tokens(tokenizer, arguments.add_tokens)
+    defaults = arguments.chat_template_kwargs or {}
+    if plan.needs_chat_template or arguments.chat_template is not None:
+        date = plan.settings.template_date
+        of_sources = [rows.chat_template_kwargs or {} for rows in plan.settings.sources]
+        with foreign(arguments.tokenizer_name_or_path, "its chat template cannot be used"):
+            attach_template(tokenizer, arguments.chat_template, date, defaults)
+            _warn_of_unread(tokenizer, dict.fromkeys(name for each in of_sources for name in each))
+    elif defaults:
+        logger.info("chat_template_kwargs have no effect: no chat template renders these documents")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Write a tokenizer folder; it gets its name only when it is complete."""
+    partial = partial_name(folder)
+    tokenizer.save_pretrained(partial)
+    if folder.exists():  # another shard was first
+        shutil.rmtree(partial)
+    else:
+        partial.replace(folder)
+
+
+def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:
+    """Add tokens, matched exactly as they are written, without stripping blanks around them."""
+    from transformers import AddedToken
+
+    known = tokenizer.get_vocab() if words else {}
+    new = [AddedToken(word, normalized=False) for word in words if word not in known]
+    if words:
+        tokenizer.add_tokens(new)
+        logger.info(
+            "add_tokens: %d of %d are new, ids up to %d", len(new), len(words), len(tokenizer) - 1
+        )
+
+
+# --- the chat template
+
+
+def attach_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    template_file: str | None,
+    date: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Set the tokenizer's chat template: the file's, if given, else its own.
+
+    `defaults` become the defaults of the template's variables. Logs whether the loss masks come
+    from {% generation %} markers or are derived, and the date that the template prints. Raises
+    ConfigurationError without a template, or if no chat can be trained on with it.
+    """
+    origin = template_file or f"the chat template of {tokenizer.name_or_path}"
+    if template_file is not None:
+        tokenizer.chat_template = read_chat_template(template_file)
+    if tokenizer.chat_template is None:
+        raise ConfigurationError(NO_CHAT_TEMPLATE)
+    # A tokenizer may have several named templates; the default one renders conversations.
+    template = tokenizer.get_chat_template()
+    _warn_of_unread(tokenizer, defaults or {})
+    tokenizer.chat_template = template_with_defaults(template, defaults or {})
+    if not tokenizer.is_fast:
+        raise ConfigurationError(
+            "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
+            "offsets"
+        )
+    try:
+        _trained_probe(tokenizer)
+    except Exception as problem:
+        raise ConfigurationError(
+            f"{origin} cannot be trained with: {reason(problem)}. {_advice(tokenizer)}"
+        ) from problem
+    if masks_from(tokenizer) == "derived":
+        logger.info(
+            "loss masks: %s has no {%% generation %%} markers, so what the assistant says is "
+            "derived from its renderings, and checked for every chat",
+            origin,
+        )
+    if "strftime_now" in str(tokenizer.chat_template):
+        logger.info(
+            "the chat template prints today's date: it is %s in this data (--template_date)", date
+        )
+
+
+def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
+    """Return a chat template with these defaults for its variables.
+
+    Samples, chat.py, benchmarks and servers then render the saved template as training did. A
+    variable that the template does not read is left out.
+    """
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
+        for name, value in defaults.items()
+        if value is not None and _reads(template, name)
+    ]
+    # Jinja does not print the line end after a block, so the template's first line is unchanged.
+    return "".join(line + "\n" for line in lines) + template
+
+
+def _jinja(value: Any) -> str:
+    """Return a JSON value in Jinja's notation, which differs for null."""
+    if isinstance(value, Mapping):
+        items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) -> None:
+    """Warn of variables that the chat template never mentions."""
+    template = tokenizer.get_chat_template()
+    if unread := [name for name in names if not _reads(template, name)]:
+        logger.warning(
+            "chat_template_kwargs: the chat template reads no %s, so it has no effect",
+            " and no ".join(unread),
+        )
+
+
+def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
+    """Return a tokenized chat that the template can train on; raises ValueError with the reason."""
+    found = DocumentTokenizer(tokenizer)(PROBES)
+    trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
+    if (probe := next(trained, None)) is None:
+        raise ValueError(str(found[0]))
+    return probe
+
+
+def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return advice for a template that cannot be trained with."""
+    vocabulary = tokenizer.get_vocab()
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
+    if unknown := [token for token in written if token not in vocabulary]:
+        return (
+            f"It prints {' '.join(unknown)}, and the tokenizer has no such tokens: give the "
+            "template that belongs to the model with --chat_template FILE, or add them with "
+            f"--add_tokens {shlex.join(unknown)}"
+        )
+    return (
+        "Give another template with --chat_template (recipes/chat_templates/chatml.jinja is one), "
+        "or put {% generation %} ... {% endgeneration %} in it around the assistant's words and "
+        "the token that ends its turn"
+    )
+
+
+def read_chat_template(path: str) -> str:
+    """Read a Jinja file; raises ConfigurationError when it is missing or no valid Jinja."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    with foreign(path, "not valid Jinja"), limits(path, RENDERING_BYTES):
+        template = Path(path).read_text(encoding="utf-8")
+        _compile_jinja_template(template)
+    return template
+
+
+def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the origin of the loss masks of chats: "template" markers, or "derived"."""
+    return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
+
+
+def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the id of the last trained token of a chat, which ends generation."""
+    probe = _trained_probe(tokenizer)
+    trained = probe.ids[probe.loss_mask == 1].tolist()
+    return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

@@ -1,0 +1,309 @@
+"""Work units are read, checked, tokenized and written, by one process or several."""
+
+import hashlib
+import json
+import logging
+import math
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
+from utils.config.preparation import TRAIN
+from utils.host.machine import memory_kills
+from utils.prepare.records import read_records
+from utils.prepare.rows import (
+    ChatDocument,
+    CompletionDocument,
+    Document,
+    TextDocument,
+    parse_document,
+)
+from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
+from utils.prepare.values import ASSISTANT, NOTHING, BadRow
+from utils.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
+from utils.prepare.workspace import (
+    TokenFileWriter,
+    UnitCounts,
+    Workspace,
+    column_label,
+    token_features,
+    unread_keys,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DOCUMENTS_PER_BATCH = 256
+CHARACTERS_PER_BATCH = 1 << 20
+WEIGHT_KEY = 1 << 64  # added to the seed, so that weights draw otherwise than the held-out share
+SECONDS_BETWEEN_LINES = 10.0
+# One process does this much work in the seconds that a worker takes to start.
+LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
+
+
+def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
+    """Prepare all units in at most `num_proc` processes; this process does a small job alone.
+
+    Raises ConfigurationError with the first fault of the sources, or if a worker was killed.
+    Finished units stay finished.
+    """
+    total_bytes = sum(unit.size for unit in units)
+    workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
+    finished = (
+        _run_in_processes(units, worker, workers)
+        if workers > 1
+        else ((unit, worker.run(unit)) for unit in units)
+    )
+    start = shown = time.monotonic()
+    done_bytes = documents = tokens = 0
+    for number, (unit, counts) in enumerate(finished, start=1):
+        done_bytes += unit.size
+        documents += counts.documents.total()
+        tokens += counts.tokens.total()
+        if number == len(units) or time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            seconds = max(shown - start, 1e-9)
+            logger.info(
+                f"{done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB, {documents:,} "
+                f"documents, {tokens:,} tokens ({documents / seconds:,.0f} documents/s, "
+                f"{tokens / seconds:,.0f} tokens/s, {seconds:.0f} s)"
+            )
+
+
+def _run_in_processes(
+    units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int
+) -> Iterator[tuple[WorkUnit, UnitCounts]]:
+    # spawn: a fork would copy the tokenizer's locks while its threads hold them.
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(
+        num_proc, mp_context=context, initializer=_start_worker, initargs=(worker,)
+    )
+    kills = memory_kills()
+    try:
+        futures = {executor.submit(_run_unit, unit): unit for unit in units}
+        for future in as_completed(futures):
+            found = future.result()
+            if not isinstance(found, UnitCounts):
+                raise ConfigurationError(found)
+            yield futures[future], found
+    except BrokenProcessPool as error:
+        again = "run the same command again (finished work is kept)"
+        if memory_kills() > kills:
+            raise OutOfMemoryError(
+                "the kernel killed a worker process because this machine's memory ran out: "
+                f"{again}, with fewer than --num_proc {num_proc}"
+            ) from error
+        raise LostProcessError(f"a worker process was killed: {again}") from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_worker: "UnitWorker | None" = None
+
+
+def _start_worker(worker: "UnitWorker") -> None:
+    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
+    # There is one process per core already, so the tokenizer gets no threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = worker
+
+
+def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
+    """Prepare a unit in a worker process.
+
+    Returns the problems of a ConfigurationError, because a list can be pickled.
+    """
+    assert _worker is not None
+    try:
+        return _worker.run(unit)
+    except ConfigurationError as error:
+        return error.problems
+
+
+@dataclass
+class UnitWorker:
+    """Preparation of work units with one tokenizer and one set of settings, into the workspace."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    backend: str
+    settings: UnitSettings
+    workspace: Workspace
+
+    @cached_property
+    def _tokenize(self) -> DocumentTokenizer:
+        """Created once per process, because gigatoken becomes faster with use."""
+        return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
+
+    def run(self, unit: WorkUnit) -> UnitCounts:
+        """Write a unit's documents, one file per split, and return their counts.
+
+        Raises ConfigurationError at a document that is refused.
+        """
+        counts = UnitCounts()
+        features = token_features(self._tokenize.id_type, self.settings.document_format)
+        limit = math.inf if unit.max_tokens is None else unit.max_tokens
+        writers: dict[str, TokenFileWriter] = {}
+        try:
+            for split, document, whole in self._tokenized(unit, counts):
+                room = limit - counts.tokens.total()
+                is_first_text = not counts.documents and isinstance(document, TextDocument)
+                if len(whole.ids) > room and not is_first_text:
+                    break
+                tokenized = whole.truncated(int(min(room, len(whole.ids))))
+                counts.notes["capped"] += len(tokenized.ids) < len(whole.ids)
+                if split not in writers:
+                    file = self.workspace.unit_file(unit.index, split)
+                    writers[split] = TokenFileWriter(file, features)
+                writers[split].append(tokenized)
+                counts.documents[split] += 1
+                counts.tokens[split] += len(tokenized.ids)
+                counts.loss_tokens[split] += tokenized.loss_tokens
+                written = len(tokenized.ids) / len(whole.ids)
+                text_bytes = sum(len(text.encode()) for text in texts_of(document))
+                counts.text_bytes[split] += round(text_bytes * written)
+                counts.notes.update(tokenized.notes)
+                counts.notes["without_last_answer"] += _ends_unanswered(document)
+            for writer in writers.values():
+                writer.finish()
+            self.workspace.finish(unit.index, counts)
+        finally:
+            for writer in writers.values():
+                writer.discard()
+        return counts
+
+    def _tokenized(
+        self, unit: WorkUnit, counts: UnitCounts
+    ) -> Iterator[tuple[str, Document, TokenizedDocument]]:
+        """Yield (split, document, its tokens) for every document to write."""
+        for batch in _batches(self._documents(unit, counts)):
+            found = self._tokenize([document for _, document in batch])
+            for (split, document), tokenized in zip(batch, found, strict=True):
+                fitted = self._within_length(document, tokenized, counts)
+                if isinstance(fitted, BadRow):
+                    counts.drop(fitted)
+                else:
+                    yield split, document, fitted
+
+    def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
+        """Yield (split, document) for every usable record, as often as its weight says."""
+        whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
+        for document in read_documents(unit, self.settings, counts.unread):
+            if isinstance(document, BadRow):
+                document.refuse(self.settings.on_bad_row)
+                counts.drop(document)
+                continue
+            if isinstance(document, ChatDocument):
+                counts.unread.update(unread_keys(document.messages))
+            split, copies = unit.split, 1
+            if split == TRAIN:
+                seed = self.settings.seed
+                if _is_drawn(document, self.settings.validation_fraction, seed):
+                    split = VALIDATION
+                else:
+                    copies = int(whole) + _is_drawn(document, fraction, seed + WEIGHT_KEY)
+            for _ in range(copies):
+                yield split, document
+
+    def _within_length(
+        self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
+    ) -> TokenizedDocument | BadRow:
+        """Apply on_bad_row and on_overlong; texts stay whole, because training splits them."""
+        if isinstance(tokenized, BadRow):
+            tokenized.refuse(self.settings.on_bad_row)
+            return tokenized
+        limit, length = self.settings.sequence_length, len(tokenized.ids)
+        if limit is None or length <= limit or isinstance(document, TextDocument):
+            return tokenized
+        too_long = f"{length} tokens, more than the sequence_length of {limit}"
+        if self.settings.on_overlong == "error":
+            raise ConfigurationError(
+                f"{document.location}: {too_long}: raise --sequence_length, or choose "
+                "--on_overlong truncate or drop"
+            )
+        if self.settings.on_overlong == "drop":
+            return BadRow("overlong", too_long, document.location)
+        shortened = tokenized.truncated(limit)
+        if not shortened.has_target:
+            message = f"{too_long}, and none of its first {limit} is trained on"
+            return BadRow("truncated_without_loss", message, document.location)
+        counts.notes["truncated"] += 1
+        return shortened
+
+
+def read_documents(
+    unit: WorkUnit, settings: UnitSettings, unread: Counter[str]
+) -> Iterator[Document | BadRow]:
+    """Yield the document of every record in order, or the fault of the record.
+
+    Counts in `unread` the columns that hold something and are not read.
+    """
+    rows = settings.sources[unit.source]
+    read = set(rows.read_columns)
+    for part in unit.parts:
+        for record in read_records(part, rows.read_columns):
+            if isinstance(record, BadRow):
+                yield record
+            else:
+                held = (name for name, value in record.fields.items() if value not in NOTHING)
+                names = {*held, *record.left_out} - read
+                unread.update(column_label(name) for name in names)
+                yield parse_document(record, rows)
+
+
+def _ends_unanswered(document: Document) -> bool:
+    """Tell whether a chat ends with a message that is not the assistant's."""
+    return isinstance(document, ChatDocument) and document.messages[-1]["role"] != ASSISTANT
+
+
+def _is_drawn(document: Document, fraction: float, key: int) -> bool:
+    return fraction > 0 and content_digest(document, key) < fraction * 2.0**64
+
+
+def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    """Group documents into batches for the tokenizer, limited in number and in characters."""
+    batch: list[tuple[str, Document]] = []
+    characters = 0
+    for item in documents:
+        batch.append(item)
+        characters += sum(len(text) for text in texts_of(item[1]))
+        if len(batch) == DOCUMENTS_PER_BATCH or characters >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def content_digest(document: Document, seed: int) -> int:
+    """Return 64 bits of a keyed hash of a document's content; its file and row do not matter."""
+    if isinstance(document, TextDocument):
+        content = document.text
+    elif isinstance(document, ChatDocument):
+        content = json.dumps([document.messages, document.tools], sort_keys=True, default=str)
+    else:
+        content = json.dumps([document.prompt, document.completion])
+    key = seed.to_bytes(16, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8, key=key).digest(), "big")
+
+
+def texts_of(document: Document) -> list[str]:
+    """Return the strings of a document in order; of a message its text, thought and calls."""
+    if isinstance(document, TextDocument):
+        return [document.text]
+    if isinstance(document, CompletionDocument):
+        return [document.prompt, document.completion]
+    texts: list[str] = []
+    for message in document.messages:
+        texts += [message["content"], message.get("reasoning_content") or ""]
+        if calls := message.get("tool_calls"):
+            texts.append(json.dumps(calls, ensure_ascii=False))
+    return texts

@@ -1,0 +1,317 @@
+"""The workspace OUT/.shards: the Arrow files and counts of finished work units.
+
+A unit is done once its record exists. Records and files get their names by renaming, so that a
+preparation may be killed at any moment and several shards may write at the same time.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import TRAIN
+from utils.data.description import read_description
+from utils.host.atomic_files import replace_text
+from utils.host.machine import host_name
+from utils.prepare.messages import OWN_ROLES, READ
+from utils.prepare.tokenization import MASK_COLUMNS, TokenizedDocument
+from utils.prepare.values import FILTERED, BadRow
+
+logger = logging.getLogger(__name__)
+
+WORKSPACE = ".shards"
+SETTINGS = "settings.json"
+EXAMPLES_KEPT = 5
+# Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer holds
+# one batch in memory: 2 to 4 bytes a token, and 1 for its mask.
+TOKENS_PER_BATCH = 1 << 20
+# Counts of unusual documents: the name of each count and its line in the log.
+NOTES = {
+    "truncated": "documents were cut to sequence_length",
+    "capped": "texts were cut to max_tokens of their source",
+    "prompt_words_in_completions": "completions begin in the middle of a token, which is trained "
+    "on with the end of the prompt that is in it: end such prompts with a line end, or begin the "
+    "completions with a blank",
+    "prompt_blanks_in_completions": "prompts end with a blank that the first token of their "
+    "completion takes in, and it is trained on: ask the model without that blank",
+    "unknown_tokens": "tokens stand for text that the tokenizer has no token for",
+    "empty_thoughts": "answers train an empty thought, which teaches the model not to think. For a "
+    "model that answers at once set chat_template_kwargs: {enable_thinking: false}. For one that "
+    "thinks give answers with thoughts (docs/data.md, Thoughts)",
+    "thoughts_after_closed_prompts": "answers think although their prompts say not to "
+    "(chat_template_kwargs: enable_thinking false): give these chats a source of their own with "
+    "{enable_thinking: true}, or that as their column chat_template_kwargs",
+    "special_tokens_in_answers": "answers hold special tokens as text, such as an end of a turn, "
+    "which are trained on as these tokens: remove those that the chat template prints itself",
+    "without_last_answer": "chats end with a message that is not the assistant's; that "
+    "message is not trained on",
+    "without_earlier_thinking": "chats train earlier answers without their thoughts, which the "
+    "chat template prints in the last turn only: give such a chat once for every answer, each time "
+    "up to that answer and with weight: 0 in the answers before it",
+}
+# In use, the model does not see prompts like these, or thinks before it answers.
+TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
+
+
+@dataclass
+class UnitCounts:
+    """Counts over the records of a unit, or of several.
+
+    documents, tokens, loss_tokens and text_bytes are counted by split, dropped records by reason
+    (examples: the first few messages), notes by the names in NOTES. unread counts the columns and
+    the keys of messages that hold something and are not read.
+    """
+
+    documents: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    loss_tokens: Counter[str] = field(default_factory=Counter)
+    text_bytes: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def drop(self, row: BadRow) -> None:
+        """Count a record that is not written."""
+        self.dropped[row.reason] += 1
+        if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
+            self.examples.append(str(row))
+
+    def __add__(self, other: "UnitCounts") -> "UnitCounts":
+        total = {name: counts + getattr(other, name) for name, counts in vars(self).items()}
+        return UnitCounts(**total | {"examples": total["examples"][:EXAMPLES_KEPT]})
+
+
+def commits_begun_with(output_dir: Path) -> dict[str, str]:
+    """Return the commits of the Hub's datasets that an output directory is made from."""
+    with suppress(OSError, ValueError):
+        settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
+        return dict(settings.get("hub", {}))
+    described = read_description(output_dir / TRAIN)
+    return dict(described.preparation.get("sources", {}).get("hub", {})) if described else {}
+
+
+class Workspace:
+    """Files of one preparation; `digest` identifies its sources and settings.
+
+    `commits` are those of the Hub's datasets among the sources.
+    """
+
+    def __init__(self, output_dir: Path, digest: str, commits: Mapping[str, str] | None = None):
+        self.output_dir = output_dir
+        self.commits = dict(commits or {})
+        self.root = output_dir / WORKSPACE
+        self.digest = digest
+
+    def is_prepared(self) -> bool:
+        """Tell whether the output directory holds the finished result of this same preparation.
+
+        Raises ConfigurationError if it holds anything but unfinished work.
+        """
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
+        if self.root.exists() or not self.output_dir.exists():
+            return False
+        described = read_description(self.output_dir / TRAIN)
+        if described and described.preparation.get("settings_sha256") == self.digest:
+            return True
+        if others := sorted(entry.name for entry in self.output_dir.iterdir()):
+            raise ConfigurationError(
+                f"output_dir: {self.output_dir}: holds {', '.join(others[:5])}, which was not made "
+                "by these settings from these sources. Nothing is overwritten: choose another "
+                "--output_dir, or remove it first"
+            )
+        return False
+
+    def open(self, *, may_discard: bool) -> None:
+        """Create the workspace, or resume an existing one.
+
+        Units of other settings or sources are discarded if `may_discard` and their assembly has
+        not begun. Otherwise ConfigurationError is raised.
+        """
+        settings = self.root / SETTINGS
+        of_hub = {"hub": self.commits} if self.commits else {}
+        content = json.dumps({"digest": self.digest, **of_hub}, indent=1)
+        if settings.exists():
+            if settings.read_text(encoding="utf-8") == content:
+                return
+            if any(self.root.glob("unit-*.json")):
+                if not may_discard or (self.output_dir / TRAIN).exists():
+                    raise ConfigurationError(
+                        f"{self.root}: holds unfinished work of other settings, or of sources that "
+                        "have changed: finish it with its settings, or remove it, or choose "
+                        "another --output_dir"
+                    )
+                logger.warning(f"{self.root}: units of other settings are discarded")
+            shutil.rmtree(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        replace_text(settings, content)
+
+    def unit_file(self, unit: int, split: str) -> Path:
+        """Return the path of a unit's documents of one split."""
+        return self.root / f"unit-{unit:06d}-{split}.arrow"
+
+    def _record(self, unit: int) -> Path:
+        return self.root / f"unit-{unit:06d}.json"
+
+    def finish(self, unit: int, counts: UnitCounts) -> None:
+        """Write the record of a unit; its files are complete."""
+        record = {"digest": self.digest, "counts": vars(counts)}
+        replace_text(self._record(unit), json.dumps(record, indent=1))
+
+    def counts_of(self, unit: int) -> UnitCounts | None:
+        """Return the counts of a finished unit; None for a unit that has to be done (again)."""
+        try:
+            record = json.loads(self._record(unit).read_text(encoding="utf-8"))
+            examples = record["counts"].pop("examples")
+            counts = {name: Counter(value) for name, value in record["counts"].items()}
+            found = UnitCounts(**counts, examples=examples)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+        return found if record["digest"] == self.digest else None
+
+    def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
+        """Record that a shard of a job array is done; tell whether its task has to merge all.
+
+        If two tasks end at once, the later one sees both shards, and only one can create the link.
+        A requeued task finds its own link. The files carry the array's number, so a task that died
+        does not block a later array.
+        """
+        finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
+        try:
+            finished.mkdir(exist_ok=True)
+            (finished / str(shard)).touch()
+            # List the folder: NFS may answer for a single file from a stale cache.
+            left = shards - len(list(finished.iterdir()))
+            if left:
+                logger.info("%d of %d shards are left; the last one merges", left, shards)
+                return False
+            claim.symlink_to(str(shard))  # atomic, also on network file systems
+            is_last = True
+        except FileNotFoundError:  # merged meanwhile
+            is_last = False
+        except FileExistsError:
+            is_last = str(claim.readlink()) == str(shard)
+        does = "merging" if is_last else "another task merges them"
+        logger.info("all %d shards are complete: %s", shards, does)
+        return is_last
+
+    def remove(self) -> None:
+        """Delete the workspace, after its files were moved to the splits."""
+        # Rename it first: a half-deleted workspace must not look like unfinished work.
+        finished = self.root.with_name(f"{self.root.name}.finished")
+        if self.root.exists():
+            self.root.replace(finished)
+        shutil.rmtree(finished, ignore_errors=True)
+
+
+def partial_name(path: Path) -> Path:
+    """Return a name beside `path` that no other process uses."""
+    return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
+
+
+# --- the files of documents
+
+
+class TokenFileWriter:
+    """Writer of tokenized documents to one Arrow stream; the documents alone decide its bytes."""
+
+    def __init__(self, path: Path, features: Mapping[str, Any]):
+        self._path, self._draft = path, partial_name(path)
+        types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
+        self._schema = pa.schema(
+            {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
+            metadata={"huggingface": json.dumps({"info": {"features": features}})},
+        )
+        self._documents: list[TokenizedDocument] = []
+        self._tokens = 0
+        self._file = self._draft.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+
+    def append(self, document: TokenizedDocument) -> None:
+        """Add one document at the end."""
+        self._documents.append(document)
+        self._tokens += len(document.ids)
+        if self._tokens >= TOKENS_PER_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._documents:
+            return
+        values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
+        columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._documents, self._tokens = [], 0
+
+    def finish(self) -> None:
+        """Write the last batch, flush it to disk, and give the file its name."""
+        self._flush()
+        self._stream.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._draft.replace(self._path)
+
+    def discard(self) -> None:
+        """Close the file; delete it if it is unfinished."""
+        self._file.close()
+        self._draft.unlink(missing_ok=True)
+
+
+def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
+    """Return the features of a split as `datasets` writes them."""
+    types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
+    if mask_column:
+        types[mask_column] = "int8"
+    return {
+        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
+        for name, dtype in types.items()
+    }
+
+
+# --- columns and keys that are not read
+
+_OF_MESSAGES = "message key "
+
+
+def column_label(name: str) -> str:
+    """Return the name under which an unread column is counted."""
+    return f"column {name}"
+
+
+def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a label for every key and role in messages that only a chat template may read."""
+    for message in messages:
+        if message["role"] not in OWN_ROLES:
+            yield f"role {message['role']}, which is context only"
+        yield from (f"{_OF_MESSAGES}{key}" for key in message if key not in READ)
+
+
+def list_unread(counts: Mapping[str, int], template: str) -> str:
+    """Return the labels with their counts, without the keys that the chat template reads."""
+    return ", ".join(
+        f"{label} ({number:,})"
+        for label, number in sorted(counts.items())
+        if not _template_reads(template, label)
+    )
+
+
+def _template_reads(template: str, label: str) -> bool:
+    """Tell whether a template reads a key of messages, according to its source."""
+    key = re.escape(label.removeprefix(_OF_MESSAGES))
+    taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
+    of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
+    return label.startswith(_OF_MESSAGES) and any(
+        not of_calls.search(match[1].lower()) for match in taken.finditer(template)
+    )

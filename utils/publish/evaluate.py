@@ -1,0 +1,118 @@
+r"""Benchmark the finished model of a run with lm-evaluation-harness (`pip install lm_eval`).
+
+    python -m utils.publish.evaluate runs/my-run --tasks hellaswag,arc_easy
+    python -m utils.publish.evaluate runs/my-run --tasks gsm8k --limit 100 --apply_chat_template
+
+`lm_eval` runs on final/ in its own process, on one GPU if there is one; all further flags are
+passed to it. The results are in lm_eval.json in the run's directory. `lm_eval_tasks: [hellaswag]`
+in a recipe does the same once final/ is written.
+"""
+
+import argparse
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from utils.checkpoints.discovery import how_to_rewrite
+from utils.checkpoints.files import FINAL
+from utils.config.checks import LM_EVAL, is_installed
+from utils.config.errors import ConfigurationError
+from utils.config.precision import LAUNCHER_VARIABLES
+from utils.host.atomic_files import replace_text
+from utils.host.foreign import foreign
+from utils.host.redaction import load_env_file
+from utils.launch.script import configure_logging, run_script
+from utils.publish.hub import RESULTS
+
+logger = logging.getLogger(__name__)
+
+# Variables of a launch with several processes, for which lm_eval would wait.
+OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate the run of the command line; return the exit code."""
+    configure_logging()
+    load_env_file()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "evaluate", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a finished run")
+    parser.add_argument("--tasks", nargs="+", required=True, help="of lm_eval, by blanks or commas")
+    given, flags = parser.parse_known_args(argv)
+    evaluate(given.run, given.tasks, flags)
+    return 0
+
+
+def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
+    """Run lm_eval on final/ and save its results; its table goes to stdout.
+
+    Raises ConfigurationError, which says what to type, if lm_eval cannot run or fails.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from utils.model.architecture import is_multimodal
+
+    if not (run / FINAL).is_dir():
+        raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
+    if not is_installed("lm_eval"):
+        raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
+    problem = f"the model cannot be loaded{how_to_rewrite(run / FINAL)}"
+    with foreign(run / FINAL, problem):
+        several_inputs = is_multimodal(AutoConfig.from_pretrained(run / FINAL))
+    if "--model" not in flags and several_inputs:
+        raise ConfigurationError(
+            f"{run / FINAL}: lm_eval's own loader takes no model for images or sound: add "
+            f"--model vllm --model_args pretrained={run / FINAL}, after pip install vllm."
+        )
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
+    command += ["--model_args", f"pretrained={run / FINAL}", "--tasks", *tasks]
+    if torch.cuda.is_available() and not {"--batch_size", "-b"} & set(flags):
+        command += ["--batch_size", "auto"]  # its default is 1
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(OF_THE_LAUNCH)
+    }
+    with tempfile.TemporaryDirectory() as made:
+        command += ["--output_path", made, *flags]
+        logger.info("benchmarks: %s", shlex.join(command))
+        sys.stdout.flush()
+        done = subprocess.run(command, env=environment, check=False)
+        written = sorted(Path(made).rglob("results_*.json"))
+        if done.returncode or not written:
+            raise ConfigurationError(_failed(done.returncode, tasks))
+        replace_text(run / RESULTS, written[-1].read_text(encoding="utf-8"))
+    logger.info("benchmarks: %s has all figures; publishing adds them to the card", run / RESULTS)
+
+
+def evaluate_at_the_end(run: Path, tasks: Sequence[str]) -> None:
+    """Evaluate a finished run; a failure is only a warning, with the command to type."""
+    try:
+        evaluate(run, tasks)
+    except ConfigurationError as error:
+        command = ["python", "-m", "utils.publish.evaluate", str(run), "--tasks", *tasks]
+        logger.warning(
+            "lm_eval_tasks: %s is complete but not evaluated: %s Again: %s",
+            run / FINAL, "; ".join(error.problems), shlex.join(command),
+        )  # fmt: skip
+
+
+def _failed(code: int, tasks: Sequence[str]) -> str:
+    fetch = ["python", "-m", "lm_eval", "run", "--model", "dummy", "--tasks", *tasks]
+    return (
+        f"lm_eval ended with {code}; what it wrote above says why. Without a network the tasks' "
+        "data has to be in the cache (HF_HOME): where there is one, as on the login node, "
+        f"`{shlex.join([*fetch, '--limit', '1'])}` fetches it, and finds names that are no task's."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

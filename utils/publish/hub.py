@@ -1,0 +1,270 @@
+r"""Upload the finished model of a run to the Hugging Face Hub, with its model card.
+
+    python -m utils.publish.hub runs/my-run OWNER/NAME
+    python -m utils.publish.hub runs/my-run OWNER/NAME-lora --adapter --public --dry_run
+
+One commit with the files in ALLOWED and nothing else; no file may contain a secret. The token is
+HF_WRITE_TOKEN from the environment or .env, else the one that `hf auth login` stored. `push_to_hub:
+true` in a recipe does the same at the end of a run.
+"""
+
+import argparse
+import fnmatch
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from utils.checkpoints.discovery import how_to_rewrite
+from utils.checkpoints.files import CONFIG, FINAL, PROCESSOR_FILES, PROVENANCE, readable
+from utils.config.errors import ConfigurationError
+from utils.host.atomic_files import paths_inside
+from utils.host.foreign import foreign, read_object
+from utils.host.redaction import load_env_file, redact
+from utils.launch.script import configure_logging, run_script
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+ADAPTER = "adapter"
+RESULTS = "lm_eval.json"
+ADAPTER_CONFIG = "adapter_config.json"
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|[\w-]+")
+TEXTS = (
+    CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "LICENSE*",
+    *PROCESSOR_FILES,
+)  # fmt: skip
+ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
+# Weights of an earlier upload. transformers would load an old single file instead of new parts.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+NO_TOKEN = (
+    f"no token of the Hub: make one with write access ({TOKENS_PAGE}) and put it into .env as "
+    "HF_WRITE_TOKEN=hf_... (cp .env.example .env && chmod 600 .env), or `hf auth login`."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Publish the run of the command line; return the exit code."""
+    configure_logging()
+    load_env_file()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("publish", description=__doc__, formatter_class=form)
+    add, which = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("run", type=Path, metavar="RUN", help="directory of a finished run")
+    add("name", metavar="OWNER/NAME", help="of the model on the Hub; it is made if it is new")
+    add("--adapter", action="store_true", help="the LoRA adapter, not the merged model")
+    which.add_argument("--private", action="store_true", help="as it is by default")
+    which.add_argument("--public", action="store_true", help="make a new model visible to all")
+    add("--base_model", metavar="OWNER/NAME", help="the base's name, where the run knows a path")
+    add("--dry_run", action="store_true", help="check, say what would be uploaded, and stop")
+    given = parser.parse_args(argv)
+    files = files_to_publish(
+        given.run, given.name, adapter=given.adapter, base_model=given.base_model
+    )
+    if not given.dry_run:
+        logger.info("published: %s", upload(files, given.name, private=not given.public))
+    return 0
+
+
+def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
+    """Publish final/ of a finished run; a failure is only a warning, with the command to type."""
+    name = name or run.resolve().name
+    try:
+        files = files_to_publish(run, name)
+        logger.info("published: %s", upload(files, name, private=private is not False))
+    except ConfigurationError as error:
+        command = ["python", "-m", "utils.publish.hub", str(run), name]
+        command += ["--public"] if private is False else []
+        logger.warning(
+            "push_to_hub: %s is complete but not uploaded (%s) Where there is a network, as on the "
+            "login node: %s", run / FINAL, "; ".join(error.problems), shlex.join(command),
+        )  # fmt: skip
+
+
+def hub_name_fault(name: str) -> str:
+    """Return why the Hub would refuse this name, or an empty text."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return f"{name!r} is no name on the Hub, give OWNER/NAME: {error}"
+    return ""
+
+
+def files_to_publish(
+    run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
+) -> dict[str, Path | bytes]:
+    """Return the files to upload by their names on the Hub, and log them.
+
+    Raises ConfigurationError for an unfinished run, a secret in a file, or an adapter whose base
+    has no name on the Hub.
+    """
+    directory = run / (ADAPTER if adapter else FINAL)
+    if problem := hub_name_fault(name) or (base_model and hub_name_fault(base_model)):
+        raise ConfigurationError(problem)
+    if not directory.is_dir():
+        raise ConfigurationError(_why_missing(run, directory))
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    allowed = [name for name in names if _matches(name, ALLOWED)]
+    paths_inside(directory, allowed, f"the model in {directory}")
+    files: dict[str, Path | bytes] = {name: directory / name for name in allowed}
+    problem = f"it cannot be published{how_to_rewrite(directory)}"
+    if CARD in files:
+        with foreign(directory / CARD, problem):
+            files[CARD] = _card(run, directory, name, base_model).encode()
+    if adapter:
+        with foreign(directory / ADAPTER_CONFIG, problem):
+            files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
+    problems = [problem for name in allowed for problem in _secrets(directory / name, files[name])]
+    if problems:
+        raise ConfigurationError(problems)
+    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size
+             for name, file in files.items()}  # fmt: skip
+    listed = "\n".join(f"  {name}  {readable(size)}" for name, size in sizes.items())
+    total = f"{len(files)} files, {readable(sum(sizes.values()))}"
+    logger.info("%s as %s, %s:\n%s", directory, name, total, listed)
+    if others := sorted({path.name for path in directory.iterdir()} - files.keys()):
+        logger.warning("left out, since they belong to no model: %s", ", ".join(others))
+    return files
+
+
+def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
+    """Upload the files in one commit, and return the address; raises ConfigurationError.
+
+    An existing model keeps its visibility, its other files and its history.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    token = os.environ.get("HF_WRITE_TOKEN") or get_token()
+    if token is None:
+        raise ConfigurationError(NO_TOKEN)
+    api = HfApi(token=token)
+    try:
+        url = api.create_repo(name, private=private, exist_ok=True)
+        there = api.model_info(url.repo_id)
+        visible = "private" if there.private else "public"
+        if there.private is not None and there.private != private:
+            logger.warning("%s is there already and stays %s", url, visible)
+        logger.info("uploading to %s (%s)", url, visible)
+        known = [file.rfilename for file in there.siblings or []]
+        stale = [file for file in known if _matches(file, WEIGHTS) and file not in files]
+        operations: list[Any] = [CommitOperationDelete(file) for file in stale]
+        operations += [
+            CommitOperationAdd(path, file if isinstance(file, bytes) else str(file))
+            for path, file in files.items()
+        ]
+        api.create_commit(url.repo_id, operations, commit_message="Model trained with Stoker")
+    except HfHubHTTPError as error:
+        raise ConfigurationError(_refusal(name, error)) from error
+    except Exception as error:  # network errors of several libraries
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigurationError(f"{name}: the upload failed: {reason}.") from error
+    return str(url)
+
+
+def _refusal(name: str, error: Any) -> str:
+    code = error.response.status_code
+    said = str(error.server_message or error).strip().splitlines()[0]
+    advice = {
+        401: f"the token is not valid (any more): make a new one at {TOKENS_PAGE}",
+        403: f"this token may not write there: is {name.split('/')[0]} you or an organization of "
+        f"yours, and has the token write access ({TOKENS_PAGE})?",
+        404: f"the Hub knows no {name.split('/')[0]}, or this token does not",
+    }.get(code, "try again later")
+    return f"{name}: the Hub answered {code} ({said}): {advice}."
+
+
+def _why_missing(run: Path, directory: Path) -> str:
+    if run.name in (FINAL, ADAPTER) and (run.parent / CONFIG).is_file():
+        return f"{run} is a part of a run: give {run.parent}."
+    if not (run / PROVENANCE).is_file():
+        return f"{run} is no directory of a run (it has no {PROVENANCE})."
+    if directory.name == ADAPTER and (run / FINAL).is_dir():
+        return f"{run} has no {ADAPTER}/, it was no LoRA run: leave --adapter out."
+    return f"{run} has no {directory.name}/ yet, which the end of a run writes: resume it first."
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _secrets(path: Path, content: Path | bytes) -> list[str]:
+    """Return a problem for each line of a text that contains a secret."""
+    if not _matches(path.name, TEXTS):
+        return []
+    raw = content if isinstance(content, bytes) else content.read_bytes()
+    lines = raw.decode(errors="replace").split("\n")
+    return [
+        f"{path}:{number}: it holds what looks like a token or a password: remove it there (and "
+        "make a new one if others could read it); nothing was uploaded."
+        for number, line in enumerate(lines, start=1)
+        if redact(line) != line
+    ]
+
+
+def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
+    """Return the card under the model's name on the Hub, with benchmarks if there are any."""
+    from huggingface_hub import ModelCard
+
+    text = (directory / CARD).read_text(encoding="utf-8")
+    if local := re.search(r"^python chat\.py (\S+)", text, re.MULTILINE):
+        text = text.replace(local[1], name)
+    if base_model is not None:
+        card = ModelCard(text, ignore_metadata_errors=True)
+        card.data["base_model"] = base_model
+        card.data["base_model_relation"] = "adapter" if directory.name == ADAPTER else "finetune"
+        text = str(card).replace("vllm serve BASE ", f"vllm serve {base_model} ")
+    if directory.name == FINAL and (run / RESULTS).is_file():
+        with foreign(run / RESULTS, "these are no results of lm_eval", "Evaluate again."):
+            lines = "\n".join(_benchmarks(read_object(run / RESULTS)))
+        text = f"{text.rstrip()}\n\n## Benchmarks\n\n{lines}\n"
+    return text
+
+
+def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the results of lm_eval as a table."""
+    limit = (content.get("config") or {}).get("limit")
+    part = f", with --limit {limit:g}" if limit else ""
+    yield f"By lm-evaluation-harness {content.get('lm_eval_version', '')}{part}.\n"
+    yield "| task | few-shot | metric | value | standard error |\n|---|---|---|---|---|"
+    for task, figures in content["results"].items():
+        shots = content.get("n-shot", {}).get(task, "")
+        for key, value in figures.items():
+            metric, comma, kind = key.partition(",")
+            if comma and isinstance(value, float) and not metric.endswith("_stderr"):
+                error = figures.get(f"{metric}_stderr,{kind}")
+                spread = f"{error:.4f}" if isinstance(error, float) else ""
+                yield f"| {task} | {shots} | {metric} ({kind}) | {value:.4f} | {spread} |"
+
+
+def _adapter_config(directory: Path, base_model: str | None) -> str:
+    """Return adapter_config.json with a base that others can load, or raise ConfigurationError."""
+    from huggingface_hub import ModelCard
+
+    content = read_object(directory / ADAPTER_CONFIG)
+    base = str(content["base_model_name_or_path"])
+    if base_model is None and (Path(base).is_dir() or not HUB_NAME.fullmatch(base)):
+        card = directory / CARD
+        if card.is_file():
+            base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
+        if base_model is None:
+            raise ConfigurationError(
+                f"{directory / ADAPTER_CONFIG} names its base by a path ({base}), which nobody "
+                "else has: give the base's name on the Hub, --base_model OWNER/NAME."
+            )
+    content["base_model_name_or_path"] = base_model or base
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

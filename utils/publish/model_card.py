@@ -1,0 +1,301 @@
+"""The model card: README.md of final/ and adapter/, made from the records of the run.
+
+The records are config.yaml, provenance.json, metrics.jsonl and the descriptions of the data. The
+card contains no host and no absolute path, and nothing that is not in these records.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from utils.callbacks.journal import duration, read_journal
+from utils.checkpoints.files import CONFIG, FINAL
+from utils.checkpoints.record import RunRecord, settings_in_force
+from utils.config.arguments import train_sources
+from utils.config.declarations import NOTHING, shown
+from utils.data.token_dataset import TokenDataset
+from utils.host.redaction import redact
+from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
+
+LICENSE = ("license", "license_name", "license_link")
+# Settings that affect the numbers; the card shows those that are set.
+SETTINGS = (
+    "sequence_length", "packing", "on_overlong", "global_batch_size", "max_steps",
+    "num_train_epochs", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "weight_decay", "max_grad_norm", "optim", "optim_states", "bf16", "fp16", "dtype",
+    "stochastic_rounding", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout",
+    "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora",
+    "use_dora", "neftune_noise_alpha", "ema_decay", "seed",
+)  # fmt: skip
+CONFIG_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # other strategies keep their name
+SOURCES_SHOWN = 5
+# The name of a download's folder in the Hub's cache.
+_IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
+_HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
+_ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
+
+
+def write_model_card(
+    directory: Path,
+    name: str,
+    run: Path,
+    step: int,
+    data: Sequence[TokenDataset],
+    *,
+    multimodal: bool = False,
+) -> None:
+    """Write the card of the model in `directory`, called `name`, with the weights of `step`.
+
+    `data` are the datasets of `train_data`. `multimodal`: AutoModelForCausalLM does not load the
+    whole model. Raises the errors of unreadable files of the run.
+    """
+    card = _Card(directory, name, run, step, data, multimodal)
+    text = f"---\n{card.metadata().to_yaml()}\n---\n\n{public(chr(10).join(card.lines()))}\n"
+    (directory / CARD).write_text(redact(text), encoding="utf-8")
+
+
+def public(text: str) -> str:
+    """Return a text without the folders of absolute paths.
+
+    >>> public("sft_train.py --train_data /home/me/data/chats=0.5 --output_dir runs/mine")
+    'sft_train.py --train_data chats=0.5 --output_dir runs/mine'
+    """
+    return _ABSOLUTE.sub(r"\1", text.replace(f"{Path.cwd()}/", ""))
+
+
+def shown_name(run: Path, folder: str) -> str:
+    """Return a name for a model that is not on the Hub, made from its path."""
+    inside = run.resolve().is_relative_to(Path.cwd())
+    return str((run.resolve().relative_to(Path.cwd()) if inside else Path(run.name)) / folder)
+
+
+def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the Hub's name of the model that a run began with, if known, and its license.
+
+    If the run began with another run's weights, return that run's base model.
+    """
+    starts = RunRecord(run).starts
+    settings = settings_in_force(run, starts)
+    name = settings.get("model_name_or_path")
+    if settings.get("init_from"):
+        origins = [start["weights_from"] for start in starts if start.get("weights_from")]
+        name = origins[-1]["path"] if origins else settings["init_from"]
+    if name is None:
+        return None, {}
+    directory = Path(name)
+    if (directory.parent / CONFIG).is_file():  # final/ or a checkpoint, which may be deleted by now
+        return base_model(directory.parent)
+    if HUB_NAME.fullmatch(name) and not directory.is_dir():
+        cached = try_to_load_from_cache(name, CARD, revision=settings.get("model_revision"))
+        return name, license_of(Path(cached)) if isinstance(cached, str) else {}
+    found = _IN_THE_CACHE.search(f"{directory.resolve()}/")
+    return "/".join(found.groups()[1:]) if found else None, license_of(directory / CARD)
+
+
+def license_of(card: Path) -> dict[str, Any]:
+    """Return the license fields of a card; empty without a card."""
+    if not card.is_file():
+        return {}
+    facts = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    return {name: facts[name] for name in LICENSE if facts.get(name)}
+
+
+def hub_dataset(path: str) -> str | None:
+    """Return the Hub's name of a source file's dataset, or None if unknown."""
+    if found := _HUB_URL.match(path):
+        return found[1]
+    found = _IN_THE_CACHE.search(path)
+    return f"{found[2]}/{found[3]}" if found and found[1] == "datasets" else None
+
+
+def _source_files(dataset: TokenDataset) -> list[str]:
+    return list(dataset.description.preparation.get("sources", {}).get("first_files", {}))
+
+
+class _Card:
+    """The content of a card; see `write_model_card`."""
+
+    def __init__(
+        self, directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset],
+        multimodal: bool,
+    ):  # fmt: skip
+        self.directory, self.name, self.run, self.step, self.data = directory, name, run, step, data
+        self.multimodal = multimodal
+        starts = RunRecord(run).starts
+        self.settings, self.start = settings_in_force(run, starts), starts[-1]
+        self.is_adapter = (directory / ADAPTER_CONFIG).is_file()
+        self.fine_tuned = self.start["script"] == "sft_train.py"
+        self.base, self.license = base_model(run)
+
+    def metadata(self) -> ModelCardData:
+        """Return the card's metadata for the Hub."""
+        paths = [path for each in self.data for path in _source_files(each)]
+        kind = "sft" if self.fine_tuned else "pretraining"
+        return ModelCardData(
+            base_model=self.base,
+            base_model_relation=self.base and ("adapter" if self.is_adapter else "finetune"),
+            datasets=sorted(set(filter(None, map(hub_dataset, paths)))) or None,
+            library_name="peft" if self.is_adapter else "transformers",
+            pipeline_tag="text-generation",
+            tags=["stoker", kind, *(["lora"] if self.settings.get("use_peft") else [])],
+            **self.license,
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the card's text."""
+        yield f"# {Path(self.name).parent.name}\n"
+        yield self._what_it_is()
+        yield "\n## Use\n"
+        yield from self._usage()
+        yield "\n## Data\n"
+        yield "| data | documents | tokens | trained on | sources |\n|---|---|---|---|---|"
+        weights = train_sources(self.settings["train_data"])
+        for (path, weight), dataset in zip(weights.items(), self.data, strict=True):
+            counts, label = dataset.statistics, f"`{path}`"
+            label += "" if weight is None else f", weight {weight:g}"
+            yield (
+                f"| {label} | {counts.documents:,} | {counts.tokens:,} | "
+                f"{counts.loss_tokens / max(counts.tokens, 1):.1%} of the tokens | "
+                f"{_shown_sources(_source_files(dataset))} |"
+            )
+        yield "\n## Training\n"
+        yield from _figures(self.run, self.step, self.start["launch"])
+        yield "\n| setting | value |\n|---|---|"
+        yield from self._settings()
+        git = self.start.get("git") or {"commit": "unknown", "dirty": False}
+        changed = ", with changed files," if git["dirty"] else ""
+        yield f"\nIts last start, in a clone of Stoker at commit {git['commit']}{changed} was"
+        yield f"(the run's {CONFIG} has all settings):\n"
+        yield f"```bash\n{_command(self.start)}\n```\n"
+        versions = {"Python": self.start["python"], **self.start["versions"]}
+        yield ", ".join(f"{each} {version}" for each, version in versions.items() if version) + "."
+
+    def _settings(self) -> Iterator[str]:
+        values = self.settings
+        for key in SETTINGS:
+            moot = key.startswith(("lora_", "use_")) and not values.get("use_peft")
+            moot |= key == "num_train_epochs" and values.get("max_steps", -1) > 0
+            if not moot and (key == "seed" or values.get(key) not in NOTHING):
+                yield f"| `{key}` | {shown(values[key])} |"
+
+    def _what_it_is(self) -> str:
+        given = self.settings.get("init_from") or self.settings.get("model_name_or_path")
+        base = self.base
+        model = f"`{given}`" if base is None else f"[{base}](https://huggingface.co/{base})"
+        model += "" if base in (None, given) else f" (by way of `{given}`)"
+        if given is None:
+            kind = (self.start.get("model_config") or {}).get("model_type", "language model")
+            done = f"A {kind} trained from random weights"
+        elif not self.settings.get("use_peft"):
+            done = f"All weights of {model} were trained"
+        elif self.is_adapter:
+            done = f"LoRA adapters of {model}, trained"
+        else:
+            done = f"LoRA adapters of {model} were trained, and merged into its weights,"
+        what, script = "answers" if self.fine_tuned else "documents", self.start["script"]
+        return f"{done} on the {what} of the data below, by Stoker's {script}."
+
+    def _usage(self) -> Iterator[str]:
+        name, chats = self.name, (self.directory / "chat_template.jinja").is_file()
+        asked = '[{"role": "user", "content": "Why is the sky blue?"}]' if chats else '"The sky is"'
+        answer = '["generated_text"][-1]["content"]' if chats else '["generated_text"]'
+        new_tokens, unserved = self._limits()
+        if new_tokens:
+            yield (
+                "It has rows of new tokens. Its base lacks them, so that neither PEFT nor vLLM "
+                f"loads it as it is: use the run's merged model, `{FINAL}/`.\n"
+            )
+        else:
+            yield "```python"
+            yield from self._loading()
+            yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
+        serve = f"vllm serve {name}\n"
+        if self.is_adapter:
+            serve = f"vllm serve {self.base or 'BASE'} --enable-lora --lora-modules mine={name}\n"
+        if unserved:
+            yield f"vLLM serves no adapter with {unserved}: serve the merged model, `{FINAL}/`.\n"
+        if unserved or new_tokens:
+            serve = ""
+        yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
+
+    def _loading(self) -> Iterator[str]:
+        """Yield the lines of code that load the model."""
+        name, whole = self.name, "AutoModelForMultimodalLM"
+        if not self.is_adapter and not self.multimodal:
+            yield "from transformers import pipeline\n"
+            yield f'generate = pipeline("text-generation", "{name}", dtype="auto")'
+            return
+        if self.is_adapter:
+            loader = "PeftModel" if self.multimodal else "AutoPeftModelForCausalLM"
+            yield f"from peft import {loader}"
+        classes = ["AutoTokenizer", "pipeline"]
+        if self.multimodal:
+            yield f"from transformers import {', '.join([whole, *classes])}\n"
+            base = (self.base or "BASE") if self.is_adapter else name
+            yield f'model = {whole}.from_pretrained("{base}", dtype="auto")'
+            if self.is_adapter:
+                yield f'model = PeftModel.from_pretrained(model, "{name}")'
+        else:
+            yield f"from transformers import {', '.join(classes)}\n"
+            yield f'model = AutoPeftModelForCausalLM.from_pretrained("{name}", dtype="auto")'
+        yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+        yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
+
+    def _limits(self) -> tuple[bool, str]:
+        """Return whether an adapter has rows of new tokens, and its features that vLLM lacks.
+
+        The rules are from vllm/lora/peft_helper.py.
+        """
+        if not self.is_adapter:
+            return False, ""
+        config = json.loads((self.directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        kinds = {
+            "modules_to_save": "layers that were trained whole",
+            "target_parameters": "weights of experts",
+            "use_dora": "DoRA",
+        }
+        unserved = " and ".join(said for name, said in kinds.items() if config.get(name))
+        return bool(config.get("trainable_token_indices")), unserved
+
+
+def _shown_sources(files: Sequence[str]) -> str:
+    names = [hub_dataset(path) or Path(path).name for path in files]
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - SOURCES_SHOWN} more" if len(unique) > SOURCES_SHOWN else ""
+    return ", ".join(f"`{name}`" for name in unique[:SOURCES_SHOWN]) + more or "not known"
+
+
+def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the journal's figures of the run up to this step."""
+    lines = sorted(read_journal(run / "metrics.jsonl"), key=lambda line: line["step"])
+    trained = [line for line in lines if line["event"] == "train" and line["step"] <= step]
+    seconds, last = 0.0, 0
+    for line in trained:
+        seconds += line.get("step_time_s", 0.0) * (line["step"] - last)
+        last = line["step"]
+    devices = f"{launch['world_size']} x {launch['devices'][0]} ({launch['strategy']})"
+    yield "| figure | value |\n|---|---|"
+    yield f"| steps | {step:,} |"
+    if trained:
+        yield f"| tokens seen | {trained[-1].get('tokens_seen', 0):,.0f} |"
+        yield f"| time of the steps | {duration(seconds)} on {devices} |"
+        yield f"| training loss, last logged | {trained[-1].get('loss', float('nan')):.4f} |"
+    for line in lines:
+        for key, value in line.items():
+            if line["step"] == step and re.fullmatch(r"eval_\w+_(loss|perplexity|accuracy)", key):
+                yield f"| `{key}` | {value:.4f} |"
+
+
+def _command(start: Mapping[str, Any]) -> str:
+    """Return the command line of a start without paths of this machine."""
+    launch, command = start["launch"], ["python"]
+    if launch["world_size"] > 1:
+        config = CONFIG_FILES.get(launch["strategy"], launch["strategy"])
+        command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+        command += ["--num_processes", str(launch["world_size"])]
+    return shlex.join([*command, start["script"], *start["argv"][1:]])

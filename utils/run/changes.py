@@ -1,0 +1,272 @@
+"""Changes of a run since its last start: shown in a table; those that make another run are refused.
+
+config.yaml stays as the first start wrote it. Each entry of provenance.json says which settings
+that start changed and what the inputs held; what was accepted once is in force.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from utils.checkpoints.record import RunRecord, settings_in_force
+from utils.config.arguments import train_sources
+from utils.config.declarations import shown
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.host.redaction import redacted
+from utils.model.architecture import causal_lm_class
+from utils.model.stages import own_checkpoint
+from utils.model.weights import base_weights, model_contents
+from utils.plan.run_data import RunData
+from utils.run.provenance import package_versions
+
+logger = logging.getLogger(__name__)
+
+# Settings that determine the numbers of a run: the samples and their order, what is trained, in
+# which type, and along which curve the learning rate continues.
+IDENTITY = frozenset({
+    "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
+    "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
+    "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant",
+})  # fmt: skip
+# Why checkpoints cannot continue with another value of a setting, even if the user accepts it.
+# torch restores the param_groups of the saved optimizer: a new learning rate has no effect.
+IN_THE_CHECKPOINT = {
+    name: why
+    for why, names in {
+        "hold the optimizer's old value, a new one has no effect": "learning_rate weight_decay "
+        "adam_beta1 adam_beta2 adam_epsilon optim_args",
+        "hold the optimizer's state as the old one has it": "optim optim_states",
+        "hold other tensors than the run would have": "use_peft use_dora lora_r "
+        "lora_target_modules lora_target_parameters lora_modules_to_save "
+        "pad_embeddings_to_multiple_of",
+        "hold the best value of the old one, with which nothing else compares": ""
+        "metric_for_best_model",
+    }.items()
+    for name in names.split()
+}
+WEIGHTS = ("model_name_or_path", "init_from")
+# Settings that name files: a new value may name the same contents, so the contents are compared.
+NAMES_CONTENTS = (
+    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
+)  # fmt: skip
+# Settings of a single start, not of the run.
+OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
+# Increase when the last bits of some runs change, and add the number to the sums that it changed.
+# The key is the setting that accepts the change.
+NUMERICS = 4
+CHANGED_SUMS = {
+    "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
+    "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
+}
+# Settings that the machine or the launch decides if nobody sets them. A dry run may have others.
+LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
+
+
+class Snapshot(NamedTuple):
+    """The settings of a start, and the contents of the files that they name, see `_contents`."""
+
+    settings: Mapping[str, Any]
+    contents: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed setting, or changed contents of what it names; `what` is the text for the table.
+
+    `dangerous` ones need the user's consent, by `name`; `impossible` says why none would help.
+    """
+
+    name: str
+    what: str
+    old: Any
+    new: Any
+    note: str = ""
+    dangerous: bool = False
+    impossible: str = ""
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"  {self.what}: {shown(self.old)} -> {shown(self.new)}{note}"
+
+    def problem(self, output_dir: Path) -> str:
+        """Return why the run does not resume with this change, and what to type."""
+        changed = f"its {self.what} is {shown(self.old)}, now it is {shown(self.new)}"
+        if self.impossible:
+            return (
+                f"{output_dir} cannot resume: {changed}, but its checkpoints {self.impossible}. "
+                "Give the old value, or take its weights into a new run: --init_from with another "
+                "--output_dir."
+            )
+        return (
+            f"{output_dir} holds another run: {changed}. Go back to the old one to resume, "
+            f"accept the new one (--accept_changes {self.name}), or name another --output_dir."
+        )
+
+
+def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
+    """Return digests of what the settings name, as provenance.json keeps them; only on rank 0."""
+    return {
+        "data": data.fingerprints(),
+        "tokenizer_sha256": data.tokenizer_sha256,
+        "model_config": model_contents(settings),
+        "base_weights": base_weights(settings),
+        "numerics": NUMERICS,
+        "versions": package_versions(),
+    }
+
+
+def _contents(
+    facts: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the contents of a start's inputs by the setting that names them; empty if unknown.
+
+    The key of the configuration is model_config, that of the weights model_name_or_path, whatever
+    setting named them.
+    """
+    data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
+    held = {
+        "train_data": {"content fingerprint": data.get("train")},
+        "tokenizer_name_or_path": {"SHA-256": facts.get("tokenizer_sha256")},
+        "model_config": facts.get("model_config") or {},
+        "model_name_or_path": weights.get("sha256", weights),
+        "eval_data": {split: data[split] for split in data if split != "train"},
+        "versions": facts.get("versions") or {},
+    }
+    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of this start: not recorded yet
+    launch = facts.get("launch") or any_launch
+    low_precision = settings.get("bf16") or settings.get("fp16")
+    concerned = {
+        "use_cpu": launch.get("devices") == ["cpu"],
+        "bf16": launch.get("strategy") == "fsdp2" and low_precision,
+    }
+    for name, (what, numbers) in CHANGED_SUMS.items():
+        if concerned[name]:
+            passed = [number for number in numbers if number <= _numerics(facts)]
+            held[name] = {what: max(passed, default=1)}
+    return {name: each if any(each.values()) else {} for name, each in held.items()}
+
+
+def _numerics(facts: Mapping[str, Any]) -> int:
+    """Return the number of the version of a start. Older versions wrote two counters."""
+    if "numerics" in facts:
+        return int(facts["numerics"])
+    return int(facts.get("cpu_rounding", 1)) + int(facts.get("fsdp2_rounding", 1)) - 1
+
+
+def accepted_changes(
+    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
+) -> dict[str, Any]:
+    """Log the changes since the last start; return what this start has to record of them.
+
+    `facts` are those of `identity_facts`, and the script; `resumes`: from a checkpoint elsewhere.
+    Raises ConfigurationError for changes that make another run and were not accepted, or that its
+    checkpoints cannot continue with.
+    """
+    starts = RunRecord(output_dir).starts
+    if not starts:
+        return {}
+    if (script := starts[-1].get("script", facts["script"])) != facts["script"]:
+        raise ConfigurationError(
+            f"{output_dir} holds a run of {script}: name another --output_dir."
+        )
+    # A setting that the older version did not have had its default.
+    defaults = {name: one.default for name, one in settings.values.declared.items()}
+    # The first start wrote secrets masked.
+    old = redacted(defaults | settings_in_force(output_dir, starts))
+    new = redacted(settings.resolved)
+    resumes |= own_checkpoint(str(output_dir)) is not None
+    if settings.run.dry_run and resumes:
+        new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
+    before, now = Snapshot(old, _contents(starts[-1], old)), Snapshot(new, _contents(facts, new))
+    changes = list(compare(before, now, resumes=resumes))
+    if not changes:
+        return {}
+    table = "\n".join(map(str, changes))
+    logger.warning("changed since the last start in %s:\n%s", output_dir, table)
+    accepted = settings.run.accept_changes
+    problems = [
+        change.problem(output_dir)
+        for change in changes
+        if change.impossible or (change.dangerous and change.name not in accepted)
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+    return {
+        "changed": {change.what: new[change.what] for change in changes if change.what in new},
+        "accepted": sorted({change.name for change in changes if change.dangerous}),
+    }
+
+
+def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
+    """Yield every change; `resumes`: the run continues from a checkpoint, not at step 0."""
+    dangerous = set()
+    for name, new in now.settings.items():
+        old, note, impossible = before.settings.get(name, new), "", ""
+        if name in OF_THIS_START or new == old:
+            continue
+        if name in NAMES_CONTENTS:
+            note = _why_harmless(name, before, now, resumes=resumes)
+        elif name in ("max_steps", "max_tokens", "num_train_epochs"):
+            note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
+        elif resumes and not _as_before(name, old, new):
+            impossible = IN_THE_CHECKPOINT.get(name, "")
+        if name in IDENTITY and not note:
+            dangerous.add(name)
+        yield Change(name, name, old, new, note, name in dangerous, impossible)
+    weights = "model_name_or_path" if now.settings["init_from"] is None else "init_from"
+    config = weights if now.settings["model_config"] is None else "model_config"
+    for kind, held in before.contents.items():
+        name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
+        holds, impossible = now.contents[kind], ""
+        if kind == "model_config" and resumes:
+            impossible = _other_shape(held, holds)
+        keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
+        if held and holds and keys and (impossible or name not in dangerous):
+            key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
+            what, ask = f"{name}: {key}", name not in ("eval_data", "versions")
+            yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
+
+
+def _other_shape(*contents: Mapping[str, Any]) -> str:
+    """Return which tensor has another shape in the model of the second configuration, if any."""
+    if not all(contents) or contents[0] == contents[1]:
+        return ""
+    shapes = []
+    for config in (AutoConfig.for_model(**each) for each in contents):
+        with torch.device("meta"):
+            # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+            model: Any = causal_lm_class(config)(config)
+        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    for name in shapes[0] | shapes[1]:
+        was, is_now = (each.get(name, "not there") for each in shapes)
+        if was != is_now:
+            return f"have other tensors: {name} was {was} and would be {is_now}"
+    return ""
+
+
+def _as_before(name: str, old: Any, new: Any) -> bool:
+    """Check whether checkpoints fit the new value too."""
+    if name == "metric_for_best_model":  # no evaluation was compared yet, or by the same metric
+        return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
+    return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
+
+
+def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
+    """Return why a changed path is harmless; empty if that is not known."""
+    if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
+        return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
+    if name == "train_data":
+        old, new = (train_sources(one.settings[name]) for one in (before, now))
+        if [*old.values()] != [*new.values()]:  # the weights
+            return ""
+    kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
+    held, holds = (one.contents[kind] for one in (before, now))
+    return "the same contents" if held and held == holds else ""

@@ -1,0 +1,276 @@
+"""Conversations with the model of a run, a checkpoint or an adapter, on a terminal."""
+
+import argparse
+import contextlib
+import re
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from utils.checkpoints.discovery import how_to_rewrite, resume_point
+from utils.checkpoints.files import FINAL
+from utils.checkpoints.record import RunRecord
+from utils.config.errors import ConfigurationError
+from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
+from utils.host.redaction import redact
+
+COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
+ADAPTER = "adapter_config.json"
+MAX_NEW_TOKENS = 2048  # where neither a flag nor the model says
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+Messages = list[dict[str, str]]
+
+
+def check_flags(given: argparse.Namespace) -> None:
+    """Raise ConfigurationError for flags of chat.py that cannot work."""
+    greedy = given.greedy or given.temperature == 0
+    faults = {
+        "--prompt asks nothing": given.prompt is not None and not given.prompt.strip(),
+        "--temperature has no effect: --greedy": greedy and given.temperature,
+        "--top_p has no effect: --greedy": greedy and given.top_p is not None,
+        "--temperature: give 0 or more": (given.temperature or 0) < 0,
+        "--top_p: give a share above 0, up to 1": not 0 < (given.top_p or 1) <= 1,
+        "--max_new_tokens: give at least 1": (given.max_new_tokens or 1) < 1,
+        "--chat_template_kwargs: give a JSON object": type(given.chat_template_kwargs) is not dict,
+    }
+    if problems := [fault for fault, holds in faults.items() if holds]:
+        raise ConfigurationError(problems)
+
+
+def find_model(name: str) -> str:
+    """Return the folder with the weights of `name`, or its name on the Hub.
+
+    Raises ConfigurationError where there are none, StorageError where all checkpoints are damaged.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        hub_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+        if not hub_name or ("/" in name and directory.parent.is_dir()):
+            raise ConfigurationError(
+                f"{name}: no such directory. Give that of a run (its output_dir), of a model or of "
+                "an adapter, or a model's name on the Hub."
+            )
+        return name
+    if any((directory / file).is_file() for file in ("config.json", ADAPTER)):
+        return name
+    if (directory / FINAL).is_dir():
+        return str(directory / FINAL)
+    run_id = RunRecord(directory).run_id
+    found = resume_point(directory, run_id, dry_run=True) if run_id else None
+    if found is None or not any(found.glob("*.safetensors")):
+        raise ConfigurationError(
+            f"{found} holds the weights in shards, a part for each rank: wait for {FINAL}/."
+            if found
+            else f"{name} holds no model (config.json), no adapter ({ADAPTER}) and no run with "
+            f"{FINAL}/ or a committed checkpoint; `touch {directory / 'SAVE'}` asks a run for one."
+        )
+    say(f"{name} has no {FINAL}/ yet: {found.name}, its newest committed checkpoint, answers.")
+    return str(found)
+
+
+def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+    """Return model and tokenizer; raises ConfigurationError with what is missing or unreadable."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
+
+    from utils.model.adapters import load_adapter
+    from utils.model.architecture import causal_lm_class, without_weights
+    from utils.model.finished_model import check_token_ids
+    from utils.model.weights import check_without_loading
+    from utils.model.xlstm import accept_kernel_names, choose_kernels
+
+    base, config = path, {}
+    with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
+        if adapter := find_adapter_config_file(path):
+            config = read_object(Path(adapter))
+            base = find_model(config["base_model_name_or_path"])
+            say(f"{path} is an adapter of {base}.")
+        bare = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+        tokenizer = AutoTokenizer.from_pretrained(
+            base if bare else path, padding_side="left", trust_remote_code=False
+        )
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        accept_kernel_names()
+        model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        choose_kernels(model_config, torch.device(device).type)
+        without_weights(model_config)  # refuses one that takes hours to build
+        if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
+            check_without_loading(base, exact=False, config=model_config)
+        loaded: Any = causal_lm_class(model_config).from_pretrained(
+            base, config=model_config, dtype=dtype, device_map=device, output_loading_info=True
+        )
+        model, info = loaded
+        check_token_ids(model.generation_config)
+        if config.get("trainable_token_indices"):  # as many rows as training gave the new tokens
+            model.resize_token_embeddings(
+                len(tokenizer), pad_to_multiple_of=64, mean_resizing=False
+            )
+        if adapter:
+            model = load_adapter(model, path, Path(adapter))
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigurationError(f"{base} lacks tensors of the model: {', '.join(missing[:5])}.")
+    return model.eval(), tokenizer
+
+
+class ChatModel:
+    """A model with its tokenizer and chat template (None: it continues texts)."""
+
+    def __init__(self, given: argparse.Namespace):
+        """Load the model that the flags name, and derive how it generates; raises as `load`."""
+        import transformers
+
+        from utils.prepare.chat_templates import ChatTemplate
+
+        # A warning that PEFT causes.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
+        transformers.set_seed(given.seed)
+        self.path = find_model(given.model)
+        self.variables = given.chat_template_kwargs or None
+        self.model, self.tokenizer = load(self.path, given.device, given.dtype)
+        templated = self.tokenizer.chat_template is not None
+        self.template = ChatTemplate(self.tokenizer) if templated else None
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.settings = settings = self.model.generation_config
+        settings.eos_token_id = self._end_tokens()
+        settings.pad_token_id = self.tokenizer.pad_token_id
+        settings.use_cache, settings.max_length = True, None  # checkpoints have the cache off
+        settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or MAX_NEW_TOKENS
+        greedy = given.greedy or given.temperature == 0
+        sampled = settings.do_sample or given.temperature or given.top_p
+        settings.do_sample = bool(sampled and not greedy)
+        asked = {name: getattr(given, name, None) or getattr(settings, name) for name in SAMPLING}
+        settings.update(**(asked if settings.do_sample else dict.fromkeys(SAMPLING)))
+        set_to = [f"{name} {value:g}" for name in SAMPLING if (value := getattr(settings, name))]
+        how = ", ".join(set_to) or ("sampled" if settings.do_sample else "greedy")
+        say(
+            f"{self.path}: {self.model.num_parameters() / 1e6:,.1f} M parameters, "
+            f"{self.model.dtype} on {self.model.device}; {how}; at most "
+            f"{settings.max_new_tokens:,} new tokens."
+        )
+
+    def _end_tokens(self) -> list[int]:
+        """Return the tokens that end an answer; the files of a checkpoint lack that of a turn."""
+        from utils.prepare.tokenizer import end_of_turn_id
+
+        known = self.settings.eos_token_id
+        ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
+        if self.template is not None:
+            slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
+            with slow, contextlib.suppress(Exception):  # of one that could not be trained with
+                ends.append(end_of_turn_id(self.tokenizer))
+        return list(dict.fromkeys(end for end in ends if end is not None))
+
+    def rendered(self, messages: Messages) -> str:
+        """Return the text that the model is to continue; raises ConfigurationError."""
+        from utils.prepare.chat_templates import PROBE
+        from utils.prepare.rows import ChatDocument
+
+        asked = f"{messages[-1]['content']!r:.40} cannot be asked"
+        if self.template is not None:
+            with foreign(self.path, f"{asked}, its chat template refuses it"):
+                adapted = self.template.adapted(messages)
+                chat = ChatDocument(adapted, PROBE, None, self.variables)
+                return self.template.render(chat, True)
+        if len(messages) > 1 or self.variables:
+            raise ConfigurationError(
+                f"{asked}: without a chat template the model continues one text; it takes no "
+                "system text, earlier messages or --chat_template_kwargs."
+            )
+        return messages[0]["content"]
+
+    def answer(self, messages: Messages) -> str:
+        """Return what the model answers, printed while it generates; Ctrl-C ends the answer.
+
+        Raises ConfigurationError where the model or the device has no room for it.
+        """
+        import torch
+        from transformers import TextStreamer
+
+        from utils.prepare.encoding import prompt_ids
+
+        text = self.rendered(messages)
+        if self.template is None:
+            ids = prompt_ids(self.tokenizer, text)
+        else:  # it prints the special tokens itself
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        inputs = self.tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
+        room = self.settings.max_new_tokens
+        if positions := getattr(self.model.config.get_text_config(), "max_position_embeddings", 0):
+            room = min(room, positions - len(ids))
+        if not ids or room < 1:
+            raise ConfigurationError(
+                f"{self.path}: {len(ids):,} tokens do not fit {positions:,} positions."
+            )
+        pressed: list[bool] = []
+        before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+        try:
+            with foreign(self.path, "the model does not generate"):
+                output = self.model.generate(
+                    **inputs.to(self.model.device),
+                    max_new_tokens=room,
+                    streamer=TextStreamer(
+                        self.tokenizer, skip_prompt=True, skip_special_tokens=True
+                    ),
+                    stopping_criteria=[lambda ids, *_, **__: torch.full(
+                        ids.shape[:1], bool(pressed), device=ids.device
+                    )],
+                )[0, len(ids) :]  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                "out of GPU memory: a smaller --max_new_tokens, or --device auto."
+            ) from error
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if not set(output.tolist()) & set(self.settings.eos_token_id):
+            say(f"[not finished after {len(output):,} tokens]")
+        answer: str = self.tokenizer.decode(output, skip_special_tokens=True)
+        if not answer.strip():
+            say("[the answer is empty: the model ended at once]")
+        return answer
+
+
+def opening(system: str | None) -> Messages:
+    """Return the messages before the first question."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def talk(model: ChatModel, system: str | None) -> None:
+    """Answer what is typed, line by line, until /quit, Ctrl-D or the end of stdin."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - lines can be edited and come back
+
+    say(f"{COMMANDS}; Ctrl-C ends an answer" if model.template else "/quit leaves")
+    said = opening(system)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+            command, _, rest = text.partition(" ")
+            if command == "/quit":
+                return
+            if command in ("/reset", "/system"):
+                system = rest if command == "/system" else system
+                said = opening(system)
+            elif re.fullmatch("/[a-z]+", command):
+                say(f"{command} is no command: {COMMANDS}")
+            elif text:
+                asked = [*said, {"role": "user", "content": text}]
+                answer = model.answer(asked)
+                if model.template:
+                    said = [*asked, {"role": "assistant", "content": answer}]
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            say("")
+        except ValueError as error:
+            say(str(error))
+
+
+def say(text: str) -> None:
+    """Write a line that is no answer."""
+    sys.stderr.write(f"{redact(text)}\n")
+    sys.stderr.flush()

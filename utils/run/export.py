@@ -1,0 +1,206 @@
+"""The finished model: gathered from every rank, adapters merged, ready for from_pretrained.
+
+PEFT's own layers merge LoRA's adapters on the meta device: only one at a time holds tensors.
+"""
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from utils.checkpoints.files import FINAL
+from utils.data.tokenizers import without_training_marks
+from utils.model.architecture import is_multimodal
+from utils.model.finished_model import name_of, set_generation_settings
+from utils.model.quantization import dequantized, packed_layers
+from utils.publish.hub import ADAPTER, CARD
+from utils.publish.model_card import shown_name, write_model_card
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "base_model.model."
+
+
+def export_final(trainer: Any, dtype: torch.dtype) -> None:
+    """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run.
+
+    All ranks call it: gathering sharded weights is collective. Rank 0 writes under another name and
+    renames, so ``final/`` is whole or absent. Its tensors have type `dtype`, except those that the
+    architecture keeps in float32.
+    """
+    output_dir = Path(str(trainer.args.output_dir))
+    model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    set_generation_settings(model, trainer.generation)
+    wrapped = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
+    state = trainer.accelerator.get_state_dict(wrapped)  # other ranks may get an empty one
+    if trainer.is_world_process_zero():
+        if isinstance(model, PeftModel):
+            trained = {name for name, value in model.named_parameters() if value.requires_grad}
+            adapters = {name: state[name] for name in trained}
+            with _directory(output_dir / ADAPTER, trainer) as partial:
+                model.save_pretrained(str(partial), state_dict=adapters)
+            model, state = merged_model(model, state, dtype)
+        else:
+            _untie(model, state)
+        with _directory(output_dir / FINAL, trainer) as partial:
+            _save(model, state, partial, dtype)
+            live.published.write(trainer.processing_class, partial)
+
+
+def merged_model(
+    model: PeftModel, state: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Return the model without adapters, on the meta device, and its tensors with adapters merged.
+
+    `state` has all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module
+    after another. Tied tensors that were trained apart are no longer tied. Weights in 4 bits are
+    merged dequantized, as the adapters saw them.
+    """
+    live: Any = model.get_base_model()
+    config = copy.deepcopy(live.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        clean: Any = type(live)(config)
+        wrapped: Any = type(model)(type(live)(config), copy.copy(model.peft_config["default"]))
+    clean.generation_config = live.generation_config
+    clean._weight_conversions = getattr(live, "_weight_conversions", None)
+    cast = _caster(clean, dtype)
+    merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
+    packed = packed_layers(live)
+    for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
+        del merged[name]  # the scales
+    for key, module in list(_outermost(wrapped.base_model.model)):
+        names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
+        own = {name: merged.pop(f"{key}.{name}") for name in names}
+        if layer := packed.pop(f"{key}.base_layer", None):
+            own["base_layer.weight"] = dequantized(layer, own["base_layer.weight"])
+        if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter:
+            continue  # it is tied to the module that has the same adapter
+        for name, value in _merged(module, own).state_dict().items():
+            merged[f"{key}.{name}"] = cast(f"{key}.{name}", value)
+    for key, layer in packed.items():
+        name = f"{key}.weight"
+        merged[name] = cast(name, dequantized(layer, merged[name]))
+    _untie(clean, merged)
+    return clean, merged
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of PEFT that are in no other module of PEFT."""
+    inside: tuple[str, ...] = ()
+    for key, module in model.named_modules():
+        if key.startswith(inside) and inside:
+            continue
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            inside = (*inside, f"{key}.")
+            yield key, module
+
+
+def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
+    """Return the wrapped module with its adapters merged; `state` has the tensors of both."""
+    module = copy.deepcopy(module)  # else the meta module would keep the tensors
+    floats = {
+        # A copy: PEFT merges in place.
+        name: value.to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
+        for name, value in state.items()
+    }
+    module.load_state_dict(floats, strict=False, assign=True)
+    if hasattr(module, "unload_and_optionally_merge_module"):
+        return module.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+    module.merge()
+    return module.get_base_layer()
+
+
+def _untie(model: Any, state: dict[str, Tensor]) -> None:
+    """Leave tied weights out of `state`; weights that training made unlike are no longer tied."""
+    tied = model.all_tied_weights_keys
+    unlike = set()
+    for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
+        if torch.equal(state[name].cpu(), state[tied[name]].cpu()):
+            del state[name]
+        else:
+            unlike.add(name)
+    if unlike:
+        logger.info("final/: %s is no longer tied, as trained", ", ".join(sorted(unlike)))
+        config = model.config
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {name: tied[name] for name in tied.keys() - unlike}
+
+
+def _save(
+    model: PreTrainedModel, state: dict[str, Tensor], directory: Path, dtype: torch.dtype
+) -> None:
+    """Write configuration and tensors; `state` is emptied on the way."""
+    cast = _caster(model, dtype)
+    for name in state:
+        state[name] = cast(name, state[name])
+    model.config.use_cache = True  # off while training on packed rows
+    model.save_pretrained(str(directory), state_dict=state)
+    # save_pretrained writes the type that the model has in memory.
+    config: Any = copy.deepcopy(model.config)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = name_of(dtype)
+    config.save_pretrained(str(directory))
+
+
+def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+
+    def cast(name: str, value: Tensor) -> Tensor:
+        in_float32 = any(part in name for part in kept)
+        return value if in_float32 or not value.is_floating_point() else value.to(dtype)
+
+    return cast
+
+
+@contextmanager
+def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
+    """Yield a directory to write into; then add tokenizer, card and modes, and rename it.
+
+    The tokenizer has the chat template of training, without what only training needs.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended while it was exporting
+    partial.mkdir(parents=True)
+    yield partial
+    tokenizer: Any = trainer.processing_class
+    assert tokenizer is not None, "both scripts give one"
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = without_training_marks(template)
+    tokenizer.save_pretrained(partial)
+    tokenizer.chat_template = template
+    _write_card(partial, directory, trainer)
+    allowed = partial.stat().st_mode & 0o666  # what the umask left of a new folder's mode
+    for file in partial.rglob("*"):  # safetensors makes files that the owner alone may read
+        if file.is_file():
+            file.chmod(allowed)
+    if directory.exists():
+        shutil.rmtree(directory)
+    partial.rename(directory)
+
+
+def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
+    """Write README.md, instead of PEFT's form; a failure is a warning, because the model counts."""
+    state, name = trainer.state, shown_name(directory.parent, directory.name)
+    best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
+    (partial / CARD).unlink(missing_ok=True)
+    try:
+        data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
+        write_model_card(partial, name, directory.parent, step, data, multimodal=whole)
+    except Exception as error:  # files of earlier starts, of other versions
+        logger.warning("%s: no model card could be made of the run's files: %r", directory, error)

@@ -1,0 +1,179 @@
+"""The callbacks of a run, and the end of a run."""
+
+import gc
+import logging
+from pathlib import Path
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from utils.callbacks.evaluation import EarlyStopping, Samples
+from utils.callbacks.journal import Journal
+from utils.callbacks.live import LiveView
+from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.metrics import MixtureShares, Throughput
+from utils.callbacks.nonfinite import NonFiniteGuard
+from utils.callbacks.out_of_memory import memory_page
+from utils.callbacks.profiler import ProfilerWindow
+from utils.callbacks.progress import Phase, Progress
+from utils.callbacks.stop import StopWatch
+from utils.callbacks.watchdog import HangWatch
+from utils.checkpoints.files import FINAL
+from utils.checkpoints.store import Checkpoints
+from utils.config.arguments import profiled_steps
+from utils.config.errors import ExitCode
+from utils.config.settings import RunSettings
+from utils.data.loader import source_names
+from utils.host.run_lock import leave_run_lock, wait_until_left
+from utils.launch.processes import LaunchFacts
+from utils.model.finished_model import name_of
+from utils.observe.page import FILE_NAME, write_at_the_end
+from utils.plan.run_data import RunData
+from utils.plan.run_plan import RunPlan
+from utils.publish.evaluate import evaluate_at_the_end
+from utils.publish.hub import push_at_the_end
+from utils.run.export import export_final
+from utils.run.provenance import end_wandb
+from utils.run.start import Run
+from utils.training.callbacks import Callbacks, DataEpochs
+from utils.training.losses import ExpertBalance, SourceLosses
+from utils.training.optimizer import InheritedOptimizer
+from utils.training.smoothing import AveragedWeights
+from utils.training.trainer import PackedTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def run_callbacks(
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run,
+    checkpoints: Checkpoints,
+) -> Callbacks:  # fmt: skip
+    """Return the callbacks of both scripts."""
+    options, output_dir = settings.run, checkpoints.output_dir
+    inherited = early_stopping = average = profiler = None
+    if settings.model.init_optimizer and run.resume_from is None:
+        assert run.weights_from is not None, "checked with the settings"
+        inherited = InheritedOptimizer(Path(run.weights_from))
+    if patience := options.early_stopping_patience:
+        early_stopping = EarlyStopping(patience, options.early_stopping_threshold)
+    if decay := options.ema_decay:
+        average = AveragedWeights(decay, run.resume_from)
+    if options.profile_steps:
+        profiler = ProfilerWindow(*profiled_steps(options.profile_steps), output_dir)
+    router, balance = plan.loss_head.router, None
+    if router is not None:
+        balance = ExpertBalance(router, settings.training)
+    progress = Progress()
+    stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
+    memory = MemoryMonitor(plan.memory.sequence_bytes)
+    journal = Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s)
+    return Callbacks(
+        progress=progress,
+        epochs=DataEpochs(),
+        watchdog=HangWatch(options.hang_timeout_s, launch.hosts, output_dir, progress),
+        inherited=inherited,
+        stop=stop,
+        early_stopping=early_stopping,
+        average=average,
+        profiler=profiler,
+        throughput=Throughput(),
+        mixture=MixtureShares(),
+        memory=memory,
+        guard=NonFiniteGuard(output_dir),
+        journal=journal,
+        live=LiveView(progress, stop.limit_s),
+        samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
+        balance=balance,
+        source_losses=_source_losses(settings, plan, data),
+    )
+
+
+def _source_losses(settings: RunSettings, plan: RunPlan, data: RunData) -> SourceLosses | None:
+    """Return the losses by source of a mixture; None with one source, or a head without them."""
+    if len(data.train.datasets) == 1:
+        return None
+    if plan.loss_head.name != "fused":
+        logger.info("loss/NAME is left out: loss_head logits tells no token's loss from another's")
+        return None
+    names = source_names([dataset.path for dataset in data.train.datasets])
+    return SourceLosses(names, settings.training)
+
+
+def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
+    """Evaluate the last step, write ``final/`` in this type, log the results; return the exit code.
+
+    A stopped run writes no ``final/``: the next start resumes it. Raises ConfigurationError, before
+    ``final/`` is written, if another job took the directory over.
+    """
+    state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
+    average = trainer.callbacks.average
+    try:
+        if not trainer.callbacks.stop.stopped:
+            with memory_page(trainer):
+                _evaluate_last_step(trainer)
+                trainer.callbacks.progress.begin(Phase.FINISH, state.global_step)
+                trainer.checkpoints.check_ownership()
+                if average is not None:
+                    average.put_in_place()
+                export_final(trainer, save_dtype)
+        trainer.accelerator.wait_for_everyone()  # the first rank to leave ends the ranks' store
+        trainer.accelerator.end_training()
+        trainer.callbacks.live.close()
+        if trainer.callbacks.stop.stopped:
+            leave_run_lock(output_dir)
+        if state.is_world_process_zero:
+            write_at_the_end(output_dir)
+            end_wandb(output_dir / FILE_NAME, trainer.callbacks.stop.stopped)
+    finally:
+        trainer.callbacks.watchdog.leave()
+    step = state.global_step
+    if trainer.callbacks.stop.stopped:
+        checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
+        logger.info(
+            "stopped at step %d of %d %s; the same command resumes it", step, state.max_steps, kept
+        )
+        return ExitCode.STOPPED
+    trainer.log_best_checkpoint()
+    loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    kept = Path(loaded).name if loaded else f"step {step}"
+    if average is not None:
+        decay = f"ema_decay {average.decay:g}"
+        kept = f"{kept}, averaged ({decay}; checkpoints have the others),"
+    logger.info("%s holds the weights of %s in %s", output_dir / FINAL, kept, name_of(save_dtype))
+    return ExitCode.DONE
+
+
+def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
+    """Upload and benchmark ``final/`` if asked to; leave the run directory; return the exit code.
+
+    Rank 0 acts, and a failure does not fail the run. The caller has released the trainer, because
+    benchmarks need its memory.
+    """
+    output_dir = Path(str(settings.training.output_dir))
+    asked = settings.values["push_to_hub"] or settings.run.lm_eval_tasks
+    if code == ExitCode.DONE and asked:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if launch.rank == 0:
+            _use_final(settings, output_dir)
+        else:
+            wait_until_left(output_dir)  # srun ends all nodes soon after the first of them
+    leave_run_lock(output_dir)
+    return code
+
+
+def _use_final(settings: RunSettings, output_dir: Path) -> None:
+    if settings.values["push_to_hub"]:
+        hub_name, private = settings.training.hub_model_id, settings.training.hub_private_repo
+        push_at_the_end(output_dir, hub_name, private)
+    if tasks := settings.run.lm_eval_tasks:
+        evaluate_at_the_end(output_dir, tasks)
+
+
+def _evaluate_last_step(trainer: PackedTrainer) -> None:
+    last = trainer.state.global_step
+    logs = [entry for entry in trainer.state.log_history if entry["step"] == last]
+    if trainer.eval_dataset and not any(key.startswith("eval_") for log in logs for key in log):
+        trainer.evaluate()

@@ -1,0 +1,139 @@
+"""Checks the output directory before a run: shared, writable, large enough, and a run's own."""
+
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+from utils.checkpoints.discovery import (
+    LEAST_KEPT,
+    committed_checkpoints,
+    find_room,
+    free_bytes,
+    most_at_once,
+)
+from utils.checkpoints.files import CONFIG, PROVENANCE, readable
+from utils.checkpoints.record import RunRecord
+from utils.config.errors import ConfigurationError, StorageError
+from utils.host.collectives import on_every_rank, on_rank_0
+from utils.host.journal_file import FILE_NAME
+from utils.host.machine import host_name
+from utils.host.run_lock import FOLDER
+from utils.launch.processes import LaunchFacts
+from utils.plan.run_plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+MARK = ".stoker-preflight-"  # prefix of a temporary file's name
+SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
+PROBE_BYTES = 2**14
+
+
+def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:
+    """Make ``output_dir`` and check that all hosts can write to it and that checkpoints fit.
+
+    Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
+    name. Each host writes a small file, because free space does not show quotas.
+    """
+    first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
+
+    def open_directory() -> tuple[str, str]:
+        room = check_place(output_dir, plan, keep)
+        name = MARK + secrets.token_hex(8)
+        _append(output_dir / name)
+        return name, room
+
+    name, room = on_rank_0(open_directory)
+    mark = output_dir / name
+    try:
+        on_every_rank(lambda: _probe(mark) if launch.rank in first_ranks else None)
+    finally:
+        if launch.rank == 0:
+            mark.unlink(missing_ok=True)
+    if launch.rank == 0:
+        logger.info(
+            "preflight: %d host(s), %d rank(s) can write to %s, %s",
+            len(first_ranks), launch.world_size, output_dir, room,
+        )  # fmt: skip
+
+
+def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
+    """Return the free space in words; raise StorageError if checkpoints do not fit.
+
+    A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
+    one. Space that `make_room` may free counts as free. Nothing is written. Raises
+    ConfigurationError for a file of that name.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
+    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(output_dir, f"{there}: permission denied")
+    run_id = RunRecord(output_dir).run_id
+    committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
+    if committed and committed[0][1].step >= plan.total_steps:
+        return f"{readable(free_bytes(there))} free (all checkpoints are there)"
+    count = 1
+    if not committed:
+        most = most_at_once(keep, max(1, plan.scheduled_saves))
+        # Without a limit somebody may move checkpoints away during the run.
+        count = min(most, LEAST_KEPT) if keep is None else most
+    find_room(there, run_id, keep, plan.checkpoint_bytes, count)
+    return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
+
+
+def _probe(mark: Path) -> None:
+    """Find rank 0's temporary file from this host, and write to it."""
+    output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
+    # List the directory: for a single name NFS caches for a while that the file was missing.
+    while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
+        if time.monotonic() > end:
+            raise StorageError(
+                f"{host_name()}: --output_dir {output_dir} is not the directory that rank 0 made "
+                "on another host: name one on storage that all nodes share (not /tmp or a node's "
+                "own scratch)."
+            )
+        time.sleep(0.1)
+    _append(mark)
+
+
+def _append(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(bytes(PROBE_BYTES))
+            os.fsync(file.fileno())  # some quotas only fail here
+    except OSError as error:
+        raise _not_writable(path.parent, str(error.strerror)) from error
+
+
+def _not_writable(output_dir: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{host_name()}: --output_dir {output_dir} cannot be written to ({reason}): check its "
+        "owner and mode, your quota, and whether this host has it mounted read-only."
+    )
+
+
+def known_files(output_dir: Path) -> bool:
+    """Return whether the directory holds a run; raise if it holds something else."""
+    # Do not follow links, which a stranger's run may contain. A damaged file will be restored.
+    for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
+        if path.is_symlink() or (path.name == FOLDER and path.is_file()):
+            kind = "a link" if path.is_symlink() else "no folder"
+            raise ConfigurationError(
+                f"{path} is {kind}: nothing was read or written there. Put what it stands for in "
+                "its place, or remove it, or name another --output_dir."
+            )
+    if RunRecord(output_dir).exists:
+        return True
+    names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
+    if FOLDER in names:
+        names.discard(CONFIG)  # from a start that was killed before it wrote the rest
+    # Ignore hidden files: drafts of such a start, and files of file systems.
+    if others := sorted(name for name in names if not name.startswith(".")):
+        raise ConfigurationError(
+            f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "
+            f"{others[0]}): name another directory; nothing is written over."
+        )
+    return False

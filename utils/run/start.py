@@ -1,0 +1,385 @@
+"""Starts a run: the process, then the run directory, new or resumed, claimed for this job.
+
+A dry run asks the same of the directory and writes nothing. It does not look at the other nodes,
+nor whether all bytes of a checkpoint are as they were committed.
+"""
+
+import copy
+import dataclasses
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_token, is_offline_mode, try_to_load_from_cache
+from transformers import PreTrainedConfig
+
+from utils.callbacks.evaluation import UNIMPROVED
+from utils.callbacks.stop import remove_stale_requests
+from utils.checkpoints.adoption import adopt_checkpoint, foreign_checkpoint
+from utils.checkpoints.discovery import resume_point
+from utils.checkpoints.files import (
+    CONFIG,
+    FINAL,
+    OWN_STATE,
+    PROVENANCE,
+    Manifest,
+    check_layout,
+    read_manifest,
+)
+from utils.checkpoints.pickles import guard_loading, refuse_code
+from utils.checkpoints.record import RunRecord
+from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
+from utils.checkpoints.store import Checkpoints
+from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
+from utils.config.recipes import MASKED_NOTE, dump_yaml
+from utils.config.settings import RunSettings
+from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, strategy_variables
+from utils.host.atomic_files import replace_text
+from utils.host.collectives import gathered, on_rank_0
+from utils.host.machine import global_rank
+from utils.host.notes import mark_run_started
+from utils.host.redaction import load_env_file, redacted
+from utils.host.run_lock import leave_run_lock, take_run_lock
+from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
+from utils.launch.processes import (
+    LaunchFacts,
+    check_connected,
+    check_launch,
+    requested_strategy,
+)
+from utils.launch.script import configure_logging
+from utils.launch.signals import install_stop_signals
+from utils.model.finished_model import name_of
+from utils.model.stages import origin_directory, weights_origin
+from utils.model.weights import check_without_loading, published_rows, weights_dtype
+from utils.plan.run_data import RunData
+from utils.plan.run_plan import RunPlan, on_a_login_node, tracker_name
+from utils.publish.hub import NO_TOKEN
+from utils.run.changes import accepted_changes, identity_facts
+from utils.run.preflight import check_place, check_storage, known_files
+from utils.run.provenance import prepare_trackers, slurm_job, write_provenance
+
+logger = logging.getLogger(__name__)
+
+STARTS_WITHOUT_PROGRESS = 3
+# Any of them shows that a model of the Hub is in the cache with its weights.
+WEIGHT_FILES = [
+    name + index
+    for name in ("model.safetensors", "pytorch_model.bin")
+    for index in ("", ".index.json")
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run in a directory: where it resumes, and whether nothing is left to do.
+
+    A new run has a new id. `facts` is what provenance.json is to say of this start's inputs.
+    `weights_from` is the directory that --init_from stands for; None where this start takes
+    nothing from it.
+    """
+
+    run_id: str
+    resume_from: str | None
+    finished: bool
+    facts: Mapping[str, Any]
+    weights_from: str | None = None
+
+
+def start_process(settings: RunSettings) -> LaunchFacts:
+    """Set up logging, tokens, signals and loading, check the launch; the settings are parsed.
+
+    A dry run on a login node stands for the launch that WORLD_SIZE and the accelerate variables
+    describe. Raises ConfigurationError.
+    """
+    configure_logging()
+    for note in settings.values.notes:
+        logger.info("settings: %s", note)
+    load_env_file()
+    if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
+        logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
+    if not settings.run.dry_run:
+        install_stop_signals()
+        launch = check_launch()
+        check_same_precision(settings, launch)
+        if settings.training.resume_from_checkpoint:
+            on_rank_0(lambda: _adopt(settings))  # before anything looks for what the run began with
+        guard_loading(launch.strategy)
+        report_strategy(settings, launch)
+        settle_cpu(settings, launch)
+        return launch
+    import torch
+
+    world_size = settings.values.world_size
+    # A build for CUDA names it on a login node without a GPU too, unless it has to look.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "cpu" if accelerator is None or settings.run.assume else accelerator.type
+    strategy = requested_strategy(settings.values.environment, world_size)
+    if SUBMITTING not in os.environ and not settings.run.assume:  # a start here is meant
+        check_connected(world_size, visible_gpus=0)
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if gpus > 1 and "WORLD_SIZE" not in os.environ:
+            logger.warning(
+                "%d GPUs are visible, this dry run is of one process: start one for each with "
+                "slurm/launch_node.sh SCRIPT ...; one process is refused", gpus,
+            )  # fmt: skip
+    launch = LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
+    report_strategy(settings, launch)
+    settle_cpu(settings, launch)
+    return launch
+
+
+def settle_cpu(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Set how this process multiplies and frees memory, if it trains on this host's CPU."""
+    if launch.device != "cpu" or on_a_login_node(settings, launch):
+        return
+    keep_freed_memory(os.environ)
+    if line := settle_products():
+        logger.info("float32 products: %s", line)
+
+
+def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Log where the launch, which decides, is not what the settings' strategy asks for."""
+    given, shown = settings.run.strategy, settings.values.shown("strategy")
+    if given == AUTO:
+        return
+    asked = strategy_variables(read_config(strategy_path(given), shown).content)
+    strategy = requested_strategy(asked, launch.world_size)
+    if launch.world_size == 1 and launch.strategy == "single":
+        if given not in ("single_gpu", "cpu"):
+            logger.info("%s has no effect: there is one process", shown)
+    elif strategy != launch.strategy:
+        logger.warning("%s has no effect: the launch decides, by %s", shown, launch.strategy)
+
+
+def _adopt(settings: RunSettings) -> None:
+    args = settings.training
+    output_dir = Path(str(args.output_dir))
+    known_files(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    take_run_lock(output_dir)
+    named, needs_best = args.resume_from_checkpoint, bool(args.load_best_model_at_end)
+    adopt_checkpoint(named, output_dir, needs_best=needs_best)
+
+
+def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Refuse ranks that compute in different types; collective. Raises UnfitClusterError."""
+    answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
+    for host, (bf16, shown) in zip(launch.hosts, answers, strict=True):
+        if bf16 != answers[0][0]:
+            raise UnfitClusterError(
+                f"the ranks would compute in different types: {answers[0][1]} on "
+                f"{launch.hosts[0]}, {shown} on {host}: set bf16 yourself, or take nodes of one "
+                "kind."
+            )
+
+
+def start_run(
+    settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
+) -> tuple[Run, Checkpoints]:
+    """Claim ``--output_dir`` for these settings and record how this start came about.
+
+    A new or empty directory starts a run; the directory of the same run resumes from its newest
+    complete checkpoint. Writes config.yaml (once) and provenance.json (an entry a start). Rank 0
+    looks and decides for all ranks. Raises ConfigurationError, with nothing written, for the
+    directory of another run or of no run at all; StorageError and NoProgressError.
+    """
+    output_dir = Path(str(settings.training.output_dir))
+    check_storage(output_dir, plan, settings.training.save_total_limit, launch)
+    run = on_rank_0(lambda: _claim(settings, plan, data, launch))
+    remove_leftovers()
+    background = None
+    if settings.run.async_save and not run.finished:
+        background = BackgroundWriter(run.run_id, launch.rank)
+    manifest = Manifest(
+        run_id=run.run_id,
+        world_size=launch.world_size,
+        strategy=launch.strategy,
+        global_batch_size=settings.run.global_batch_size,
+        fingerprints={"data": run.facts["data"], "tokenizer": run.facts["tokenizer_sha256"]},
+        versions=run.facts["versions"],
+    )
+    checkpoints = Checkpoints(
+        output_dir,
+        manifest,
+        launch.rank,
+        keep=settings.training.save_total_limit,
+        estimated_bytes=plan.checkpoint_bytes,
+        background=background,
+    )
+    if launch.rank == 0:
+        mark_run_started(output_dir)
+        if not run.finished:
+            step = Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2]
+            name = tracker_name(settings.training, run.run_id)
+            prepare_trackers(settings, name, output_dir, run.run_id, int(step))
+    return run, checkpoints
+
+
+def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
+    """Lock the directory, refuse what cannot resume, and write this start down; on rank 0."""
+    output_dir = Path(str(settings.training.output_dir))
+    known_files(output_dir)  # nothing is written into a directory that is no run's
+    take_run_lock(output_dir)
+    RunRecord(output_dir).restore()
+    run = find_run(settings, plan, data, launch)
+    weights = weights_origin(settings, launch.strategy, run.resume_from)
+    starts = RunRecord(output_dir).starts
+    check_progress(starts, run.resume_from, slurm_job(os.environ))
+    remove_stale_requests(output_dir)
+    if not starts:
+        text = "# The resolved settings of this run; `--config` takes this file as a recipe.\n"
+        resolved = redacted(settings.resolved)
+        if resolved != settings.resolved:
+            text += f"{MASKED_NOTE}\n"
+        replace_text(output_dir / CONFIG, text + dump_yaml(resolved))
+    write_provenance(
+        output_dir / PROVENANCE,
+        launch,
+        run_id=run.run_id,
+        resumed_from=run.resume_from,
+        weights_from=weights,
+        attention=dataclasses.asdict(plan.attention),
+        loss_head=dataclasses.asdict(plan.loss_head),
+        activation_checkpointing=dataclasses.asdict(plan.memory),
+        compiled=plan.compiled,
+        float32_products=products_name(),
+        save_dtype=name_of(plan.save_dtype),
+        given={name: each.source for name, each in settings.values.given.items()},
+        **run.facts,
+    )
+    if run.finished:
+        logger.info("%s is finished: nothing is left to do", output_dir)
+        leave_run_lock(output_dir)
+    return run if weights is None else dataclasses.replace(run, weights_from=weights["path"])
+
+
+def check_start(
+    settings: RunSettings,
+    plan: RunPlan,
+    data: RunData,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+) -> int:
+    """Refuse what a start would refuse, by ConfigurationError; return a dry run's exit code, 0."""
+    output_dir = Path(str(settings.training.output_dir))
+    try:
+        check_place(output_dir, plan, settings.training.save_total_limit)
+    except StorageError as error:
+        if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
+            raise
+        logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
+    for name, text in RunRecord(output_dir).damage.items():
+        logger.warning("%s %s", output_dir / name, text)
+    run = find_run(settings, plan, data, launch)
+    if run.finished:
+        logger.info("%s is finished: a start would have nothing to do", output_dir)
+    elif run.resume_from is not None:
+        logger.info("a start would resume from %s", run.resume_from)
+    origin = origin_directory(settings, launch.strategy, run.resume_from)
+    _check_weights(settings, config, origin, data.new_tokens)
+    return 0
+
+
+def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
+    """Find where a start or dry run resumes, on rank 0; ConfigurationError where it cannot."""
+    output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
+    known = known_files(output_dir)
+    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has taken it
+    foreign = foreign_checkpoint(named, output_dir)
+    record = output_dir if foreign is None else foreign.record
+    facts: dict[str, Any] = {}
+    if known or foreign or not dry_run:
+        facts = {"script": settings.script, **identity_facts(settings, data)}
+        facts |= accepted_changes(record, settings, facts, resumes=foreign is not None)
+    run_id = RunRecord(record).run_id or uuid.uuid4().hex
+    checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
+    if foreign is not None:
+        checkpoint = foreign.directory
+    has_final = (output_dir / FINAL).exists()
+    if checkpoint is None:
+        if has_final:  # a start would train over it
+            raise ConfigurationError(
+                f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): "
+                "name another --output_dir; nothing is written over."
+            )
+        return Run(run_id, None, False, facts)
+    if "WORLD_SIZE" in settings.values.environment or not on_a_login_node(settings, launch):
+        check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
+    refuse_code(checkpoint)
+    step = read_manifest(checkpoint).step
+    done = step >= plan.total_steps or _ended_early(settings, checkpoint)
+    return Run(run_id, str(checkpoint), has_final and done, facts)
+
+
+def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
+    """Whether early stopping, as it is set now, ended the run at this checkpoint."""
+    patience = settings.run.early_stopping_patience
+    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
+    saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
+    return patience is not None and saved.get(UNIMPROVED, 0) >= patience
+
+
+def check_progress(
+    starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
+) -> None:
+    """Refuse to start where three earlier starts of this same job began, and so came to nothing.
+
+    `starts` are those in provenance.json, `job` is this job as it writes it. A job that the user
+    submitted anew may always try. Raises NoProgressError.
+    """
+    if job is None or int(job["restart_count"] or 0) == 0:
+        return
+
+    where = Path(resume_from or "step 0").name
+    number = sum(
+        Path(start["resumed_from"] or "step 0").name == where
+        for start in starts
+        if start["slurm"] and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
+    )
+    if number >= STARTS_WITHOUT_PROGRESS:
+        raise NoProgressError(
+            f"job {job['job_id']} began {number} times at {where} and reached no "
+            "checkpoint beyond it. Look in its log for what ended it each time; if it was the time "
+            "limit, give it more (--time) or save more often (a smaller save_steps). sbatch of the "
+            "same command tries again."
+        )
+
+
+def _check_weights(
+    settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
+) -> None:
+    """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
+
+    `origin` is where --init_from finds them. Jobs start without a network: for them a model of the
+    Hub has to be in the cache.
+    """
+    model = settings.model
+    if origin is None and (model.init_from is not None or model.model_config is not None):
+        return  # those of the run's own checkpoint, or random ones
+    path = str(origin or model.model_name_or_path)
+    cached = (
+        try_to_load_from_cache(path, file, revision=model.model_revision) for file in WEIGHT_FILES
+    )
+    if not Path(path).is_dir() and not any(isinstance(file, str) for file in cached):
+        if SUBMITTING not in os.environ and not is_offline_mode():
+            logger.info("weights: %s is not in the cache here, a start downloads it", path)
+            return
+        raise ConfigurationError(
+            f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, and "
+            f"jobs are offline: run prepare_data.py with your data recipe and --models {path} "
+            "where there is a network, with the HF_HOME that the job has (slurm/cluster.env)."
+        )
+    check_without_loading(
+        path,
+        exact=model.init_from is not None,
+        revision=model.model_revision,
+        config=copy.deepcopy(published_rows(settings, config, path, new_tokens)),
+        dtype=weights_dtype(model, config),
+        local_files_only=True,
+    )
