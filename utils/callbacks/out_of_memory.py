@@ -16,7 +16,7 @@ import torch
 from utils.callbacks.hang_page import LIBRARIES
 from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.files import readable
-from utils.config.errors import OutOfMemoryError
+from utils.config.errors import ConfigurationError, OutOfMemoryError
 from utils.host.atomic_files import replace_text
 from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
 from utils.host.notes import memory_cause, memory_owner, place
@@ -38,12 +38,14 @@ def memory_page(trainer: Any) -> Iterator[None]:
     kills = memory_kills()
     try:
         yield
+    except ConfigurationError:
+        raise
     except Exception as error:
+        # torch's handler raises wherever this process is when a data worker ends; all end now.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         cause = memory_cause(error, killed=memory_kills() > kills)
         if cause is None:
             raise
-        # torch's handler raises wherever this process is when a data worker ends; all end now.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         last_words = None
         with contextlib.suppress(Exception):  # even the page may take too much memory
             last_words = write_page(trainer, error, cause)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from typing_extensions import override
 
@@ -108,7 +109,15 @@ class ProfilerWindow(TrainerCallback):
             self.directory.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(trace))
             sort_by = f"self_{self.device.type}_time_total"
-            table = profiler.key_averages().table(
+            kind = DeviceType.CUDA if self.device.type == "cuda" else DeviceType.CPU
+            averages = profiler.key_averages()
+            # Marks such as ours of the steps last longer than any kernel.
+            averages[:] = [
+                one for one in averages if one.device_type == kind and not one.is_user_annotation
+            ]
+            if not averages:
+                raise RuntimeError("the trace has no kernel: has the user access to CUPTI?")
+            table = averages.table(
                 sort_by=sort_by, row_limit=ROWS, max_name_column_width=NAME_LENGTH
             )
             head = f"steps {self.first} to {last} of rank 0{self.remarks}"

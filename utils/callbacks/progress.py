@@ -43,7 +43,7 @@ class Progress:
 
     def begin(self, phase: Phase, step: int) -> None:
         """Begin a phase; the next heartbeat of the run lock tells it to status.py."""
-        self.phase, self.step, self.since = phase, step, time.monotonic()
+        self.phase, self.step, self.since, self.split = phase, step, time.monotonic(), ""
         note_phase(phase)
 
     def begin_step(self, step: int) -> None:

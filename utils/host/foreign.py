@@ -66,7 +66,8 @@ def naming(what: str | Path) -> Iterator[None]:
     except ConfigurationError as error:
         if str(what) in str(error):
             raise
-        raise type(error)([f"{what}: {each}" for each in error.problems]) from error
+        problems = [f"{what}: {each}" for each in error.problems]
+        raise type(error)(problems, error.report) from error
 
 
 @contextlib.contextmanager

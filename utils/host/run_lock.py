@@ -205,11 +205,15 @@ class RunLock:
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
                 _named(owner), WATCH_S,
             )  # fmt: skip
+            seen = owner
             while newest := _sign_of_life(self.folder, (number, owner)):
                 number, owner = newest
                 if owner.get("left"):
                     return number
-                if owner:
+                # Storage may give nothing at one look, and then the same content again.
+                alive = seen and owner and owner != seen
+                seen = seen or owner
+                if alive:
                     raise ConfigurationError(
                         f"{self.output_dir} is in use by {_named(owner)}: two jobs in one "
                         "directory would overwrite each other. Wait for it to end, stop it (touch "

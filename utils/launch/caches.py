@@ -24,7 +24,7 @@ from utils.launch.signals import NODE_DIR
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "stoker-node-"
+PREFIX = "stoker-"
 LARGEST_BYTES = 2**30  # a larger archive is not read, and so replaced
 _CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -39,10 +39,12 @@ def enter_node_directory() -> Path:
     the directories of launchers that were killed. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
-    remove_abandoned(Path(base), PREFIX)
+    # On network storage each node sees only its own locks, so it judges only its own directories.
+    prefix = f"{PREFIX}{host_name()}+"
+    remove_abandoned(Path(base), prefix)
     try:
         job = os.environ.get("SLURM_JOB_ID", "local")
-        directory, _ = locked_directory(Path(base), f"{PREFIX}{job}-")
+        directory, _ = locked_directory(Path(base), f"{prefix}{job}-")
         for name in ("compiled", "notes", "tmp"):
             (directory / name).mkdir()
     except OSError as error:

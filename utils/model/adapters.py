@@ -112,11 +112,13 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     with limits(config_file), warnings.catch_warnings(), contextlib.suppress(*MISFITS):
         warnings.simplefilter("ignore")
         config: Any = PeftConfig.from_pretrained(str(config_file.parent))
-        config.inference_mode = config.init_lora_weights = False
+        # As from_pretrained builds it: for training PEFT would load the tokenizer that it names.
+        config.inference_mode, config.init_lora_weights = True, False
         built = without_weights(model.config)
+        base = sum(one.nbytes for one in built.parameters())
         with torch.device("meta"):
             adapted: Any = get_peft_model(built, config)
-        needed = sum(one.nbytes for one in adapted.parameters() if one.requires_grad)
+        needed = sum(one.nbytes for one in adapted.parameters()) - base
     if needed > room:
         sizes = {name: read_object(config_file).get(name) for name in SIZES}
         shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)

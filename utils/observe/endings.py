@@ -51,7 +51,7 @@ def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
     """Judge how a start ended by the journal, its lock and, of the last start, its Slurm job."""
     owner, last, event = start.owner, start is run.starts[-1], start.last_event
     left = owner is None or owner.left
-    alive = last and owner is not None and owner.alive and not start.error
+    alive = last and owner is not None and owner.alive
     summary, in_queue = event == "summary", job is not None and job.state in IN_QUEUE
     gone = owner is not None and owner.gone
     silent = job is not None and job.state == "RUNNING" and not left and not gone
@@ -209,7 +209,7 @@ def _command(run: History) -> str:
     words, slurm = shlex.join(start.get("argv") or ["..."]), start.get("slurm")
     launch = start.get("launch") or {}
     if slurm:
-        nodes = int(slurm.get("nodes") or 1)
+        nodes = max(int(slurm.get("nodes") or 1), 1)
         options = f"--nodes={nodes} " if nodes > 1 else ""
         if launch.get("devices") not in (None, ["cpu"]):
             options += f"--gpus-per-node={int(launch.get('world_size') or 1) // nodes} "

@@ -280,7 +280,8 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
             waiting = [place for place, start in enumerate(starts) if start.trained is None]
             fits = [place for place in waiting if starts[place].began <= latest]
             done = line["step"] if line["event"] == "resumed" else -1
-            fits = [place for place in fits if _resumed_at(starts[place]) == done] or fits
+            if line["event"] in STARTS:
+                fits = [place for place in fits if _resumed_at(starts[place]) == done] or fits
             if not fits:
                 starts.append(Start(line["time"], {}))
             current = fits[-1] if fits else len(starts) - 1

@@ -312,7 +312,8 @@ def estimate_memory(
         for kind, strategies in SHARDED_BY.items()
     }
     gradients //= shards["gradients"]
-    accumulates = settings.run.global_batch_size > work.rows * launch.world_size
+    at_once = settings.training.per_device_train_batch_size * launch.world_size
+    accumulates = settings.run.global_batch_size > at_once
     ddp = launch.strategy == "ddp"
     # DDP's buckets hold the gradients from the first step on.
     held = gradients if accumulates or ddp else 0

@@ -87,7 +87,7 @@ def rehearse(
         with _judged(values, SCHEDULE, problems):
             report += _try_schedule(trainer, settings, total_steps)
     if problems:
-        raise ConfigurationError(problems)
+        raise ConfigurationError(problems, report)
     return report
 
 

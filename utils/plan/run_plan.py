@@ -104,7 +104,11 @@ def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
 
 def log_plan(plan: RunPlan) -> None:
     """Log the arithmetic of a plan and what was chosen, in the order of the choices."""
-    for level, text in plan.report:
+    _log(plan.report)
+
+
+def _log(report: Report) -> None:
+    for level, text in report:
         logger.log(level, "%s", text)
 
 
@@ -122,6 +126,9 @@ def plan_run(
         return _plan(settings, data, config, launch, report)
     except ConfigurationError as error:
         error.report = (*report, *error.report)
+        raise
+    except BaseException:  # an error of a library, memory that ran out, Ctrl-C
+        _log(report)
         raise
 
 

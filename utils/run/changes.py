@@ -225,7 +225,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
     config = weights if now.settings["model_config"] is None else "model_config"
     for kind, held in before.contents.items():
         name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
-        holds, impossible = now.contents[kind], ""
+        holds, impossible = now.contents.get(kind, {}), ""
         if kind == "model_config" and resumes:
             impossible = _other_shape(held, holds)
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]

@@ -169,6 +169,7 @@ def check_points(sweep: Sweep) -> None:
         except ConfigurationError as error:
             for problem in error.problems:
                 faults.setdefault(problem, []).append(name)
+            output.writelines(f"{text}\n" for _, text in error.report)
         finally:  # TrainingArguments writes some settings into the environment
             os.environ.clear()
             os.environ.update(before)

@@ -50,7 +50,7 @@ class DataEpochs(TrainerCallback):
 class Callbacks:
     """The callbacks of a run, its progress and samples; None: the run does without.
 
-    runs/finish.py makes them, the trainer calls them by name.
+    run/finish.py makes them, the trainer calls them by name.
     """
 
     progress: Progress

@@ -100,6 +100,7 @@ class SavingTrainer(Trainer):
         Trainer skips the scheduler in the evaluation before the first step. If a stopped run owes
         that evaluation, its metrics count as usual. The checkpoint of its step exists already.
         """
+        self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
         at_start, owed = skip_scheduler, self.callbacks.stop.evaluation_due
         skip_scheduler = at_start and not owed

@@ -85,7 +85,7 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, mon
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     directory = enter_node_directory()
-    assert str(directory).startswith(f"{tmp_path}/stoker-node-5-")
+    assert str(directory).startswith(f"{tmp_path}/stoker-n2+5-")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     inductor = str(directory / "compiled/torchinductor_cache_dir")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == inductor
@@ -103,14 +103,16 @@ def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, mon
 def test_the_directory_of_a_killed_launcher_is_removed_and_no_other(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
     living = enter_node_directory()
-    (tmp_path / "stoker-prepare-1").mkdir()
+    others = {tmp_path / "stoker-prepare-1", tmp_path / "stoker-elsewhere+5-x"}
+    for other in others:
+        other.mkdir()
     code = "import os; from utils.launch import caches; caches.enter_node_directory(); "
     code += "os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert done.returncode == -9
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
     newer = enter_node_directory()
-    assert set(tmp_path.iterdir()) == {living, newer, tmp_path / "stoker-prepare-1"}
+    assert set(tmp_path.iterdir()) == {living, newer} | others
 
 
 COMPILES = """

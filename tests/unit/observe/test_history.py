@@ -9,6 +9,8 @@ import pytest
 
 from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
+from utils.observe import history
+from utils.observe.endings import End, end_of_run
 from utils.observe.history import read_run
 from utils.observe.page import write_pages
 
@@ -42,6 +44,14 @@ def test_starts_within_one_second_keep_their_lines(made_up_run):
         (-1, 60), (40, 100), (100, 160),
     ]  # fmt: skip
     assert starts[-1].last_event == "summary"
+
+
+def test_a_tail_without_the_line_of_a_start_belongs_to_the_last_one(made_up_run, monkeypatch):
+    monkeypatch.setattr(history, "TAIL_BYTES", 4096)
+    run = read_run(made_up_run, whole=False)
+    assert run.starts[-1].last_event == "summary"
+    assert run.starts[-1].last_step == 160
+    assert end_of_run(run) is End.FINISHED
 
 
 def without_marks(lines):

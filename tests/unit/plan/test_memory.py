@@ -201,7 +201,7 @@ def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
 @pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
 def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
     """With accumulation the gradients of earlier micro-batches exist beside the buckets."""
-    given = settings(global_batch_size=2 * 2 * accumulation)
+    given = settings(global_batch_size=2 * 2 * accumulation, per_device_train_batch_size=2)
     launch = replace(LAUNCH, world_size=2, strategy="ddp")
     found = estimate_memory(given, LLAMA, launch, work(), "none", (5000, 5000))
     assert found.gradients == copies * found.weights

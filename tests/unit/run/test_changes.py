@@ -311,6 +311,17 @@ def test_a_run_of_a_version_with_other_last_bits_is_refused_until_accepted(
     run.start(bf16=bf16, use_cpu=True)
 
 
+def test_fewer_bits_that_are_switched_off_under_fsdp2_are_a_change_to_accept(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = Runs(tmp_path, parse_pretraining)
+    run.start(bf16=True, use_cpu=True)
+    run.starts[0]["launch"] = {"devices": ["H100"], "strategy": "fsdp2"}
+    (tmp_path / "provenance.json").write_text(json.dumps({"starts": run.starts}))
+    (problem,) = refused(run, bf16=False, use_cpu=True)
+    assert "bf16" in problem
+    run.start(accept={"bf16"}, bf16=False, use_cpu=True)
+
+
 def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
     runs.has_checkpoint()  # its layout decides, see utils/checkpoints/files.py
     runs.start(strategy="fsdp2")
