@@ -2,9 +2,9 @@
 
 columns        Arrow files as numpy views, and what their columns mean
 description    statistics and fingerprint of a split: stoker.json, or measured once
-token_dataset  the documents of a split, and what is wrong with them
+token_dataset  the documents of a split, and checks for faults
 packing        which documents fill which sequence: a plan of indices
 order          which sequences each step and rank trains on: a function of seed and step
-loader         micro-batches of packed sequences, ahead of training; tokens seen per source
+loader         micro-batches of packed sequences, loaded ahead; tokens seen per source
 tokenizers     loading and comparing tokenizers
 """

@@ -21,14 +21,14 @@ PADDING = "attention_mask"
 LABELS = "labels"
 LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 IGNORED_LABEL = -100
-# Names of loss masks in other toolkits: of trained tokens first, then of tokens left out.
+# Names of loss masks in other toolkits. Masks in the last line mark the tokens that are left out.
 FOREIGN_MASKS = (
     *("loss_mask", "loss_masks", "assistant_mask", "completion_masks", "response_mask"),
     *("train_mask", "target_mask", "labels_mask"),
     *("prompt_mask", "prompt_masks", "source_mask", "instruction_mask"),
 )
-# Columns of datasets with several documents in a row. Read as one document, they would attend to
-# each other.
+# Columns of datasets with several documents in a row. If a row were read as one document, its
+# documents would attend to each other.
 PACKED_MARKS = ("seq_lengths", "position_ids", "seq_idx")
 
 STATE_FILE = "state.json"
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class ListColumn:
     """One list column over all record batches ("chunks") of a split.
 
-    values: per chunk the flat values, a view into the memory map.
+    values: the flat values of each chunk, a view into the memory map.
     first_documents: (chunks,) the first document of each chunk.
     offsets: (documents + 1,) int64, where each document starts among all values of the column.
     """
@@ -62,9 +62,9 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return the bounds of the values [start, stop) of each document.
+        """Return the chunk, and start and stop in it, of the values [start, stop) of each document.
 
-        The arguments are int64 arrays of one length. Columns with the same offsets have the same
+        The arguments are int64 arrays of equal length. Columns with the same offsets have the same
         bounds.
         """
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
@@ -145,7 +145,7 @@ def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
 def open_columns(directory: Path) -> dict[str, ListColumn]:
     """Open the columns that training reads, by name; all share one set of offsets.
 
-    Raises ConfigurationError for columns whose meaning is not clear, and for damaged files.
+    Raises ConfigurationError for columns with an unclear meaning, and for damaged files.
     """
     table = _read_table(directory, data_files(directory))
     names = table.schema.names
@@ -225,7 +225,7 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
     """Return `column` as views: lists of integers of any width, or boolean masks (copied).
 
-    Raises ConfigurationError for other types, nulls and damage, with the dataset's name `where`.
+    Raises ConfigurationError for other types, nulls and damage. where: the dataset's name in it.
     """
     kind, are = column.type, pa.types
     is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)
@@ -241,8 +241,8 @@ def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
         if len(chunk) == 0:
             continue
         try:
-            chunk.validate(full=True)  # offsets that rise, and stay inside the values
-            flat = chunk.flatten()  # of a slice, its own values
+            chunk.validate(full=True)  # offsets must rise and stay inside the values
+            flat = chunk.flatten()  # if the chunk is a slice, only the values of the slice
             if chunk.null_count or flat.null_count:
                 raise pa.ArrowInvalid("it holds a null, and every token needs a number")
         except pa.ArrowInvalid as error:

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class Statistics:
     """Counts over all documents of a split, and the first row of every kind of fault (or None).
 
-    Rows are document indices. A document without loss has no trained token after its first one,
-    which nothing predicts.
+    Rows are document indices. A document is without loss if no token after the first one is trained
+    on, because nothing predicts the first token.
     """
 
     documents: int = 0
@@ -62,7 +62,7 @@ class Description:
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
     preparation: sources, settings and counts; JSON values.
-    files, modified_ns: size and modification time of each file, in order, when it was described.
+    files, modified_ns: sizes and modification times of the files, in order, at the description.
     """
 
     statistics: Statistics
@@ -84,7 +84,7 @@ class Description:
 
 
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return sizes and modification times by name, in order."""
+    """Return the files' sizes and modification times by name, in order."""
     stats = [(file.name, file.stat()) for file in files]
     return {name: s.st_size for name, s in stats}, {name: s.st_mtime_ns for name, s in stats}
 
@@ -109,7 +109,7 @@ def read_description(directory: Path) -> Description | None:
 def measure_once(
     directory: Path, files: Sequence[Path], columns: Mapping[str, ListColumn], why: str
 ) -> Description:
-    """Return `measure` of a split, from the disk cache if possible; `why` is logged.
+    """Return the result of `measure`, from the disk cache if possible; else measure and log `why`.
 
     The key of the cache is the files' paths, order, sizes and modification times.
     """
@@ -188,7 +188,7 @@ def _add_block(
             faults["first_bad_mask_row"] = (mask != 0) & (mask != 1)
         found.loss_tokens += int(np.count_nonzero(trained))
         sums = np.concatenate([[0], trained.cumsum()])
-        # The sum at each document's end minus the sum at the end of its first token.
+        # By document: the sum at its end minus the sum at the end of its first token.
         after_first = sums[starts[1:]] - sums[np.minimum(starts[:-1] + 1, starts[1:])]
         without = np.flatnonzero((after_first == 0) & (np.diff(starts) > 0))
         if without.size and found.first_row_without_loss is None:

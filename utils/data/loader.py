@@ -18,11 +18,11 @@ from utils.launch.signals import shield_loader_worker
 
 # A batch from PackedDataset, of B sequences of T tokens:
 # input_ids       (B, T) int32
-# loss_mask       (B, T) bool: which tokens are trained on; never the first of a segment
+# loss_mask       (B, T) bool: which tokens are trained on; never the first token of a segment
 # cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, then B * T. The
 #                 padded tail of a sequence is a segment. There are no empty segments at the end,
-#                 because flash kernels work on each
-# loss_positions  int64: which of the flattened tokens predict one that is trained on
+#                 because flash kernels would start work for them
+# loss_positions  int64: the flattened positions from which a trained token is predicted
 # sequence_tokens (B,) int64: how many tokens of each sequence come before its padding
 # sources         (sources, B) bool: the source of each sequence, if there are several
 Batch = dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
     Copies from pinned memory do not block. input_ids, labels, position_ids: (B, T) int64.
     Labels are unshifted: -100 where a token is not trained on. Positions count from 0 in each
-    segment. max_length_q and _k: at least the longest segment.
+    segment. max_length_q and _k: an upper bound of the segment lengths.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids, cu_seq_lens = moved.pop("input_ids").long(), moved.pop("cu_seq_lens")
@@ -41,7 +41,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     segment_starts = cu_seq_lens[:-1].repeat_interleave(cu_seq_lens.diff(), output_size=tokens)
     positions = torch.arange(tokens, device=device) - segment_starts
     # Flash kernels start work for this many tokens of each segment, and may plan again for each new
-    # bound, so it is a power of two. The boundaries are on the host: reading them does not block.
+    # bound. A power of two gives few bounds. `batch` is on the host: reading it does not block.
     longest = int(np.diff(batch["cu_seq_lens"].numpy()).max())
     longest = min(1 << (longest - 1).bit_length(), input_ids.shape[1])
     return {
@@ -66,10 +66,10 @@ class DocumentPart(NamedTuple):
 
 
 class PackedDataset(Dataset):
-    """The sequences of one or several packed datasets, with consecutive numbers over all of them.
+    """The sequences of one or several packed datasets, numbered from 0 over all datasets.
 
     `__getitems__` makes a whole micro-batch. pad_token_id fills a sequence after its documents. No
-    document attends to it, so any id works.
+    document attends to this padding, so any id works.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PackedDataset(Dataset):
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
         """Return the micro-batch of these sequences; PADDING_SEQUENCE is padding only."""
         count, length = len(sequences), self.sequence_length
-        # For the segments of each source, then for the padded tails: the sequence that each belongs
-        # to, its token ids, and a mask that is not 0 for trained tokens.
+        # For each segment by source, then for each padded tail: its sequence (as an index in
+        # `sequences`), its token ids, and a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
         free = np.full(count, length)
         sources = np.zeros((len(self.plans), count), dtype=bool)
@@ -109,7 +109,7 @@ class PackedDataset(Dataset):
         order = np.concatenate(owners).argsort(kind="stable").tolist()
         tokens = [tokens[i] for i in order]
         input_ids = np.concatenate(tokens, dtype=np.int32, casting="same_kind")
-        # Narrow int64 masks, which hold 0 and 1 as well.
+        # Masks may be int64; int8 is enough for 0 and 1.
         loss_mask = (
             np.concatenate([trained[i] for i in order], dtype=np.int8, casting="unsafe") != 0
         )
@@ -142,7 +142,7 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (source, indices in `sequences` of its own, their numbers within the source)."""
+        """Yield by source: (source, indices of its sequences in `sequences`, numbers within it)."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -152,8 +152,8 @@ class PackedDataset(Dataset):
 class TokenCounts:
     """The real tokens (no padding) of all steps so far, over all ranks and starts of a run.
 
-    Each step is counted once, by every rank for itself. `by_name` has the tokens of each source,
-    including sources that the run no longer uses.
+    Every rank computes the same counts, without communication. `by_name` has the tokens of each
+    source, including sources that the run no longer uses.
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
@@ -162,11 +162,11 @@ class TokenCounts:
         self.resume(0, {})
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Continue from the `by_name` of a checkpoint of this many steps."""
+        """Continue after this many steps; tokens: `by_name` from the checkpoint of that step."""
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
-        """Count up to the end of this many steps, never fewer than before; return all tokens."""
+        """Count the steps before step `steps` that are not yet counted; return all tokens so far."""
         for step in range(self.steps, steps):
             for name, tokens in zip(self.names, self.in_step(step).tolist(), strict=True):
                 self.by_name[name] += tokens
@@ -197,13 +197,13 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 class TrainLoader:
     """The training micro-batches of one rank over the whole run.
 
-    Iteration starts where `batch_sampler` resumes. It uses no global random numbers, so that a
-    resumed run draws the same ones as an uninterrupted run. `wait_s`: the seconds that training
-    waited for batches. `tokens_seen` counts the run's tokens.
+    Iteration starts where `batch_sampler` resumes. The loader uses no global random numbers, so
+    that those of a resumed run are the same as without an interruption. `wait_s`: the seconds that
+    training waited for batches. `tokens_seen` counts the run's tokens.
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
-        """`workers` as for `eval_loader`."""
+        """`workers`: the keyword arguments of `eval_loader`."""
         self.loader = eval_loader(dataset, sampler, **workers)
         self.batch_sampler, self.dataset, self.wait_s = sampler, dataset, 0.0
         names = source_names([source.path for source in dataset.datasets])
@@ -243,7 +243,7 @@ def eval_loader(
         pin_memory=pin_memory and torch.accelerator.is_available(),
         collate_fn=dict,  # `PackedDataset.__getitems__` has made the batch already
         worker_init_fn=shield_loader_worker,
-        # Without this generator every iterator would draw a number from the global one.
+        # Without this generator every iterator would draw a number from torch's global generator.
         generator=torch.Generator().manual_seed(seed),
         **options,
     )

@@ -1,6 +1,6 @@
 """The order of training: the sequences of each step and rank, a pure function of seed and step.
 
-Samples are numbered 0, 1, 2, ... without end; global batch k (of G) is samples [kG, (k + 1)G).
+Samples are numbered 0, 1, 2, ... without end. Global batch k has the G samples [kG, (k + 1)G).
 There is no state, so a run resumes at any step at once. The global batches have the same samples
 for every number of ranks.
 """
@@ -19,8 +19,8 @@ ROUNDS = 8
 ROUNDS_BELOW_16_BITS = 24
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-BLOCK = 1024  # samples in which weighted sources are mixed
-BLOCK_KEYS = -1  # the key stream of blocks; those of sources count up from 0
+BLOCK = 1024  # samples per block; weighted sources are mixed inside a block
+BLOCK_KEYS = -1  # the key stream of blocks; the key streams of sources are 0, 1, ...
 EVAL_KEYS = -2  # the key stream of evaluations
 CACHED_BLOCKS = 8
 
@@ -80,11 +80,12 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 class SampleOrder:
     """The endless shuffled stream of sequences from one or several sources.
 
-    Without weights all sequences of all sources form one list of N: sample s is number P(s mod N)
-    of it, P the keyed permutation of (seed, epoch s div N). With weights (relative shares of
-    samples, one per source) `samples_before` says how many samples of each block of BLOCK come
-    from each source, and a keyed permutation mixes them inside it. The k-th sample of a source with
-    n sequences is its number P(k mod n), P of (seed, source, epoch k div n).
+    Without weights all sequences of all sources form one list of N. Sample s is number P(s mod N)
+    of this list; P is the permutation with the key of (seed, epoch s div N). With weights (relative
+    shares of samples, one per source) samples come in blocks of BLOCK. `samples_before` says how
+    many samples of a block are from each source, and a keyed permutation mixes them inside the
+    block. The k-th sample of a source with n sequences is number P(k mod n) of the source; here P
+    is the permutation with the key of (seed, source, epoch k div n).
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class SampleOrder:
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
         self.total = int(self.per_source.sum())
         self.seed = seed
-        # Exact: no drift in long runs.
+        # Fractions are exact: the shares do not drift in long runs.
         self.weights = None if weights is None else [Fraction(weight) for weight in weights]
         self._layout = lru_cache(CACHED_BLOCKS)(self._lay_out)
 
     def sequences(self, samples: np.ndarray) -> np.ndarray:
-        """Return each sample's sequence, counted through all sources one after the other."""
+        """Return each sample's sequence, numbered from 0 over all sources in order."""
         if self.weights is None:
             return self._shuffled(samples, self.total, source=0)
         blocks, indices = np.divmod(samples, BLOCK)
@@ -128,7 +129,7 @@ class SampleOrder:
         return ((drawn + self.samples_before(block * BLOCK)) / self.per_source).tolist()
 
     def samples_before(self, sample: int) -> list[int]:
-        """Return how many of the first `sample` samples each weighted source gives, before mixing.
+        """Return how many of the first `sample` samples come from each source, before mixing.
 
         Source 0 gives round(n w0 / (w0 + w1 + ...)) of n samples, source 1 its share of the rest,
         and so on. Each count grows by 0 or 1 with n, and the shares are exact in the long run.
@@ -141,13 +142,13 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return the source of each sample of a block, and its number in it; int64 (2, BLOCK)."""
+        """Return each sample's source, and its number in that source's order; int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
         shuffled = permute(np.arange(BLOCK), BLOCK, keys)
         sources = np.repeat(np.arange(len(counts)), counts)[shuffled]
-        # A source's samples in the block are its next ones, in order.
+        # In a block, each source continues with its next samples, in order.
         by_source = np.argsort(sources, kind="stable")
         ordinals = np.empty(BLOCK, dtype=np.int64)
         ordinals[by_source] = np.arange(BLOCK) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -161,7 +162,8 @@ class SampleOrder:
 class GlobalBatchSampler(Sampler[list[int]]):
     """The training micro-batches of one rank, as lists of sequence numbers.
 
-    In the global batch, micro-step a of rank r (of W) takes the B samples from a(WB) + rB on.
+    With W ranks and B sequences per micro-batch, micro-step a of rank r takes the samples
+    [aWB + rB, aWB + rB + B) of the global batch.
     """
 
     def __init__(
@@ -215,11 +217,12 @@ def eval_batches(
     world_size: int,
     at_most: int | None = None,
 ) -> list[list[int]]:
-    """Return the evaluation micro-batches of one rank: every sequence once, in order, over ranks.
+    """Return the evaluation micro-batches of one rank. All ranks together see each sequence once.
 
-    With `at_most`, a random choice of so many sequences, the same for every seed and world size.
-    (Packing sorts by length, so the first ones would all be long.) Every rank gets the same number
-    of micro-batches, because the ranks reduce together; PADDING_SEQUENCE fills the rest.
+    at_most: evaluate only a random choice of this many sequences, the same for every seed and world
+    size. (The first ones would all have long documents: packing sorts by length.) Every rank gets
+    the same number of micro-batches, because all ranks join in each reduction. PADDING_SEQUENCE
+    fills the last micro-batches.
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

@@ -15,7 +15,7 @@ from utils.config.errors import ConfigurationError
 
 
 class Segments(NamedTuple):
-    """Tokens [start, stop) of documents: arrays of one length."""
+    """Tokens [start, stop) of documents, as three arrays of equal length."""
 
     document: np.ndarray
     start: np.ndarray
@@ -33,10 +33,11 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class PackPlan:
-    """A division of documents: sequence i holds segments offsets[i] to offsets[i + 1].
+    """The segments of documents that fill each sequence.
 
-    offsets are the `sequence_offsets`, (sequences + 1,) int64. counts: the number of documents by
-    treatment (split, truncated, ...), in the words of the log.
+    Sequence i holds the segments from sequence_offsets[i] up to sequence_offsets[i + 1].
+    sequence_offsets: (sequences + 1,) int64. counts: the number of documents by treatment (split,
+    truncated, ...), in the words of the log.
     """
 
     sequence_length: int
@@ -79,13 +80,13 @@ def plan_packing(
 ) -> PackPlan:
     """Return the plan that packs documents of these lengths into sequences; deterministic.
 
-    packing: best_fit (best-fit decreasing; no document is cut that fits a sequence), concat
+    packing: best_fit (best-fit decreasing; documents that fit a sequence are not cut), concat
     (documents in order, cut at the end of a sequence) or none (one piece per sequence).
-    on_overlong: split documents longer than a sequence into pieces that overlap by one token, so
-    that every next-token target is there exactly once; error; truncate; drop.
-    has_targets: `TokenDataset.has_targets`; truncated documents that keep no trained token are left
-    out, as are documents of one token, which have nothing to predict.
-    Raises ConfigurationError, naming `where`, for `error` and if nothing is left.
+    on_overlong, for documents longer than a sequence: split (into pieces that overlap by one token,
+    so that every next-token target occurs exactly once), error, truncate or drop.
+    has_targets: `TokenDataset.has_targets`, to leave out truncated documents without a trained
+    token. Documents of one token are left out as well: they have nothing to predict.
+    Raises ConfigurationError, naming `where`, for `error` and if no document is left.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     long = np.flatnonzero(lengths > sequence_length)
@@ -113,7 +114,7 @@ def plan_packing(
             sequence_of_piece = best_fit(segments.lengths, sequence_length)
             segments = segments.take(np.argsort(sequence_of_piece, kind="stable"))
             offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence_of_piece))])
-    # Use 32 bits if they are enough, which takes half the memory.
+    # Use 32 bits if they are enough: this takes half the memory.
     narrow = (
         column.astype(np.int32) if column.max(initial=0) < 2**31 else column for column in segments
     )
@@ -121,7 +122,7 @@ def plan_packing(
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return first[0], first[0] + 1, ... (counts[0] of them), first[1], ...: ragged ranges."""
+    """Return counts[0] numbers from first[0] on, then counts[1] from first[1] on, and so on."""
     before = counts.cumsum() - counts
     return np.arange(int(counts.sum())) + (first - before).repeat(counts)
 
@@ -152,7 +153,7 @@ def _tokens_used(
 
 
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
-    """Cut documents into [0, T), [T - 1, 2T - 1), ...: each piece has T - 1 new targets."""
+    """Cut documents into [0, T), [T - 1, 2T - 1), ...; T: sequence_length. No target is lost."""
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride
     start = ranges(np.zeros_like(counts), counts) * stride
@@ -165,18 +166,18 @@ def _concatenated(
 ) -> tuple[np.ndarray, Segments]:
     """Cut the concatenated documents into sequences; return offsets and segments.
 
-    lengths: (documents,) integers >= 2. A document that is cut at the end of a sequence repeats its
-    last token in the next one, so that no target is lost. If only its first token would fit, that
-    position stays empty.
+    lengths: (documents,) integers >= 2. A document that is cut at the end of a sequence repeats the
+    token before the cut in the next sequence, so that no target is lost. If only the first token of
+    a document would fit, its position stays empty.
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1])
-    end_of = ends.data  # its items are Python ints, quicker one by one than numpy's
+    end_of = ends.data  # a memoryview: reading single items is faster than in a numpy array
     starts, stops = [], []  # positions in the concatenation
     start = document = 0
     while start < total:
         stop = min(start + capacity, total)
-        # The document of the sequence's last token; at most one per two tokens lies between.
+        # Find the document of the sequence's last token. Each document has at least two tokens.
         farthest = min(document + capacity // 2 + 1, len(lengths))
         document = bisect_left(end_of, stop, lo=document, hi=farthest)
         begin = end_of[document - 1] if document else 0
@@ -202,12 +203,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the sequence of each piece by best-fit decreasing bin packing.
 
     lengths: (pieces,) integers in [1, capacity]. Longest first, ties by index; each piece goes to
-    the sequence with the least free space that still holds it, or opens a new one. Sequences are
-    numbered in the order they were opened.
+    the sequence with the least free space that is enough, or opens a new sequence. Sequences are
+    numbered in the order in which they are opened.
 
-    All pieces of one length are placed together, which changes nothing in the result: a sequence
-    that took a piece stays the tightest one until it cannot take another. So the work grows with
-    the number of different lengths and free spaces met, not with pieces times sequences.
+    All pieces of one length are placed together. The result is the same, because a sequence that
+    took a piece stays the tightest one until it cannot take another. So the work grows with the
+    number of different lengths and free spaces, not with pieces times sequences.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
@@ -232,7 +233,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             free = length + (fitting & -fitting).bit_length() - 1
             sequences = with_free[free]
             pieces = min(free // length, left)
-            taken = sequences[-(left // pieces) :]  # LIFO: the end of a list costs nothing
+            taken = sequences[-(left // pieces) :]  # from the end, where a list shrinks cheaply
             del sequences[-len(taken) :]
             if not sequences:
                 nonempty &= ~(1 << free)

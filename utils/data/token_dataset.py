@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # In a smaller held-out split the noise of the loss is larger than most effects.
 FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
-READ_AGAIN_TOKENS = 2**32  # about a minute's reading
+READ_AGAIN_TOKENS = 2**32  # so many are read in about a minute
 ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
 PADDING_RUN = 4  # equal tokens at a row's end that may be padding
 
@@ -48,7 +48,7 @@ PADDING_RUN = 4  # equal tokens at a row's end that may be padding
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
-    Cheap to pickle for data loader workers: unpickling opens the files again by path.
+    A dataset is cheap to pickle for data loader workers: unpickling opens the files again by path.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content, whatever its path and its division into files."""
+        """Hash of the content, independent of its path and its division into files."""
         return self.description.fingerprint
 
     @property
@@ -83,7 +83,7 @@ class TokenDataset:
         if not path:
             return None
         folder = Path(os.path.normpath(self.path / str(path)))
-        if not folder.is_relative_to(self.path.parent):  # a stranger's dataset
+        if not folder.is_relative_to(self.path.parent):  # foreign data must not name other folders
             raise ConfigurationError(
                 f"{self.path / DESCRIPTION_FILE} names the tokenizer {path!r}, outside of "
                 f"{self.path.parent}: put it there, and write ../NAME."
@@ -112,7 +112,7 @@ class TokenDataset:
         return tokens.pieces(bounds), mask
 
     def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
-        """Tell for each document whether one of its tokens 1 to `stop` is trained on."""
+        """Tell for each document whether one of its tokens [1, stop) is trained on."""
         stops = np.minimum(self.lengths[documents], stop)
         if self.loss_mask is None:
             return stops >= 2
@@ -127,11 +127,12 @@ def _opened(path: Path, description: Description) -> TokenDataset:
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
     """Open a split, or `default_split` of a folder of splits.
 
-    A split without stoker.json is measured once, which reads every token. The same happens if its
-    files were written or copied after stoker.json, up to READ_AGAIN_TOKENS. With several ranks, one
-    rank should open the split first: the others then find its statistics in the cache.
+    A split without stoker.json is measured once, which reads every token. It is also measured if
+    stoker.json has other sizes or times of its files, unless the sizes agree and there are more
+    than READ_AGAIN_TOKENS. With several ranks, one rank should open the split first: the others
+    then find its statistics in the cache.
 
-    Raises ConfigurationError if it is not a token dataset.
+    Raises ConfigurationError if it is not a token dataset, or if stoker.json has other contents.
     """
     directory = find_split(path, default_split)
     files, columns = data_files(directory), open_columns(directory)
@@ -163,7 +164,7 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
 def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
     """Measure a new split, write its stoker.json, and return the opened split.
 
-    origin: tokenizer, chat_template_sha256 and preparation, as Description has them.
+    origin: the fields tokenizer, chat_template_sha256 and preparation of Description.
     """
     split = Path(directory).resolve()
     sizes, times = states_of(data_files(split))
@@ -176,7 +177,7 @@ def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
 def dataset_problems(
     dataset: TokenDataset, vocabulary_size: int, needs_loss_tokens: bool
 ) -> list[str]:
-    """Return the faults in the content of a dataset, most of them with the first such row.
+    """Return the faults in the content of a dataset, most of them with the first faulty row.
 
     needs_loss_tokens: every document must have a target (fine-tuning).
     """
@@ -220,8 +221,8 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
     """Yield the fault of a dataset that is padded to one length without an attention_mask.
 
-    In such a dataset at least a twentieth of the rows, and two of them, end in one repeated token
-    and train on it, or begin with it.
+    The signs: at least 5 % of the rows, and at least two, begin with the same repeated token, or
+    end with it and train on it.
     """
     found = dataset.statistics
     length = found.longest_document

@@ -55,9 +55,9 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
 
 
 def _check_ids(folder: Path) -> None:
-    """Raise ConfigurationError for an id that is not a number: its token would be left out."""
+    """Raise ConfigurationError if an id is not a number: its token would be left out silently."""
     path = folder / "vocab.json"
-    if path.is_file() and not (folder / "tokenizer.json").exists():  # else it is not read
+    if path.is_file() and not (folder / "tokenizer.json").exists():  # else vocab.json is not read
         for word, number in read_object(path).items():
             if type(number) is not int:
                 raise ConfigurationError(f"{path}: the id of {word!r} is {number!r:.40}, no number")
@@ -99,18 +99,18 @@ def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 
 def without_training_marks(template: str) -> str:
-    """Return a chat template that renders the same without {% generation %}.
+    """Return a chat template that renders the same, with {% with %} for {% generation %}.
 
-    Only transformers knows this tag. {% with %} has the same scope, and trims blanks in the same
-    way.
+    Only transformers knows {% generation %}. {% with %} has the same scope, and trims blanks in the
+    same way.
     """
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return the first id that means another word in the second tokenizer, or None.
+    """Return a sentence on the first id with different words in two tokenizers, or None.
 
-    Added tokens do not count. A chat model renames reserved ones, which no text contains.
+    Added tokens are not compared: chat models rename reserved tokens, which no text contains.
     """
     mine, theirs = ({n: word for word, n in each.get_vocab().items()} for each in (one, other))
     added = one.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
@@ -123,7 +123,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return the differences of the first tokenizer: its special tokens, words or rules."""
+    """Return what differs in the first tokenizer from the other: special tokens, words or rules."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"

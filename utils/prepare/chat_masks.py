@@ -1,13 +1,14 @@
-"""Loss masks of chats: the text of a rendering that the assistant writes, checked for every chat.
+"""Loss masks of chats: the parts of a rendered chat that are trained on, checked for every chat.
 
-The template's {% generation %} markers show this text. Without them it is derived: the chat is
-rendered plainly and with marks around its texts (chat_templates.py), and the start and the end of
-each assistant turn are found near its marks (chat_turns.py). Start and end depend only on the kinds
-of messages and the text around the turn. They are cached, so that a chat costs two renderings.
+A template may have {% generation %} markers around the assistant's text. Without markers the text
+is derived: chat_templates.py renders the chat plainly and with marks around its texts, and
+chat_turns.py finds the start and the end of each assistant turn near the marks. Start and end
+depend only on the kinds of messages and the text around the turn. They are cached for the next turn
+with the same kinds and text, so that most chats cost only these two renderings.
 
-Every chat is checked. Each message's text is in the rendering. The trained text of an assistant
-turn holds its own text, the names, keys and numbers of its calls and the token that ends it. No
-text of another message is trained on.
+Every chat is checked. Each message's text must be in the rendering. The trained text of a turn must
+have the turn's own text, the names, keys and numbers of its tool calls and the token that ends the
+turn. It must have no text of another message.
 """
 
 import json
@@ -32,17 +33,16 @@ from utils.prepare.values import ASSISTANT, UnusableRowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHED = 20_000  # kinds of turns in the cache; a template has a few dozen
+CACHED = 20_000  # kinds of turns in the cache; chats of one template have a few dozen kinds
 
 Span = tuple[int, int]  # [start, stop), in characters
 
 
 @dataclass(frozen=True)
 class MaskedChat:
-    """A rendering and [start, stop) of the text of each trained assistant turn, in characters.
+    """A rendered chat and the spans [start, stop) of its trained text, in characters.
 
-    drops_thinking: an earlier turn is trained on without its reasoning, because the template leaves
-    it out.
+    drops_thinking: the template leaves out the reasoning of at least one trained turn.
     """
 
     text: str
@@ -51,7 +51,7 @@ class MaskedChat:
 
 
 class ChatMasks:
-    """Renderer of chats with one tokenizer's template, which finds the text to train on."""
+    """Renderer of chats with one tokenizer's template. It also finds the text to train on."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
         self.template = ChatTemplate(tokenizer, date)
@@ -95,9 +95,9 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError unless spans hold a turn's words and end, and no other words."""
+        """Raise UnusableRowError unless the spans have all words of a turn, its end and no more."""
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
-        # The prompt may print the tags at the beginning of a text, such as <think>.
+        # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
         words = [max(n, start) if not TAGS.sub("", text[n:start]).strip() else n for n in words]
         between = [(bisect_right(chat.indices, a), bisect_left(chat.indices, b)) for a, b in spans]
@@ -129,7 +129,10 @@ class ChatMasks:
     def _derived_spans(
         self, chat: MarkedChat, turns: Sequence[int]
     ) -> tuple[dict[int, list[Span]], str]:
-        """Return the span of each turn in the plain rendering, and a text to append to the chat."""
+        """Return the spans of each turn in the plain rendering, and a text to append to it.
+
+        The text to append ends the last turn. It is "" if the template itself ends that turn.
+        """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
         for turn in turns:
@@ -146,7 +149,11 @@ class ChatMasks:
     def _delimiters_of(
         self, chat: MarkedChat, turn: int, gap: str, following: str
     ) -> tuple[int, int, str]:
-        """Return the lengths of a turn's header and of its end, and a text to append to it."""
+        """Return what TurnDelimiter finds for a turn, from the cache if possible.
+
+        gap, following: the text before and behind the turn. The result is the length of the header
+        in `gap`, the length of the turn's end in `following`, and a text to append to the turn.
+        """
         numbers = {call.get("id") for call in chat.chat.messages[turn].get("tool_calls") or []}
         names = "|".join([*map(re.escape, filter(None, numbers)), r"\d"])
         texts = (
@@ -159,13 +166,13 @@ class ChatMasks:
             found = (start, *self._turns.end(chat, turn, following))
             if len(self._delimiters) > CACHED:
                 self._delimiters.clear()
-            if not re.search(r"\d", found[2]):  # the number of a turn is not that of others
+            if not re.search(r"\d", found[2]):  # a text with a turn's number fits no other turn
                 self._delimiters[key] = found
         return found
 
 
 def _words_of_calls(message: Message) -> Iterator[str]:
-    """Yield the names, keys and numbers of a message's calls; these have no marks."""
+    """Yield the names, keys and numbers in a message's tool calls, to be searched without marks."""
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
         yield from _keys_and_numbers(call["function"]["arguments"])
@@ -182,7 +189,7 @@ def _keys_and_numbers(value: Any) -> Iterator[str]:
 
 
 def _kinds_around(chat: MarkedChat, turn: int) -> tuple[Any, ...]:
-    """Return the cache key of a turn, apart from the text around it: the kinds of messages."""
+    """Return the part of a turn's cache key that is not text: the kinds of messages around it."""
     given = chat.chat
     keys = ("content", "tool_calls", "reasoning_content")
     kinds = [
@@ -198,8 +205,8 @@ def _spans_of_blocks(
 ) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn.
 
-    A block belongs to the turn whose marks it holds, or else to the first turn after the marks
-    before it.
+    A block belongs to the turn that has marks inside the block. A block without marks belongs to
+    the first turn after the last message with marks before the block.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -1,8 +1,8 @@
-"""Chat templates: rendered on a fixed date, plainly or with marks around the messages' texts.
+"""Rendering of chat templates on a fixed date, plainly or with marks around the messages' texts.
 
-Marks are rare letters around a text. They show in a rendering which message the text is from, even
-if the template moves, trims or drops the text. Without its marks, a marked rendering must equal the
-plain one. That proves that the marks changed nothing else.
+Marks are rare letters around a text. They show which message a text in the rendering is from, even
+if the template moves, trims or drops the text. A marked rendering must equal the plain one once its
+marks are removed. This proves that the marks changed nothing else.
 """
 
 import html
@@ -24,11 +24,11 @@ from utils.prepare.values import Location, UnusableRowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The names of a message's reasoning; templates read the first and the second.
+# Keys of a message's reasoning in published data; templates read one of the first two.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-PROBE = Location("a probe")  # the location of the chats that try a template
-PROBE_ID = "abcdefghi"  # of a call; Mistral's templates take nine letters only
-# A tool for these chats, because some templates print no chat without tools.
+PROBE = Location("a probe")  # the location of the short chats that try out a template
+PROBE_ID = "abcdefghi"  # the id of a tool call; Mistral's templates only take nine letters
+# A tool for these short chats, because some templates print no chat without tools.
 PROPERTIES = {"probe": {"type": "string", "description": "a probe"}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["probe"]}
 FUNCTION = {"name": "f", "description": "Try a template out", "parameters": PARAMETERS}
@@ -39,9 +39,10 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """A tokenizer's chat template, which renders chats as strings.
 
-    date: the date (YYYY-MM-DD) that a template prints as today's date. A template reads message
-    contents as strings or as lists of parts, and the arguments of tool calls as objects or as JSON
-    strings. Both are found out by trying, and `adapted` returns messages in that form.
+    date: the date (YYYY-MM-DD) that the template prints as today's date. Some templates read
+    message contents as strings, others as lists of parts. Some read the arguments of tool calls as
+    objects, others as JSON strings. Short chats show the form that this template reads, and
+    `adapted` converts messages to this form.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
@@ -52,16 +53,16 @@ class ChatTemplate:
             self.source = tokenizer.get_chat_template()
             self.has_markers = GENERATION.search(self.source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
-            # transformers' cache returns a new copy, so the date below is for this object alone.
+            # This function bypasses transformers' cache: the date below changes this object only.
             self._compiled: Any = _cached_compile_jinja_template(self.source)
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
 
     def render(self, chat: ChatDocument, generation_prompt: bool = False) -> str:
-        """Return the rendering.
+        """Return the chat as the template prints it.
 
         Raises ConfigurationError if the template takes too much time or memory, and any other
-        Exception if it refuses the chat.
+        Exception if the template refuses the chat.
         """
         with limits(self._origin, RENDERING_BYTES):
             return str(self._compiled.render(**self._variables_of(chat, generation_prompt)))
@@ -112,17 +113,17 @@ class ChatTemplate:
 
     @cached_property
     def _reads_objects(self) -> bool:
-        """Whether the template reads arguments of calls as objects; if not, as JSON strings."""
+        """Whether the template reads arguments of calls as objects. If not, it reads strings."""
         for as_object in (True, False):
             text = self._render_call({"stoker": "probe"}, as_object)
-            # Neither an object in Python's notation, nor a string that is encoded twice.
+            # The wrong form shows: an object in Python's notation, or a string encoded twice.
             if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
                 return as_object
         return True
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether the template prints ids of calls instead of names, as Kimi's functions.NAME:0."""
+        """Whether the template prints a call's id, not its name (Kimi's ids: functions.NAME:0)."""
         text = self._render_call({}, self._reads_objects)
         return "look_up" not in text and PROBE_ID in text
 
@@ -154,11 +155,11 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
 
 # --- marks
 
-# Kinds of marked texts. The name of a call is marked only if none of its arguments is.
+# Kinds of marked texts. The name of a tool call is marked only if none of its arguments is marked.
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
 NO_MESSAGE = -1
-# Letters that hardly any chat has and that Python prints unescaped: Tangut, rare Chinese letters.
+# Letters that are rare in chats and that Python prints unescaped: Tangut, rare Chinese letters.
 RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
 RARE_TEXT = re.compile("[\U00017000-\U000187f7\U00020000-\U0002a6d6]")
 # Templates search texts for tags and split them there, so marks surround the text between tags.
@@ -170,7 +171,7 @@ LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prin
 class Mark(NamedTuple):
     """One mark: its index in the plain rendering, the index of its message and its kind.
 
-    message is NO_MESSAGE if the name of a call is printed again, for example with its result.
+    message: NO_MESSAGE for the repeated name of a call, for example with the result of the call.
     """
 
     at: int
@@ -181,10 +182,11 @@ class Mark(NamedTuple):
 class MarkedChat:
     """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
 
-    Marks surround texts and tags at the edges of a text, and precede an empty text. If a template
-    compares edges or empty texts, the marked rendering differs, and the chat is refused.
+    Marks surround the words between tags. A mark also stands at the edge of a text that begins or
+    ends with a tag, and before an empty text. UnusableRowError is raised if the template prints
+    anything else because of the marks, for example because it compares the start of texts.
     `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
-    position of each mark in `text`. `marks_of`: the numbers of each message's marks.
+    position of each mark in `text`. `marks_of`: by message, the indices of its marks in `marks`.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -226,10 +228,11 @@ class MarkedChat:
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices of `text` around a message.
+        """Return four indices of `text` around the words of a message.
 
-        They are the end of the previous message's words, the start and the end of its own words,
-        and the start of the next message's words. Raises UnusableRowError if nothing is printed.
+        They are the end of the previous message's words, the start and the end of this message's
+        words, and the start of the next message's words. Raises UnusableRowError if the template
+        prints none of its words.
         """
         if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")
@@ -240,7 +243,7 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def after_last_mark(self, rendering: str) -> str:
-        """Return the text behind the last mark in a rendering of some of these messages."""
+        """Return the text behind the last mark in `rendering`, which has some of these messages."""
         text, marks = self._without_marks(rendering)
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
@@ -260,7 +263,7 @@ class MarkedChat:
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         calls = message.get("tool_calls") or []
-        # Do not mark an empty text of a message with calls: it would hide that calls are dropped.
+        # A mark on the empty text of a message with calls would hide that its calls are dropped.
         can_be_empty = not calls and self._marks_empty
         content, reasoning = message["content"], message.get("reasoning_content")
         marked = dict(message)
@@ -277,12 +280,12 @@ class MarkedChat:
         return marked
 
     def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Put marks around the words of a text; words between thinking tags are reasoning."""
+        """Put marks around the words of a text. Words between thinking tags count as reasoning."""
         if not text.strip():
             return self._mark(index, kind) + text if can_be_empty else text
         pieces = TAGS.split(text)
         tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
-        # If the first tag closes a thought, the text begins inside one that the prompt opened.
+        # If the first tag closes a thought, the text begins inside a thought: the prompt opened it.
         thinks = kind == CONTENT and bool(tags) and bool(tags[0][1])
         for number, piece in enumerate(pieces):
             if number % 2:
@@ -342,9 +345,10 @@ class MarkedChat:
                 raise self.refused(index, problem, "text_changed")
 
     def turns_without_thinking(self) -> set[int]:
-        """Return the turns without their reasoning: many templates print it in the last turn only.
+        """Return the turns that are printed without their reasoning.
 
-        Raises UnusableRowError if another text of a message, or a tool, is not in the rendering.
+        Many templates print reasoning in the last turn only. Raises UnusableRowError if any other
+        text of a message, or a tool, is not in the rendering.
         """
         found = Counter((mark.message, mark.kind) for mark in self.marks)
         left_out = [key for key, expected in self.expected.items() if found[key] < expected]
@@ -356,7 +360,7 @@ class MarkedChat:
                 raise self.refused(index, LEFT_OUT.format(f"its {what}"), reason)
         for index, message in enumerate(self.chat.messages):
             for call in message.get("tool_calls") or []:
-                arguments = call["function"]["arguments"]  # as a string they are marked as a whole
+                arguments = call["function"]["arguments"]  # a string is marked as a whole
                 keys = arguments if isinstance(arguments, Mapping) else ()
                 for word in map(str, (call["function"]["name"], *keys)):
                     if word not in self.text:

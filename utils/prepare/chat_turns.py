@@ -2,12 +2,14 @@
 
 start   Compare the text between the previous message and the turn with the text that the template
         prints as a generation prompt. The part that both share is the header, which the model is
-        given. Blanks may differ. Some templates print the header even without being asked.
+        given. Blanks may differ. Some templates print the header at the end of every chat, even
+        without a request for a generation prompt: this is the standing header.
 end     Compare the text between the turn and the next message with the text behind the same turn
-        when it is the last one. The shared part, up to its last special token, belongs to the turn.
-        Calls end as answers do, or with a token that is printed once after all calls (<|call|>).
-        If a template has no token to end a turn (GLM), the token that opens the next message ends
-        it. If it has no special tokens at all, the last turn gets the tokenizer's EOS.
+        at the end of a chat. The shared part, up to its last special token, belongs to the turn.
+        Tool calls end as answers do, or with a token that is printed once after all calls
+        (<|call|>). If a template has no token to end a turn (GLM), the token that opens the next
+        message ends the turn. If the template has no special tokens at all, the tokenizer's EOS is
+        appended to the last turn.
 """
 
 import re
@@ -31,8 +33,14 @@ PARTIAL_TAG = re.compile(r"\s*(?:[<\[][|/\w]*)?")
 class TurnDelimiter:
     """Finder of the start and the end of turns in the renderings of one template.
 
-    Texts between messages have the same names everywhere: `gap` is the text before a turn,
-    `following` the text behind it; `bare` is the end of a rendering without a generation prompt.
+    The texts between the words of messages have these names everywhere:
+
+    gap        between the previous message and the turn
+    following  between the turn and the next message
+    ended      behind the turn, if the turn is the last message of the chat
+    continued  behind the turn, if another message follows
+    bare       behind the last message of a chat without a generation prompt
+
     stop: the tokenizer's EOS. added: a pattern of all added tokens, special or not.
     """
 
@@ -49,7 +57,10 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the length of the turn's header at the start of the gap before the turn."""
+        """Return the index in the gap where the turn's header ends.
+
+        Raises UnusableRowError if the gap has no header that the generation prompt has as well.
+        """
         header = self._header_like_prompt(chat, turn, gap)
         if header < 0:
             header = self._header_after_question(chat, gap)
@@ -63,7 +74,10 @@ class TurnDelimiter:
         return header
 
     def _header_like_prompt(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return how much of a gap the generation prompt prints as well; -1 if they differ."""
+        """Return the end of the header in a gap, compared with the prompt after the same messages.
+
+        Return -1 if gap and generation prompt share no header.
+        """
         endings = self._endings(chat, chat.messages[:turn])
         if endings is None:
             return -1
@@ -71,13 +85,13 @@ class TurnDelimiter:
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
-            # There is no generation prompt: the model is given the text before any reply.
+            # The template has no generation prompt. Use the text that it prints before any reply.
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
-                prompt = reply or prompt  # otherwise the reply begins with blanks, not a header
+                prompt = reply or prompt  # otherwise the reply has no words in front, so no header
             match = self._specials.match(bare.lstrip())
             token = match.group() if match else self.stop
             if reply and token != self.stop and not reply.lstrip().startswith(token):
-                return -1  # the token closes a chat, and is not printed before a reply
+                return -1  # this token closes a chat, and is not printed before a reply
             closed = ""
         shared, common = _common_ignoring_blanks(gap, prompt)
         rest = prompt[common:]
@@ -87,15 +101,16 @@ class TurnDelimiter:
             return shared
         if (cut := self._header_before_difference(gap, prompt, closed, reply)) >= 0:
             return cut
-        # A call may have no header where a reply has one.
+        # A turn with calls may have no header where a turn with a reply has one.
         shared, common = _common_ignoring_blanks(gap, bare)
         return shared if not closed and bare.strip() and common == len(bare) else -1
 
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
-        """Return the end of the header in a gap that differs from the prompt after it, or -1.
+        """Return the end of the header if gap and prompt differ behind the header; else -1.
 
-        The chat may have <think></think> where the prompt has <think> and a line break. closed: the
-        end of the previous message. reply: the text before any answer in a chat.
+        For example, the chat has <think></think> and the prompt has <think> and a line break.
+        closed: the text that ends the previous message. reply: the text that the template prints
+        between the previous message and any short reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -113,10 +128,10 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the part of `bare` that belongs to the last message.
+        """Return the part of `bare` that ends the last message.
 
-        The rest is an assistant's header that is printed without being asked for. It is the part
-        that is not printed before a message of another role.
+        The rest of `bare` is a standing header. The template prints this header at the end of a
+        chat, but not before a message of another role.
         """
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
@@ -127,7 +142,10 @@ class TurnDelimiter:
         return bare.rstrip().removesuffix(header) if header else bare
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the end of the header that is printed at the end of every chat; "" if none is."""
+        """Return the last part of the standing header, or "" if the template has none.
+
+        A standing header is an assistant's header at the end of every chat.
+        """
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key not in self._standing_headers:
             self._standing_headers[key] = self._find_standing_header(chat)
@@ -152,7 +170,10 @@ class TurnDelimiter:
         return rest if rest != self.stop and question.rstrip().endswith(rest) else ""
 
     def _header_after_question(self, chat: MarkedChat, gap: str) -> int:
-        """Return the end, in the gap, of the header that the prompt prints after a question."""
+        """Return the end of the header in the gap, compared with the prompt after a question.
+
+        Return -1 if the gap does not have the header of that prompt.
+        """
         bare, prompt = self._endings(chat, [self._question]) or ("", "")
         header = prompt.removeprefix(_common_prefix(prompt, bare))
         role = re.sub(r"(?:\s*</?think>\s*)+$", "", header) + "\n"
@@ -162,7 +183,11 @@ class TurnDelimiter:
     # --- the end of a turn
 
     def end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
-        """Return (the length of the turn's end in the following text, a text to append to it)."""
+        """Return (the length of the turn's end in the text behind it, a text to append to it).
+
+        The text to append is "" if the template itself ends the turn. Raises UnusableRowError if
+        nothing ends the turn.
+        """
         is_last = turn == len(chat.messages) - 1
         printed = self._after_last_mark(chat, chat.messages[: turn + 1])
         ended, header = printed, self._standing_header(chat)
@@ -188,7 +213,7 @@ class TurnDelimiter:
     def _end_after_calls(
         self, chat: MarkedChat, turn: int, ended: str, continued: str
     ) -> tuple[int, str] | None:
-        """Return `end` of a turn with calls; None if no token ends it."""
+        """Return the result of `end` for a turn with tool calls; None if no token ends the turn."""
         is_last = turn == len(chat.messages) - 1
         answer = self._followed_by(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
@@ -196,7 +221,7 @@ class TurnDelimiter:
         if ended.rstrip().endswith(plain):  # calls end as answers do
             done = at = len(ended.rstrip()) - len(plain)
             if plain and not continued.startswith(ended[:done]):
-                at = continued.find(plain)  # more of the calls is printed there
+                at = continued.find(plain)  # `continued` has more of the calls before their end
             if at >= 0:
                 found = self._end_of_turn(chat, ended[done:], continued[at:], is_last)
             if found:
@@ -207,9 +232,9 @@ class TurnDelimiter:
         return found
 
     def _check_behind(self, chat: MarkedChat, turn: int, left: str) -> None:
-        """Raise UnusableRowError if words are printed behind the end of a last turn.
+        """Raise UnusableRowError if words are printed behind the end of the last turn.
 
-        Tokens may close the chat there, and so may a text that is printed after a question as well.
+        Allowed are special tokens, and a text that the template prints after a question as well.
         """
         if self._specials.sub("", left.replace(self.stop, "")).strip():
             question, _ = self._endings(chat, [self._question]) or ("", "")
@@ -218,9 +243,9 @@ class TurnDelimiter:
                 raise chat.refused(turn, problem, "mask_incomplete")
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the end of the token that ends only turns with calls; 0 if there is no such token.
+        """Return the end of the token that is printed once after all calls; 0 without such a token.
 
-        The token must end the turn, not each of its calls.
+        A token that ends each call does not count.
         """
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
@@ -240,35 +265,37 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return `end` of a turn by the texts behind its words; None if no token ends it.
+        """Return the result of `end`, from the texts behind a turn's words; None without an end.
 
-        ended: the text if the turn is the last one of the chat; continued: if another one follows.
+        ended: the text if the turn is the last one of the chat. continued: the text if another
+        message follows. is_last: the turn is the last one in this chat.
         """
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
         if one and two and ended[: one.start()].split() == continued[: two.start()].split():
-            # One token closes the chat, another one a turn inside it: <|return|> and <|end|>.
+            # One token ends the last turn, another one the turns before: <|return|> and <|end|>.
             return (one if is_last else two).end(), ""
         is_bare = not ended.strip() and (not is_last or continued.startswith(ended))
         if one is None and two and is_bare and not continued[: two.start()].strip():
-            # Nothing ends a last turn: append the token that ends others or opens the next message.
+            # Nothing ends the last turn: append the text up to the next special token, which ends
+            # other turns or opens the next message.
             closing = continued[len(ended) : two.end()] if is_last else ""
             return len(ended) if is_last else two.end(), closing
         before, stop, _ = (ended if is_last else continued).partition(self.stop)
-        if stop and not before.strip():  # the turn is printed otherwise when it is the last one
+        if stop and not before.strip():  # the template prints something else behind a last turn
             return len(before) + len(stop), ""
         has_no_end = one is None and two is None and is_last and not ended.strip()
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return the end of the special tokens that end a turn in any position; 0 without any."""
+        """Return the end of the special tokens in the common start of both texts; 0 without any."""
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)
         tokens = [*self._specials.finditer(shared)]
         if self._standing_header(chat):
-            # The tokens of a header that is always printed open the next message.
+            # The tokens of a standing header open the next message, so they do not end the turn.
             openers = self._opening_tokens(chat)
             while tokens and tokens[-1].group() in openers:
                 tokens.pop()
@@ -288,7 +315,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text behind a last turn if another message follows; "" if none can."""
+        """Return the text behind the last turn if another message followed; "" if none can."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", "abcdefghi")
@@ -297,7 +324,10 @@ class TurnDelimiter:
         return before if probe else ""
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text behind the first `turn` messages if PROBE follows; "" if refused."""
+        """Return the text behind the first `turn` messages if `message` follows, with text PROBE.
+
+        The text goes on to the end of the chat. It is "" if the template refuses the chat.
+        """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
             return self._after_last_mark(chat, [*chat.messages[:turn], probe])
@@ -305,17 +335,17 @@ class TurnDelimiter:
             return ""
 
     def _endings(self, chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return the text behind messages without and with a generation prompt; None if refused."""
+        """Return the texts behind messages without and with generation prompt; None if refused."""
         try:
             bare = self._after_last_mark(chat, messages)
             return bare, self._after_last_mark(chat, messages, generation_prompt=True)
-        except Exception:  # the template refuses no messages, or these as the last ones
+        except Exception:  # the template refuses an empty chat, or a chat that ends with these
             return None
 
     def _after_last_mark(
         self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
     ) -> str:
-        """Return the text that is printed behind the words of the last of some messages."""
+        """Render messages, and return the text behind the words of the last message."""
         return chat.after_last_mark(self._rendered(chat, messages, generation_prompt))
 
     def _rendered(
@@ -325,7 +355,7 @@ class TurnDelimiter:
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
-    """Return the lengths of the beginnings that two strings share if blanks are ignored."""
+    """Return the length of the common beginning in each of two strings, ignoring blanks."""
     i = j = 0
     shared = (0, 0)
     while i < len(one) and j < len(two):

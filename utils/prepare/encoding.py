@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FAILS = "it does not turn text into tokens"
 # Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
-CUTS_SEARCHED_CHARACTERS = 1 << 16  # before the end of a piece
+CUTS_SEARCHED_CHARACTERS = 1 << 16  # a cut is searched this far before the end of a piece
 # Positions between two words where no tokenizer joins the characters on both sides.
 CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
@@ -38,9 +38,9 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
-        """Derive them from the ids of a word with and without special tokens.
+        """Derive the special tokens from the ids of a word with and without special tokens.
 
-        Raises ConfigurationError if the word's own ids change.
+        Raises ConfigurationError if special tokens change the word's own ids.
         """
         end = tokenizer.eos_token_id
         for text in _words(tokenizer):
@@ -55,7 +55,7 @@ class SpecialTokens:
         )
 
     def around(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids to add at the start and at the end of a document."""
+        """Return the ids to add at the start and at the end of a document with these ids."""
         nothing = self.before[:0].astype(ids.dtype)
         begins = np.array_equal(ids[: self.before.size], self.before)
         before = nothing if begins else self.before.astype(ids.dtype)
@@ -71,7 +71,7 @@ class SpecialTokens:
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield words, at least one of which a tokenizer knows."""
+    """Yield words to try: "a", then words of the vocabulary, which the tokenizer knows."""
     yield "a"
     special = set(tokenizer.all_special_tokens)
     yield from islice((word for word in tokenizer.get_vocab() if word not in special), 100)
@@ -103,7 +103,7 @@ def encode(
 def encode_with_offsets(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ids of each text, and the start and stop of each token in it, (tokens, 2)."""
+    """Yield the ids of each text, and each token's start and stop in characters, (tokens, 2)."""
     if not texts:
         return
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
@@ -113,7 +113,7 @@ def encode_with_offsets(
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the ids of a text for a model to continue: with the BOS of a document, without EOS."""
+    """Return the ids of a text that a model continues: with BOS as in training, without EOS."""
     (ids,) = encode(tokenizer, [text])
     before, _ = SpecialTokens.of(tokenizer).around(ids)
     return [*before.tolist(), *ids.tolist()]
@@ -134,7 +134,7 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
 
 # --- gigatoken
 
-# Splitting rules, normalizers and byte fallbacks differ first on texts like these.
+# Difficult texts. They show differences in splitting rules, normalizers and byte fallback.
 PROBES = (
     *("", " ", "\n", "a", "  two  spaces ", "\t\ttabs\r\nand \r\n\r\n ends\n\n\n", " " * 70),
     *("It's we'll THEY'RE I'd 'tis 's", "1 12 123 1234 12345.678,90 ٣٤ ⅷ½²", "a" * 300, "aB" * 150),
@@ -146,9 +146,10 @@ PROBES = (
 
 
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
-    """Return "gigatoken" or "tokenizers"; `auto` takes gigatoken if it gives the same ids.
+    """Return "gigatoken" or "tokenizers". For `auto` this is gigatoken if it can be used.
 
-    Logs the choice. Raises ConfigurationError if gigatoken is required and cannot be used.
+    Gigatoken cannot tokenize chats, and must give the tokenizer's ids on difficult texts. Logs the
+    choice. Raises ConfigurationError if gigatoken is required and cannot be used.
     """
     if wanted == "tokenizers":
         return wanted

@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face Hub: the datasets, tokenizer and models that the settings name.
 
 `fetch` fills the Hub's cache where there is a network. `fill_offline_dir` fills a folder that jobs
-without a network use as HF_HOME, and loads everything from there once.
+without a network use as HF_HOME, and loads everything from the folder once to check it.
 """
 
 import glob
@@ -40,7 +40,7 @@ _MODEL = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@(.+))?")
 
 @dataclass(frozen=True)
 class Download:
-    """Files of one commit of a dataset or model that have to be in the cache."""
+    """Files of one commit of a dataset or model that must be in the cache; part: for the log."""
 
     kind: Kind
     name: str
@@ -69,7 +69,7 @@ def fetch(arguments: PreparationArguments) -> None:
     """Download the files that the settings name and the cache lacks; does nothing when offline.
 
     Logs the size before the download begins. Raises ConfigurationError with every dataset and model
-    that the Hub does not give, StorageError if the disk has too little room.
+    that cannot be downloaded, and StorageError if the disk has too little room.
     """
     from huggingface_hub import is_offline_mode
 
@@ -93,7 +93,8 @@ def fetch(arguments: PreparationArguments) -> None:
 def _missing_files(arguments: PreparationArguments, cache: HubCache) -> tuple[list[Download], int]:
     """Return the downloads that the cache lacks, and their size in bytes.
 
-    Returns no downloads if the Hub cannot be reached: then the cache has to be enough.
+    Returns no downloads if the Hub cannot be reached and no models are wanted: the cache may be
+    enough. Raises ConfigurationError with every dataset and model that cannot be downloaded.
     """
     named: list[tuple[Kind, str, Any]] = [
         ("dataset", path, source) for source in sources_of(arguments) for path in source.paths
@@ -135,7 +136,7 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
     dataset = hub_dataset(path, source)
     if dataset is None:
         if not (glob.has_magic(path) or os.path.lexists(path)):
-            raise ValueError("no such file or folder")  # before anything is downloaded
+            raise ValueError("no such file or folder")  # say so before anything is downloaded
         return None
     revision, listing = cache.listing(dataset, ask=True)
     split, files = files_of_split(dataset, listing, source)
@@ -157,7 +158,7 @@ def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Log the size of the download and the free space; raises StorageError if it is too little."""
+    """Log the size of the download and the free space; raises StorageError if space is short."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     logger.info(f"to download in all: {_gb(size)}, into {folder}, where {_gb(free)} are free")
@@ -188,7 +189,7 @@ def _is_unreachable(error: BaseException) -> bool:
 def describe_fault(kind: Kind, given: str, error: Exception) -> str:
     """Return what is wrong with a dataset or model of the Hub, and what to do.
 
-    Raises any other error again.
+    Raises `error` again if its cause is none of those known here.
     """
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import constants, errors, get_token

@@ -39,11 +39,11 @@ _CONTEXT = {
     "system": "system", "history": "history", "tools": "tools", "functions": "functions",
 }  # fmt: skip
 
-Renaming = dict[str, str]
+Renaming = dict[str, str]  # {name in the file: our name}
 
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
-    """Return the flags that would read a row whose columns have no known names."""
+    """Return advice for a row without known column names: the flags that would read the row."""
     if "input_ids" in fields:
         return (
             "it is tokenized already: write it to a folder with save_to_disk of datasets, and give "
@@ -77,7 +77,7 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
 
 
 def misreading(given: Mapping[str, Any], source: Source) -> str:
-    """Return why a row with known columns would be trained on wrongly; "" if it is fine."""
+    """Return why a row with known columns would be trained on wrongly; "" if the row is fine."""
     fields = renamed(given, source.columns)
     filtered = [name for name, _ in source.filters]
     one_message = "role" in fields and "text" in fields and "parent_id" in fields
@@ -119,7 +119,7 @@ def _chats(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renami
 
 
 def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
-    """Yield the names of a prompt and its completion, unless the row has other texts."""
+    """Yield renamings to `prompt` and `completion`, unless the row has more text for a chat."""
     for names in _renamings(fields, answers, "prompt", "completion"):
         beside = {name.lower() for name in fields if name not in names}
         others = beside & {*_CONTEXT, "instruction", "question", "query"}
@@ -130,7 +130,7 @@ def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renami
 def _renamings(
     fields: Mapping[str, Any], answers: Sequence[str], question_is: str, answer_is: str
 ) -> Iterator[Renaming]:
-    """Yield each known question of a row with each known answer, under the given names."""
+    """Yield a renaming for each pair of a known question column and a known answer column."""
     spelled = {name.lower(): name for name in fields}
     for question in (spelled[name] for name in _QUESTIONS if name in spelled):
         for answer in (spelled[name] for name in answers if name in spelled):
@@ -139,14 +139,14 @@ def _renamings(
 
 
 def _texts(fields: Mapping[str, Any]) -> Iterator[Renaming]:
-    """Yield the columns with a known name for texts."""
+    """Yield a renaming to `text` for each column with a known name for texts."""
     spelled = {name.lower(): name for name in fields}
     known = ("chosen",) if "chosen" in fields else _TEXTS
     yield from ({spelled[name]: "text"} for name in known if name in spelled)
 
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return possible meanings of columns with unknown names, if the row has nothing else."""
+    """Return renamings by kind for a row that has only strings in columns of unknown names."""
     names = [
         name
         for name, value in fields.items()

@@ -1,8 +1,8 @@
-"""Datasets and models of the Hugging Face Hub: their files, and the paths of these in the cache.
+"""Datasets and models of the Hugging Face Hub: names of their files, and paths in the cache.
 
-A preparation reads the cache only, so that it does the same with a network and without one;
-fetch.py fills the cache. The Hub is asked once per commit for the files of each split. The answer
-is saved in the cache with the files, so that both are copied together.
+A preparation reads only the cache, so it works alike with and without a network; fetch.py fills
+the cache. The Hub is asked once per commit for the files of each split. The answer is saved in the
+cache with the files, so that both are copied together.
 """
 
 import json
@@ -35,12 +35,15 @@ _DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)
 # The files of a configuration and a tokenizer: no pickles, no code, not original/ or onnx/.
 _SMALL_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _FOLDERS_OF_A_MODEL = (".", "additional_chat_templates")
-_DATED_FILES = 100  # the Hub is asked for the dates of so many files
+_DATED_FILES = 100  # the most files of a dataset whose dates are asked for
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset as a source names it; None is the branch main, and the only or default subset."""
+    """A dataset as a source names it.
+
+    revision: None for the branch main. subset: None for the only subset or the default one.
+    """
 
     name: str
     revision: str | None
@@ -48,15 +51,16 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """The name under which its commit is recorded."""
+        """The name under which the dataset's commit is recorded."""
         return f"{self.name}@{self.revision or 'main'}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of each split of a subset at one commit; `others` are the other subsets.
+    """The files of each split of a subset at one commit.
 
-    mtime_ns: the time of the newest file's commit, which is the same on every machine.
+    others: the names of the other subsets. mtime_ns: the newest date of a file's last commit, which
+    is the same on every machine.
     """
 
     subset: str
@@ -66,9 +70,10 @@ class Listing:
 
 
 def hub_dataset(path: str, source: Source) -> HubDataset | None:
-    """Return the dataset that a path of a source names; None for a local path, which comes first.
+    """Return the Hub dataset that a path of a source names; None for a local path.
 
-    Raises ValueError if a local path has keys that only datasets of the Hub have.
+    An existing local path takes precedence. Raises ValueError if a local path has keys that only
+    datasets of the Hub have.
     """
     found = _DATASET.fullmatch(path)
     if path.startswith("hf://") and found is None:
@@ -93,8 +98,8 @@ class CachedFile(NamedTuple):
 class HubCache:
     """The Hub's cache in the user's HF_HOME, or in `offline_dir`.
 
-    begun_with: the commits, by `HubDataset.key`, of work that is already in the output folder. All
-    shards, and a second start, read these even if the dataset has changed.
+    begun_with: the commits that earlier work in the output folder has read, by `HubDataset.key`.
+    All shards and later starts read these commits, even if the dataset has changed since.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -115,7 +120,7 @@ class HubCache:
         )
 
     def snapshot(self, kind: Kind, name: str, commit: str) -> Path:
-        """Return the folder of the files of a commit."""
+        """Return the cache's folder with the files of a commit."""
         from huggingface_hub.file_download import repo_folder_name
 
         repository = repo_folder_name(repo_id=name, repo_type=kind)
@@ -124,7 +129,7 @@ class HubCache:
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
         """Return the commit and the files of a dataset.
 
-        Without an entry in the cache, `ask` the Hub and save its answer, or raise
+        ask: without a saved list of files, ask the Hub and save its answer; otherwise raise
         FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         revision = self.begun_with.get(dataset.key, dataset.revision)
@@ -144,8 +149,8 @@ def cached_files(
 ) -> tuple[list[str], dict[str, CachedFile], list[str]]:
     """Return (paths, hub_files, problems) of a source.
 
-    paths: its local paths and the paths of cached files. hub_files: the cached files by path.
-    problems: faults, and files that are not in the cache.
+    paths: the local paths of the source, and the paths of its cached files. hub_files: the cached
+    files by path. problems: a line for each path that is faulty or not completely in the cache.
     """
     paths: list[str] = []
     hub_files: dict[str, CachedFile] = {}
@@ -163,7 +168,7 @@ def cached_files(
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise ConfigurationError with the Hub's datasets that are not in the cache."""
+    """Raise ConfigurationError if any, with all of the Hub's datasets that are not in the cache."""
     cache = HubCache(arguments)
     found = [cached_files(cache, source)[2] for source in sources_of(arguments)]
     if problems := [problem for problems in found for problem in problems]:
@@ -206,8 +211,8 @@ def files_of_split(
 ) -> tuple[str, Sequence[str]]:
     """Return the split of a dataset that a source reads, and its first `max_files` files.
 
-    It is the split that the source names, else the one with the source's own name, else the only
-    one. Raises ValueError with the names of all splits.
+    The split is `from_split` if the source gives it, else the one called like the source's split,
+    else the only split. Raises ValueError with the names of all splits if none of these exists.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -289,7 +294,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[s
 def _read_parquet_branch(
     dataset: HubDataset, commit: str
 ) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Return the same from the branch of SUBSET/SPLIT/NUMBER.parquet that the Hub creates."""
+    """Return the same from the branch that the Hub creates, with SUBSET/SPLIT/NUMBER.parquet."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)

@@ -6,7 +6,8 @@ from typing import Any
 
 from utils.prepare.values import ASSISTANT, UnusableRowError
 
-# Keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral; torchtune's have the opposite sense.
+# _TRAINED: keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral. _MASKED: torchtune's keys,
+# which have the opposite sense.
 _TRAINED = (
     *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
     *("train", "training", "trainable", "train_on_turn"),
@@ -18,8 +19,9 @@ _ABOUT_TRAINING = re.compile("train|loss|mask|weight", re.IGNORECASE)
 def with_weight(where: str, message: dict[str, Any], is_trained: dict[str, bool]) -> dict[str, Any]:
     """Return a message with `weight: 0` if its keys exclude it from training.
 
-    is_trained: the flags of its parts. Only the assistant's messages are trained on. In another
-    message a key that asks for training stays, and is counted as not read.
+    is_trained: the flags from the message's parts (`trained_parts`). Only the assistant's messages
+    are trained on. In another message a key that asks for training stays, and is counted as a key
+    that is not read.
     """
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
     if message["role"] != ASSISTANT:
@@ -33,7 +35,10 @@ def with_weight(where: str, message: dict[str, Any], is_trained: dict[str, bool]
 
 
 def trained_parts(where: str, parts: Sequence[Any]) -> dict[str, bool]:
-    """Return the flag of the parts of an answer; raises UnusableRowError if they differ."""
+    """Return the flag that all parts of an answer have, as {"its parts": flag}; {} without flags.
+
+    A flag is True if the part is trained on. Raises UnusableRowError if only some parts are.
+    """
     said = {
         _flag(where, key, part[key])
         for part in parts
@@ -52,7 +57,7 @@ def trained_parts(where: str, parts: Sequence[Any]) -> dict[str, bool]:
 
 
 def _flag(where: str, key: str, value: Any) -> bool:
-    """Tell whether a key asks for training on a message; raises UnusableRowError."""
+    """Tell whether a key asks for training; raises UnusableRowError for a value that is unclear."""
     word = key.lower()
     if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)

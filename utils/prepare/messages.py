@@ -1,4 +1,4 @@
-"""Messages of a chat as people publish them, made into the messages that chat templates read.
+"""Messages of published chats, converted to the messages that chat templates read.
 
 A message gets a role, its content as one text, its tool calls as objects, and `weight: 0` if one of
 its keys excludes it from training. Unknown keys stay, because a template may read them.
@@ -31,7 +31,7 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the content is a call
 OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that templates know
-# Keys of an object that is a question and its answer, as in ShareAI, Capybara and MOSS.
+# Keys of an object with a question and its answer, as in ShareAI, Capybara and MOSS.
 _ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
 _ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
 
@@ -63,7 +63,7 @@ def are_messages(value: Any) -> bool:
 def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     """Return the messages of a column as templates read them; raises UnusableRowError.
 
-    column: its name in error messages.
+    column: the column's name in error messages.
     """
     value = decoded(value)
     if isinstance(value, Mapping):
@@ -91,7 +91,8 @@ def check_answers(
 ) -> None:
     """Raise UnusableRowError if there is no answer, or an answer without text.
 
-    An answer without text would train the end token alone. column: its name in error messages.
+    An answer without text would train only the end token. column: a name of the messages for the
+    error.
     """
     roles = dict.fromkeys(message["role"] for message in messages[first_trained:])
     if ASSISTANT not in roles:
@@ -115,9 +116,9 @@ def check_answers(
 
 
 def _messages_of_object(value: Mapping[str, Any]) -> Any:
-    """Return the messages of an object, which is one message or has a list for each key.
+    """Return the messages of an object: one message, or several as an object of lists.
 
-    Older versions of `datasets` write a sequence of objects as an object of lists.
+    Older versions of `datasets` write a sequence of objects as an object with a list for each key.
     """
     lists = [decoded(item) for item in value.values()]
     if lists and all(isinstance(item, list) for item in lists) and len(set(map(len, lists))) == 1:
@@ -170,7 +171,7 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
         keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
         raise UnusableRowError("missing_field", f"{where} has no {role!r} (keys: {keys})")
     for key in (asked, answered):
-        if not isinstance(message[key], list | Mapping):  # _message checks the parts of these
+        if not isinstance(message[key], list | Mapping):  # _message checks lists and objects
             check_text(f"{key!r} of {where}", message[key])
     others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
     if message.get("system"):  # as in XTuner's
@@ -186,7 +187,7 @@ def _kind(part: Any) -> Any:
 def _split_tool_results(
     message: Mapping[str, Any], parts: Sequence[Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a tool's message for each `tool_result` of Anthropic; other parts stay in messages."""
+    """Yield a tool message for each `tool_result` part (Anthropic), and messages of other parts."""
     rest: list[Any] = []
     for part in parts:
         if _kind(part) != "tool_result":
@@ -203,7 +204,7 @@ def _split_tool_results(
 
 
 def _append(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
-    """Append a message; a call that is a separate message joins the assistant's previous turn."""
+    """Append a message. If it is only a call, add the call to the assistant's previous message."""
     before: dict[str, Any] = found[-1] if found else {"role": ""}
     if is_call and before["role"] == ASSISTANT and before.get("weight") == message.get("weight"):
         before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
@@ -250,7 +251,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checked thought of a message, under its own key and as `reasoning_content`."""
+    """Return the thought of a message, checked, under its given key and as `reasoning_content`."""
     given = {key: _thought_text(message[key]) for key in REASONING if message.get(key)}
     for key, thought in given.items():
         check_text(f"{key!r} of {where}", thought)
@@ -275,13 +276,13 @@ def _says_nothing(message: Mapping[str, Any]) -> bool:
 
 
 def _text_key(message: Mapping[str, Any]) -> str:
-    """Return the key of a message's text, or the key that is missing."""
+    """Return the key that holds a message's text, or the usual key if no key holds it."""
     order, usual = (_CONTENT, "content") if "role" in message else (("value", *_CONTENT), "value")
     return next((key for key in order if key in message), usual)
 
 
 def _unread(message: Mapping[str, Any], text_key: str) -> str:
-    """Return advice with the unread keys of a message without text, one of which may hold it."""
+    """Return advice for a message without text: its unread keys, one of which may hold the text."""
     names = [
         key
         for key, value in message.items()
@@ -296,7 +297,7 @@ def _unread(message: Mapping[str, Any], text_key: str) -> str:
 
 
 def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its role by OpenAI's name, and its text as `content`."""
+    """Return a message with OpenAI's name for its role, and its text as `content`."""
     is_sharegpt = "role" not in message
     given = message.get("from") if is_sharegpt else message["role"]
     check_text(f"{'from' if is_sharegpt else 'role'!r} of {where}", given)
@@ -316,13 +317,13 @@ def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
         known = ", ".join([*ROLES, *CALL_ROLES])
         raise UnusableRowError("unknown_role", f"{where} is from {given!r}; known are {known}")
     meant = get_close_matches(role, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
-    if role not in ROLES and meant:  # templates know other roles, but none like these
+    if role not in ROLES and meant:  # a spelling error: templates know no roles like these
         raise UnusableRowError("unknown_role", f"{where} has the role {given!r}: {meant[0]!r}?")
     return {"role": ROLES.get(role, role if role in OWN_ROLES else given), **found}
 
 
 def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return the text of a list of parts; thoughts and calls go to the keys that templates read."""
+    """Return the text, thoughts and calls of a list of parts, by the keys that templates read."""
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, said = "text", part
@@ -348,7 +349,7 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
 
 
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return calls as {"type", "function": {"name", "arguments"}}, the arguments an object."""
+    """Return calls as {"type", "function": {"name", "arguments"}}; arguments become an object."""
     found = []
     for call in map(decoded, calls if isinstance(calls, list) else [calls]):
         function = decoded(call.get("function", call)) if isinstance(call, Mapping) else None

@@ -46,9 +46,9 @@ DOCUMENTS_TRIED = 1000
 
 
 class Preparation:
-    """One preparation into one output directory; every step may be repeated.
+    """One preparation into one output directory; every step can be repeated.
 
-    Creating one reads the first records and the tokenizer, and writes nothing. Raises
+    The constructor reads the first records and the tokenizer, and writes nothing. It raises
     ConfigurationError for settings, sources, a tokenizer, a chat template or an output directory
     that cannot be used.
     """
@@ -101,7 +101,7 @@ class Preparation:
         run_units(left, worker, self.arguments.num_proc)
 
     def _is_last_shard(self) -> bool:
-        """Tell whether this shard is the last one of a job array, which assembles the datasets."""
+        """Tell whether this shard is the last of a job array, so that it assembles the datasets."""
         index, shards = shard_of(self.arguments)
         logger.info("shard %d/%d is complete", index, shards)
         if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
@@ -138,9 +138,10 @@ class Preparation:
             self._assemble_split(split, counts, total)
 
     def _fraction_hint(self) -> str:
-        """Return a validation_fraction that holds out at least one document and not all.
+        """Return advice: a validation_fraction that holds out at least one document and not all.
 
-        Only the first documents are read, because a large corpus takes long to read again.
+        Return "" if none is found. Only the first documents are read: reading all of a large corpus
+        again takes too long.
         """
         settings = self.plan.settings
         own = [unit for unit in self.plan.units if unit.split == TRAIN]
@@ -185,7 +186,7 @@ class Preparation:
     def _assemble_split(
         self, split: str, counts: Mapping[int, UnitCounts], total: UnitCounts
     ) -> None:
-        """Make a dataset from the files of a split: layout, statistics and stoker.json."""
+        """Make the dataset of a split from the files of its units, and write its stoker.json."""
         folder, tokenizer = self.output_dir / split, self.tokenizer
         features = token_features(id_type(tokenizer), self.plan.settings.document_format)
         units = [index for index in counts if counts[index].documents[split]]
@@ -260,7 +261,7 @@ class Preparation:
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
     def _sources_of(self, split: str, counts: Mapping[int, UnitCounts]) -> dict[str, Any]:
-        """Return the files and counts of a split's sources; validation has those of train."""
+        """Return the files and counts of a split's sources; validation has the sources of train."""
         origin = split if split in self.plan.sources else TRAIN
         files = self.plan.sources[origin]
         own = (counts[unit.index] for unit in self.plan.units if unit.split == origin)

@@ -1,4 +1,4 @@
-"""Prompts of the samples that a model writes during training: read and tokenized."""
+"""Prompts for the samples that a model writes during training: read and tokenized."""
 
 import json
 import re
@@ -30,8 +30,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return the prompts of `sample_prompts`: each entry is a text, or a .txt or .jsonl file.
 
-    A line of a .jsonl file has `prompt` or, for `chats`, `messages`. With `chats` and a template
-    they go through it. Raises ConfigurationError with the fault of every prompt.
+    A line of a .jsonl file has `prompt` or, for `chats`, `messages`. With `chats`, the tokenizer's
+    chat template renders the prompts, if there is one. Raises ConfigurationError with all faults.
     """
     template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
     prompts, problems = [], []
@@ -46,8 +46,8 @@ def load_prompts(
                 )
             prompts.append(prompt)
         except ConfigurationError:
-            raise  # every other prompt would take as long
-        except Exception as error:  # of the template too
+            raise  # a limit of time or memory, which every other prompt would reach as well
+        except Exception as error:  # also an error of the template
             problems.append(f"sample_prompts {where}: {reason(error)}")
     if problems:
         raise ConfigurationError(problems)

@@ -79,9 +79,9 @@ def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
 
-    columns: the columns of Parquet files and datasets folders to read, None for all. A text file
-    gives records with one field, named as the first column. Text files and JSON arrays are loaded
-    whole.
+    columns: the columns of Parquet files and datasets folders to read; None: all. A text file gives
+    one record, whose only field has the name of the first column. Text files and JSON arrays are
+    loaded whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -147,7 +147,7 @@ def _object(value: Any, location: Location) -> Record | BadRow:
 
 
 def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the records of a file of one JSON value, or of several that span many lines each."""
+    """Yield the records of a JSON file: one value, or several values that span many lines each."""
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
@@ -185,9 +185,9 @@ def _records_of(path: str, value: Any) -> list[Any]:
 def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a table that pandas wrote as one object; [] for another object.
 
-    pandas has three forms: names under `columns` and rows under `data`; rows by their numbers; and
-    columns. A column is an object with the keys "0", "1" and so on, or a list with a text for each
-    row. Raises ConfigurationError for columns of different lengths.
+    pandas has three forms: {"columns": names, "data": rows}; {row number: row}; {name: column}. A
+    column is an object with the keys "0", "1" and so on, or a list with a text for each row. Raises
+    ConfigurationError for columns of different lengths.
     """
     if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
         return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
@@ -223,7 +223,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream,
     ):
         head, above = stream.readline(), 0
-        if head.lower().startswith("sep="):  # Excel's
+        if head.lower().startswith("sep="):  # a line that Excel writes
             head, above = stream.readline(), 1
         delimiter = _delimiter(head, "\t" if ".tsv" in path.lower()[-8:] else ",")
         rows = csv.reader(chain([head], stream), delimiter=delimiter, strict=True)
@@ -248,7 +248,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return the delimiter: `usual`, unless it leaves the header whole and another one cuts it."""
+    """Return the delimiter: `usual`, unless the header has none of it and some of another one."""
     cells: dict[str, int] = {}
     for mark in (usual, *",;|\t"):
         with suppress(csv.Error):
@@ -312,8 +312,8 @@ def _rows(
 def _as_json(value: Any, kind: pa.DataType) -> Any:
     """Return an Arrow value as the JSON that it was made from, with `Json()` features decoded.
 
-    A struct's keys that are null are left out. Arrow gives every row the keys of all rows, so a key
-    that a row never had looks like a null.
+    Keys with null are left out of a struct. Arrow gives every row the keys of all rows, so a key
+    that a row never had looks like a key with null.
     """
     if value is None:
         return None
@@ -330,7 +330,7 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _as_text(value: bytes) -> str | bytes:
-    """Decode bytes that are UTF-8, because some writers mark no column as text."""
+    """Return bytes as a string if they are UTF-8: some writers store texts as bytes."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -1,6 +1,6 @@
-"""Rows as people publish them, checked and made into documents: texts, chats or completions.
+"""Rows of published datasets, checked and converted to documents: texts, chats or completions.
 
-A row format is a set of columns and where it comes from:
+A row format is a set of columns (in parentheses: the toolkits that use it):
 
 - text: `text`
 - messages: `messages` of role and content (OpenAI, Hugging Face)
@@ -55,7 +55,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TextDocument:
-    """Plain text, every token of it trained on; `column` is its name in the file."""
+    """A plain text. Every token is trained on. column: the name of its column in the file."""
 
     text: str
     location: Location
@@ -64,7 +64,7 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class ChatDocument:
-    """A conversation; the assistant's turns from message `first_trained` on are trained on.
+    """A conversation. Training uses the assistant's turns from message `first_trained` on.
 
     tools: JSON schemas. template_options: more variables for the chat template.
     """
@@ -78,9 +78,9 @@ class ChatDocument:
 
 @dataclass(frozen=True)
 class CompletionDocument:
-    """A prompt and its completion as strings; as messages they are a ChatDocument.
+    """A prompt and its completion as strings. Messages instead of strings make a ChatDocument.
 
-    column: the name of the completion in the file.
+    column: the name of the completion's column in the file.
     """
 
     prompt: str
@@ -97,8 +97,8 @@ class RowSettings:
     """How the rows of one source are read, and how many of them are used.
 
     columns: pairs (name in the file, our name). filters: pairs (name in the file, what is kept: a
-    value, a list of values, or {"min": ..., "max": ...}). weight: how often each document is
-    written, a fraction being the share of documents. max_tokens: of the whole source.
+    value, a list of values, or {"min": ..., "max": ...}). weight: the copies of each document; 2.3
+    writes two copies, and a third one for 30 % of the documents. max_tokens: limit for the source.
     chat_template_kwargs: variables of the chat template, for rows that do not give them.
     """
 
@@ -121,15 +121,15 @@ class RowSettings:
 
     @property
     def answers_column(self) -> str:
-        """The column whose text or messages are trained on, by its name in the file.
+        """The file's name of the column that errors about the trained text refer to.
 
-        For alpaca this is the history: the output is checked when it is read.
+        For alpaca this is the history: errors about the output are raised earlier.
         """
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters select a row; raises UnusableRowError without their column."""
+        """Tell whether the filters select a row; UnusableRowError if it lacks a filter's column."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"
@@ -185,7 +185,7 @@ def _document(record: Record, rows: RowSettings) -> Document:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Return the fields under our names; a column given for one of ours replaces that one."""
+    """Return the fields under our names. A renamed column replaces one that had its new name."""
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -207,7 +207,7 @@ class _Row(dict[str, Any]):
         return repr(self._theirs.get(name, name))
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return the name and value of the only column that is set, of two with one meaning.
+        """Return the name and value of the one that is set, of two columns with the same meaning.
 
         Raises UnusableRowError if both are set to different values.
         """
@@ -220,7 +220,7 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return every format whose columns the row has (one, when the row is clear)."""
+    """Return every format whose columns the row has. A clear row has exactly one format."""
     return [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
 
 
@@ -272,9 +272,9 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _prompt_and_completion(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return prompt and completion, checked: both texts, or both lists of messages.
+    """Return prompt and completion, checked: both are texts, or both are lists of messages.
 
-    The completion of a prompt of messages may be the text of the answer.
+    In the row, a prompt of messages may have the text of the answer as its completion.
     """
     prompt, completion = fields["prompt"], fields["completion"]
     question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
@@ -336,11 +336,11 @@ def _is_call(value: Any) -> bool:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put a row's own system text first; raises UnusableRowError for another system message."""
+    """Put the row's system text first. UnusableRowError if the messages begin with another one."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages
-    if not isinstance(system, list | Mapping):  # messages_of checks the parts of these
+    if not isinstance(system, list | Mapping):  # messages_of checks lists and objects
         check_text(fields.shown(name), system)
     given = dict(system) if isinstance(system, Mapping) else {"content": system}
     (message,) = messages_of(fields.shown(name), [given | {"role": "system"}])
@@ -367,7 +367,7 @@ def _tools(fields: _Row) -> list[Any] | None:
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Wrap a bare function (also Anthropic's), and decode parameters that are JSON text."""
+    """Return a tool as OpenAI writes it: with the key `function`, and parameters as an object."""
     if "input_schema" in tool and "parameters" not in tool:
         tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
     if "function" not in tool and "name" in tool:

@@ -34,7 +34,7 @@ RECORD_KINDS: dict[str, SourceKind] = {
 KINDS: dict[str, SourceKind] = {**dict.fromkeys(TEXT_SUFFIXES, "text"), **RECORD_KINDS}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SNIFFED_BYTES = 1 << 16
-LONGEST_FIRST_LINE = 1 << 24  # bytes; a longer one is the whole file
+LONGEST_FIRST_LINE = 1 << 24  # bytes; a longer line is probably the whole file
 
 # Names of splits in the Hub's files and folders, and our names for them.
 SPLIT_NAMES = {
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class SourceFile:
     """One readable file, or one datasets folder; size: the bytes of all its files on disk.
 
-    url: the name of a file of the Hub, which does not depend on the cache's folder.
+    url: the address of a file of the Hub, which is the same wherever the cache is.
     """
 
     path: str
@@ -69,12 +69,12 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The name in stoker.json."""
+        """The file's name in stoker.json: the address of a file of the Hub, or the path."""
         return self.url or self.path
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The attributes that differ between files, and change if the file is edited."""
+        """The attributes that tell this file from others, and from the same file once edited."""
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         return {**own, "path": self.name}
 
@@ -85,9 +85,9 @@ def list_sources(
     """Return the files of all paths, and the problems of paths that cannot be read.
 
     Files are sorted within each path. If the file names in a folder (or of a pattern) show several
-    splits, as on the Hub, the files of `split` are returned. is_named: the user named this split,
-    so that no other file is accepted. A file that two paths reach is listed once. Unknown suffixes
-    are read only if `document_format` is "text". Logs the files that are skipped.
+    splits, as on the Hub, only the files of `split` are returned. is_named: the user named this
+    split, so it must exist. A file that two paths reach is listed once. Unknown suffixes are read
+    only if `document_format` is "text". Logs the files that are skipped.
     """
     files: dict[str, SourceFile] = {}  # by real path
     problems: list[str] = []
@@ -125,7 +125,7 @@ def list_sources(
 
 
 def open_source(path: str, compression: Compression | None) -> IO[bytes]:
-    """Open a file for reading, decompressed; only an uncompressed file can seek."""
+    """Open a file and decompress it while it is read. Only an uncompressed file supports seek."""
     if compression is None:
         return Path(path).open("rb")
     if compression == "zstd":
@@ -134,7 +134,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A zstd file with a window of any size (`zstd --long=31`); pyarrow stops at 128 MiB."""
+    """A zstd file with a window of any size (`zstd --long=31`). pyarrow's limit is 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
@@ -157,7 +157,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _zstd_blocks(path: str) -> Iterator[bytes]:
-    """Yield the text of a zstd file; raises OSError if it is damaged or ends inside a frame."""
+    """Yield the decompressed bytes; raises OSError for a file that is damaged or cut short."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     with Path(path).open("rb") as file:
@@ -214,7 +214,7 @@ def _walk(path: str) -> Iterator[str]:
 
 
 def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> list[str]:
-    """Leave out README files and the like, if the folder has files of records."""
+    """Return the paths without README files and the like, if the folder has files of records."""
     if not any(_holds_records(path) for path in paths if path != given):
         return paths
     records = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
@@ -232,9 +232,9 @@ def _holds_records(path: str) -> bool:
 
 
 def _files_of_one_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
-    """Return the paths of a split, if the names of files or folders show several splits.
+    """Return the paths of `split`; all paths if their names do not show several splits.
 
-    Raises ValueError if the split is not one of them.
+    Raises ValueError if `split` is missing (for a pattern, only if the user named the split).
     """
     if paths == [given]:
         return paths
@@ -270,7 +270,7 @@ def _split_name(path: str, given: str) -> str:
     words_of_name = re.split(r"[-_\s]", stem.lower())
     shard = _SHARD_OF_SPLIT.fullmatch(stem)
     if shard and any(word in SPLIT_NAMES for word in words_of_name):
-        return SPLIT_NAMES.get(shard[1], shard[1])  # such as train_sft, a split of its own
+        return SPLIT_NAMES.get(shard[1], shard[1])  # the whole name, such as train_sft
     if (Path(path).parent / "dataset_dict.json").is_file():
         return SPLIT_NAMES.get(stem, stem)
     for words in (words_of_name, [part.lower() for part in parts[:-1]]):
@@ -281,7 +281,7 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _files_of_one_format(given: str, paths: list[str]) -> list[str]:
-    """Return the files of one format, because some datasets publish a split in several."""
+    """Return the files of one format. Some datasets publish a split in several formats."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
@@ -346,7 +346,7 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
 def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
     """Return "jsonl" for one record per line, "json" for a file that is one JSON value.
 
-    named: the kind by the file's suffix, which decides if the first line does not.
+    named: the kind that the file's suffix means; returned if the first line does not decide.
     """
     try:
         first = json.loads(line)
@@ -358,7 +358,7 @@ def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
 
 
 def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
-    """Return the first line of a file that is not blank, and the beginning of the text after it."""
+    """Return the first line that is not blank, and the beginning of the text after this line."""
     try:
         with open_source(path, compression) as stream:
             line = b""
@@ -367,6 +367,6 @@ def _first_line(path: str, compression: Compression | None) -> tuple[str, str]:
                 if not line:
                     return "", ""
             rest = stream.read(SNIFFED_BYTES)
-    except (OSError, pa.ArrowException):  # read_records reports it
+    except (OSError, pa.ArrowException):  # read_records will report the fault
         return "", ""
     return line.decode("utf-8-sig", "replace").lstrip(), rest.decode(errors="replace").strip()

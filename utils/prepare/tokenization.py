@@ -1,6 +1,6 @@
-"""Tokenization: documents to token ids, and the mask of the tokens that are trained on.
+"""Tokenization: the token ids of documents, and their loss masks (which tokens are trained on).
 
-The character offsets of tokens give the mask of a chat, and the first token of a completion.
+The loss mask of a chat and the first token of a completion come from the tokens' character offsets.
 """
 
 import re
@@ -44,10 +44,10 @@ EMPTY_THOUGHT = re.compile(
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """Token ids of a document, (tokens,) in the dataset's type, and its mask.
+    """Token ids of a document, (tokens,) in the dataset's type, and its loss mask.
 
-    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts by the names in
-    `workspace.NOTES`.
+    loss_mask: (tokens,) int8; None: every token is trained on. notes: counts of unusual content,
+    by the names in `workspace.NOTES`.
     """
 
     ids: np.ndarray
@@ -61,7 +61,7 @@ class TokenizedDocument:
 
     @property
     def has_target(self) -> bool:
-        """Whether a token is trained on. The first one does not count: nothing predicts it."""
+        """Whether a token after the first one is trained on. Nothing predicts the first token."""
         return len(self.ids) > 1 if self.loss_mask is None else bool(self.loss_mask[1:].any())
 
     def truncated(self, length: int) -> "TokenizedDocument":
@@ -71,12 +71,12 @@ class TokenizedDocument:
 
 
 class DocumentTokenizer:
-    """Tokenizer of documents, which gives ids and masks.
+    """Tokenizer of documents, which gives token ids and loss masks.
 
     A text gets the BOS that the tokenizer adds, if any, and EOS. A prompt and its completion as
-    strings are tokenized as one text, which ends with EOS. BOS and EOS that a text itself has are
-    not repeated. The chat template renders messages, with all tokens around them. template_date:
-    the date (YYYY-MM-DD) that the template prints as today's date.
+    strings are tokenized as one text, which ends with EOS. A BOS or EOS that the text already has
+    is not repeated. Messages only get the special tokens that the chat template prints.
+    template_date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DocumentTokenizer:
         return BadRow("empty", message, document.location)
 
     def _encode_in_pieces(self, text: str) -> np.ndarray:
-        """Return the ids of a long text, which is tokenized piece by piece."""
+        """Return the ids of a long text by tokenizing it piece by piece."""
         pieces = text_pieces(text, LARGEST_PIECE_CHARACTERS)
         found = [self._encode([next(pieces)])[0].astype(self.id_type)]
         found += [self._encode_piece(piece).astype(self.id_type) for piece in pieces]
@@ -141,8 +141,8 @@ class DocumentTokenizer:
     def _encode_piece(self, piece: str) -> np.ndarray:
         """Return the ids of a piece that continues a text.
 
-        SentencePiece tokenizers put a blank before a text. To avoid it, the piece is tokenized with
-        a character before it whose ids are removed again.
+        SentencePiece tokenizers put a blank before a text. To avoid this blank, tokenize the piece
+        with a character in front of it, and remove the ids of this character.
         """
         for before in ("\n", "a", "."):
             opening, whole = self._encode([before, before + piece])
@@ -169,8 +169,8 @@ class DocumentTokenizer:
     ) -> Iterator[tuple[np.ndarray, int, str]]:
         """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
 
-        start: the index of the completion's first token. held: the end of the prompt that this
-        token holds as well.
+        start: the index of the completion's first token. held: the end of the prompt, if it is in
+        the same token as the first characters of the completion; else "".
         """
         if self._is_exact:
             yield from self._joined_ids_by_offsets(pairs)
@@ -241,7 +241,7 @@ class DocumentTokenizer:
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
-        """Tell whether the last answer has a thought and its prompt closes an empty one."""
+        """Tell whether the last answer has a thought although its prompt ends with an empty one."""
         last = len(document.messages) - 1
         message = document.messages[last]
         said = str(message.get("content"))
@@ -280,11 +280,11 @@ class DocumentTokenizer:
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
-    """Return which tokens are trained on (bool); offsets (tokens, 2): their start and stop.
+    """Return which tokens are trained on (bool); offsets: start and stop of each, (tokens, 2).
 
-    A token may hold the end of a turn's header and blanks at the start of the turn. It is not
-    trained on. A token may hold words of the turn and blanks outside the turn. It is trained on.
-    Raises UnusableRowError if a token holds words from inside and outside the turn.
+    A token may lie across the edge of a turn. With only blanks outside the turn it is trained on.
+    With the end of the turn's header, and only blanks inside the turn, it is not trained on. Raises
+    UnusableRowError for a token with words on both sides of the edge.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -305,7 +305,7 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 
 
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
-    """Return the first token of text[start:stop], and the text before `start` that it holds.
+    """Return the index of the first token of text[start:stop], and its text before `start`.
 
     A token with text before `start` and only blanks after `start` does not count as the first one.
     """

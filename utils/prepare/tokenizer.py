@@ -28,8 +28,8 @@ NO_CHAT_TEMPLATE = (
     "the tokenizer has no chat template: give --chat_template FILE, for example "
     "recipes/chat_templates/chatml.jinja"
 )
-# A template must be able to train on one of these chats. Some templates take no second turn, and
-# some no chat without tools.
+# A usable template can train on at least one of these chats. Some templates take no second turn,
+# and some take no chat without tools.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
 PROBES = tuple(
     ChatDocument(turns, PROBE, tools)
@@ -41,7 +41,7 @@ PROBES = tuple(
 def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer from a folder or the Hub's cache, with the chat template in use."""
+    """Load the tokenizer from a folder or the Hub's cache; add tokens, set the chat template."""
     tokenizer = load_tokenizer(arguments.tokenizer_name_or_path, is_cached=True)
     _add_tokens(tokenizer, arguments.add_tokens)
     defaults = arguments.chat_template_kwargs or {}
@@ -57,7 +57,7 @@ def given_tokenizer(
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write a tokenizer folder; it gets its name only when it is complete."""
+    """Write a tokenizer to a folder, which gets its name only when it is complete."""
     partial = partial_name(folder)
     tokenizer.save_pretrained(partial)
     if folder.exists():  # another shard was first
@@ -88,7 +88,7 @@ def attach_template(
     date: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Set the tokenizer's chat template: the file's, if given, else its own.
+    """Set the tokenizer's chat template: the given file's, else the tokenizer's present one.
 
     `defaults` become the defaults of the template's variables. Logs whether the loss masks come
     from {% generation %} markers or are derived, and the date that the template prints. Raises
@@ -166,7 +166,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) 
 
 
 def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
-    """Return a tokenized chat that the template can train on; raises ValueError with the reason."""
+    """Return a short tokenized chat that the template can train on; ValueError if it cannot."""
     found = DocumentTokenizer(tokenizer)(PROBES)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:
@@ -202,12 +202,12 @@ def read_chat_template(path: str) -> str:
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the origin of the loss masks of chats: "template" markers, or "derived"."""
+    """Return the origin of chats' loss masks: "template" (its markers) or "derived"."""
     return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the id of the last trained token of a chat, which ends generation."""
+    """Return the id of the token that ends an answer: the last trained one that is not blank."""
     probe = _trained_probe(tokenizer)
     trained = probe.ids[probe.loss_mask == 1].tolist()
     return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

@@ -1,4 +1,4 @@
-"""Work units are read, checked, tokenized and written, by one process or several."""
+"""Preparation of work units in one or several processes: read, check, tokenize and write."""
 
 import hashlib
 import json
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
-WEIGHT_KEY = 1 << 64  # added to the seed, so that weights draw otherwise than the held-out share
+WEIGHT_KEY = 1 << 64  # added to the seed for weights: not the same draw as for held-out documents
 SECONDS_BETWEEN_LINES = 10.0
 # One process does this much work in the seconds that a worker takes to start.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
-    """Prepare all units in at most `num_proc` processes; this process does a small job alone.
+    """Prepare all units in at most `num_proc` worker processes; small jobs run in this process.
 
     Raises ConfigurationError with the first fault of the sources, or if a worker was killed.
     Finished units stay finished.
@@ -121,7 +121,7 @@ def _start_worker(worker: "UnitWorker") -> None:
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
     """Prepare a unit in a worker process.
 
-    Returns the problems of a ConfigurationError, because a list can be pickled.
+    Returns the counts, or the problems of a ConfigurationError: a list, which can be pickled.
     """
     assert _worker is not None
     try:
@@ -147,7 +147,7 @@ class UnitWorker:
     def run(self, unit: WorkUnit) -> UnitCounts:
         """Write a unit's documents, one file per split, and return their counts.
 
-        Raises ConfigurationError at a document that is refused.
+        Raises ConfigurationError at the first document that is refused.
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
@@ -195,7 +195,7 @@ class UnitWorker:
                     yield split, document, fitted
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
-        """Yield (split, document) for every usable record, as often as its weight says."""
+        """Yield (split, document) for every usable record, as often as its source's weight says."""
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
@@ -217,7 +217,7 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Apply on_bad_row and on_overlong; texts stay whole, because training splits them."""
+        """Apply on_bad_row and on_overlong. Long texts stay whole, because training splits them."""
         if isinstance(tokenized, BadRow):
             tokenized.refuse(self.settings.on_bad_row)
             return tokenized
@@ -245,7 +245,7 @@ def read_documents(
 ) -> Iterator[Document | BadRow]:
     """Yield the document of every record in order, or the fault of the record.
 
-    Counts in `unread` the columns that hold something and are not read.
+    Each record adds 1 to `unread` for every column that is not read, unless it is known as empty.
     """
     rows = settings.sources[unit.source]
     read = set(rows.read_columns)
@@ -284,7 +284,7 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
 
 
 def content_digest(document: Document, seed: int) -> int:
-    """Return 64 bits of a keyed hash of a document's content; its file and row do not matter."""
+    """Return 64 bits of a keyed hash of a document's content, independent of its file and row."""
     if isinstance(document, TextDocument):
         content = document.text
     elif isinstance(document, ChatDocument):
@@ -296,7 +296,7 @@ def content_digest(document: Document, seed: int) -> int:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return the strings of a document in order; of a message its text, thought and calls."""
+    """Return the strings of a document in order. A message gives its text, thought and calls."""
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, CompletionDocument):

@@ -1,4 +1,4 @@
-"""Records and the values in them: where a record is from, and checks that its fields are text."""
+"""Records and their values: a record's location, records that are refused, checks of a value."""
 
 import ast
 import json
@@ -23,8 +23,8 @@ NOTHING: tuple[Any, ...] = (None, "", [], {})
 class Location:
     """The file of a record, and its line (from 1) or row (from 0).
 
-    A work unit that begins inside a file counts its lines from byte `offset` on. The lines before
-    that byte are counted only when the location is printed.
+    A work unit that begins inside a file counts lines from byte `offset` on. The lines before this
+    byte are counted only when the location is printed.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Location:
 class Record:
     """The fields of one record.
 
-    left_out: the columns of a Parquet file or datasets folder that nobody asked for.
+    left_out: the columns of a Parquet file or datasets folder that were not read.
     """
 
     fields: Mapping[str, Any]
@@ -91,8 +91,8 @@ def wrong_type(what: str, wanted: str, value: Any) -> UnusableRowError:
 
 
 def check_text(what: str, text: Any) -> None:
-    """Raise UnusableRowError unless a value is a string that UTF-8 can write."""
-    if isinstance(text, bytes):  # bytes of Arrow that are not UTF-8
+    """Raise UnusableRowError unless a value is a string that can be encoded as UTF-8."""
+    if isinstance(text, bytes):  # Arrow's bytes that records.py could not decode as UTF-8
         raise UnusableRowError("invalid_utf8", f"{what} is not UTF-8")
     if not isinstance(text, str):
         raise wrong_type(what, "a string", text)

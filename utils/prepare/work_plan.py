@@ -1,8 +1,8 @@
-"""The plan of a preparation: the files, their format, the work units, and a digest of all that.
+"""The plan of a preparation: the files, their format, the work units, and a digest of the plan.
 
-The sources are cut into work units that are prepared independently of each other. The cut depends
-on the sources alone, never on the number of processes or shards. A unit becomes one Arrow file, so
-the output has the same bytes however the work is divided.
+The sources are cut into work units that are prepared independently of each other. Where they are
+cut depends only on the sources, never on the number of processes or shards. A unit becomes one
+Arrow file per split, so the output has the same bytes however the work is divided.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from utils.prepare.values import MEDIA, BadRow, Record
 
 logger = logging.getLogger(__name__)
 
-# Increase when a change gives other bytes for the same sources and settings.
+# Increase when a code change gives other output for the same sources and settings.
 OUTPUT_VERSION = 3
 VALIDATION = "validation"
 COLUMNS_SHOWN = 20
@@ -50,7 +50,7 @@ LEAST_TOKENS_OF_A_UNIT = 1 << 13
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive file parts of one source, up to the document that would exceed `max_tokens`."""
+    """Consecutive file parts of one source; max_tokens: the most tokens to write from them."""
 
     index: int
     split: str
@@ -80,7 +80,7 @@ class PreparationPlan:
 
     `sources` maps each split to its files, `train` first; `units` are cut from them.
     `needs_chat_template`: documents are messages, or prompts and completions made of messages.
-    `commits` are the commits of the Hub's datasets, by dataset.
+    `commits` are the commits of the Hub's datasets, by `HubDataset.key`.
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
@@ -121,7 +121,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
     sources: dict[str, list[SourceFile]] = {}
     for source, files in given:
         sources.setdefault(source.split, []).extend(files)
-    # Shards that run on two days agree on the day of the newest file.
+    # The default date is that of the newest file: shards that run on two days need the same date.
     newest = max(file.mtime_ns for files in sources.values() for file in files)
     day = datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
     settings = UnitSettings(
@@ -147,7 +147,7 @@ def _find_sources(
 ) -> tuple[list[tuple[Source, list[SourceFile]]], dict[str, str]]:
     """Return each source with its files, and the commits of the Hub's datasets by dataset.
 
-    Raises ConfigurationError, also for a file that is given twice and would be trained on twice.
+    Raises ConfigurationError for paths that cannot be read, and files that would be trained twice.
     """
     problems = []
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
@@ -217,9 +217,10 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
 def _share_of_tokens(
     groups: Sequence[list[FilePart]], max_tokens: int | None
 ) -> list[tuple[list[FilePart], int | None]]:
-    """Return the groups to read, each with its share of `max_tokens`.
+    """Return the groups of file parts to read, each with its share of `max_tokens`.
 
-    They are spread evenly over the source. Each share is fixed, so no unit depends on another one.
+    A small `max_tokens` is read from few groups, evenly spread over the source. The shares are
+    fixed in advance, so no unit depends on another one.
     """
     if max_tokens is None or not groups:
         return [(group, None) for group in groups]
@@ -239,7 +240,8 @@ def _decide_formats(
 ) -> tuple[str, list[RowSettings], bool]:
     """Return the format of all documents, how to read each source, and whether any are chats.
 
-    Raises ConfigurationError with every source of an unknown format or of another kind.
+    Raises ConfigurationError with every source of an unknown format, or of another format than the
+    first source.
     """
     problems: list[str] = []
     rows: list[RowSettings] = []
@@ -294,7 +296,7 @@ def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) ->
 def _row_settings(
     source: Source, record: Record, document_format: str, on_bad_row: str
 ) -> RowSettings:
-    """Return how to read the rows of a source whose first record is `record`, and log it.
+    """Return and log how to read the rows of a source; `record` is the source's first record.
 
     If several formats fit, the one that makes documents like the earlier sources
     (`document_format`) is chosen. Raises ConfigurationError if no format fits.

@@ -1,7 +1,8 @@
 """The workspace OUT/.shards: the Arrow files and counts of finished work units.
 
-A unit is done once its record exists. Records and files get their names by renaming, so that a
-preparation may be killed at any moment and several shards may write at the same time.
+A unit is done once its record exists, a JSON file with its counts. Records and Arrow files get
+their names when they are complete. So a preparation may be killed at any moment, and several shards
+may write at the same time.
 """
 
 import json
@@ -60,7 +61,7 @@ NOTES = {
     "chat template prints in the last turn only: give such a chat once for every answer, each time "
     "up to that answer and with weight: 0 in the answers before it",
 }
-# In use, the model does not see prompts like these, or thinks before it answers.
+# Warnings: in use, the model gets other prompts than in training, or thinks before it answers.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
 
@@ -69,8 +70,8 @@ class UnitCounts:
     """Counts over the records of a unit, or of several.
 
     documents, tokens, loss_tokens and text_bytes are counted by split, dropped records by reason
-    (examples: the first few messages), notes by the names in NOTES. unread counts the columns and
-    the keys of messages that hold something and are not read.
+    (examples: the first few error messages), notes by the names in NOTES, and unread by the labels
+    of the columns, message keys and roles that are not read.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -94,7 +95,7 @@ class UnitCounts:
 
 
 def commits_begun_with(output_dir: Path) -> dict[str, str]:
-    """Return the commits of the Hub's datasets that an output directory is made from."""
+    """Return the commits of the Hub's datasets in an output directory, by `HubDataset.key`."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
@@ -117,7 +118,7 @@ class Workspace:
     def is_prepared(self) -> bool:
         """Tell whether the output directory holds the finished result of this same preparation.
 
-        Raises ConfigurationError if it holds anything but unfinished work.
+        Raises ConfigurationError if the directory holds anything else, except unfinished work.
         """
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
@@ -138,7 +139,7 @@ class Workspace:
         """Create the workspace, or resume an existing one.
 
         Units of other settings or sources are discarded if `may_discard` and their assembly has
-        not begun. Otherwise ConfigurationError is raised.
+        not begun. Otherwise they raise ConfigurationError.
         """
         settings = self.root / SETTINGS
         of_hub = {"hub": self.commits} if self.commits else {}
@@ -166,7 +167,7 @@ class Workspace:
         return self.root / f"unit-{unit:06d}.json"
 
     def finish(self, unit: int, counts: UnitCounts) -> None:
-        """Write the record of a unit; its files are complete."""
+        """Write the record of a unit, after its files are complete."""
         record = {"digest": self.digest, "counts": vars(counts)}
         replace_text(self._record(unit), json.dumps(record, indent=1))
 
@@ -182,11 +183,11 @@ class Workspace:
         return found if record["digest"] == self.digest else None
 
     def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
-        """Record that a shard of a job array is done; tell whether its task has to merge all.
+        """Record that a shard of a job array is done; tell whether its task must merge all shards.
 
-        If two tasks end at once, the later one sees both shards, and only one can create the link.
-        A requeued task finds its own link. The files carry the array's number, so a task that died
-        does not block a later array.
+        The last task sees all shards. If two tasks end at once, both may see them, but only one can
+        create the link `claim`. A requeued task finds its own link. The file names have the array's
+        number, so a task that died does not block a later array.
         """
         finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
@@ -199,7 +200,7 @@ class Workspace:
                 return False
             claim.symlink_to(str(shard))  # atomic, also on network file systems
             is_last = True
-        except FileNotFoundError:  # merged meanwhile
+        except FileNotFoundError:  # another task has merged, and removed the folder
             is_last = False
         except FileExistsError:
             is_last = str(claim.readlink()) == str(shard)
@@ -217,7 +218,7 @@ class Workspace:
 
 
 def partial_name(path: Path) -> Path:
-    """Return a name beside `path` that no other process uses."""
+    """Return a temporary path in the folder of `path` that no other process uses."""
     return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
 
 
@@ -225,7 +226,7 @@ def partial_name(path: Path) -> Path:
 
 
 class TokenFileWriter:
-    """Writer of tokenized documents to one Arrow stream; the documents alone decide its bytes."""
+    """Writer of documents to one Arrow stream, whose bytes depend only on the documents."""
 
     def __init__(self, path: Path, features: Mapping[str, Any]):
         self._path, self._draft = path, partial_name(path)
@@ -291,7 +292,7 @@ def column_label(name: str) -> str:
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every key and role in messages that only a chat template may read."""
+    """Yield a label for every key and role of messages that Stoker itself does not read."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
@@ -299,7 +300,7 @@ def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def list_unread(counts: Mapping[str, int], template: str) -> str:
-    """Return the labels with their counts, without the keys that the chat template reads."""
+    """Return the labels and their counts as a text, without keys that the chat template reads."""
     return ", ".join(
         f"{label} ({number:,})"
         for label, number in sorted(counts.items())
@@ -308,7 +309,7 @@ def list_unread(counts: Mapping[str, int], template: str) -> str:
 
 
 def _template_reads(template: str, label: str) -> bool:
-    """Tell whether a template reads a key of messages, according to its source."""
+    """Tell whether a template's source reads the message key in a label."""
     key = re.escape(label.removeprefix(_OF_MESSAGES))
     taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
     of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")

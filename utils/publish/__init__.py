@@ -1,6 +1,6 @@
-"""A finished model for others.
+"""Publication of a finished model.
 
 model_card  the README.md of final/ and adapter/
-hub         python -m utils.publish.hub: upload to the Hub; push_to_hub
-evaluate    python -m utils.publish.evaluate: lm-evaluation-harness; lm_eval_tasks
+hub         upload to the Hub, by python -m utils.publish.hub or `push_to_hub` in a recipe
+evaluate    lm-evaluation-harness, by python -m utils.publish.evaluate or `lm_eval_tasks`
 """

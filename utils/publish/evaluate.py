@@ -31,7 +31,7 @@ from utils.publish.hub import RESULTS
 
 logger = logging.getLogger(__name__)
 
-# Variables of a launch with several processes, for which lm_eval would wait.
+# Variables of a launch with several processes. With them lm_eval would wait for other processes.
 OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Run lm_eval on final/ and save its results; its table goes to stdout.
+    """Run lm_eval on final/ and save its results in the run; lm_eval prints its table to stdout.
 
     Raises ConfigurationError, which says what to type, if lm_eval cannot run or fails.
     """
@@ -75,7 +75,7 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
     command += ["--model_args", f"pretrained={run / FINAL}", "--tasks", *tasks]
     if torch.cuda.is_available() and not {"--batch_size", "-b"} & set(flags):
-        command += ["--batch_size", "auto"]  # its default is 1
+        command += ["--batch_size", "auto"]  # lm_eval's default is 1
     environment = {
         name: value
         for name, value in os.environ.items()

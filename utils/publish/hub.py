@@ -42,7 +42,8 @@ TEXTS = (
     *PROCESSOR_FILES,
 )  # fmt: skip
 ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
-# Weights of an earlier upload. transformers would load an old single file instead of new parts.
+# Old weights on the Hub, which an upload deletes if it has other files. transformers would load an
+# old single file instead of new parts.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 NO_TOKEN = (
@@ -103,7 +104,7 @@ def hub_name_fault(name: str) -> str:
 def files_to_publish(
     run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
 ) -> dict[str, Path | bytes]:
-    """Return the files to upload by their names on the Hub, and log them.
+    """Return the files to upload, by their names on the Hub, and log them.
 
     Raises ConfigurationError for an unfinished run, a secret in a file, or an adapter whose base
     has no name on the Hub.
@@ -138,9 +139,9 @@ def files_to_publish(
 
 
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
-    """Upload the files in one commit, and return the address; raises ConfigurationError.
+    """Upload the files in one commit and return the model's address; raises ConfigurationError.
 
-    An existing model keeps its visibility, its other files and its history.
+    An existing model keeps its visibility, its history and its other files, except old weights.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -213,7 +214,7 @@ def _secrets(path: Path, content: Path | bytes) -> list[str]:
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
-    """Return the card under the model's name on the Hub, with benchmarks if there are any."""
+    """Return the card with the model's name on the Hub, and with benchmarks if there are any."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")
@@ -248,7 +249,7 @@ def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:
-    """Return adapter_config.json with a base that others can load, or raise ConfigurationError."""
+    """Return adapter_config.json with the base model's name on the Hub, or raise if unknown."""
     from huggingface_hub import ModelCard
 
     content = read_object(directory / ADAPTER_CONFIG)

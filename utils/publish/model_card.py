@@ -75,7 +75,7 @@ def shown_name(run: Path, folder: str) -> str:
 
 
 def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the Hub's name of the model that a run began with, if known, and its license.
+    """Return the name on the Hub of the model that a run began with, if known, and its license.
 
     If the run began with another run's weights, return that run's base model.
     """
@@ -88,7 +88,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
     if name is None:
         return None, {}
     directory = Path(name)
-    if (directory.parent / CONFIG).is_file():  # final/ or a checkpoint, which may be deleted by now
+    if (directory.parent / CONFIG).is_file():  # final/, or a checkpoint that may be deleted by now
         return base_model(directory.parent)
     if HUB_NAME.fullmatch(name) and not directory.is_dir():
         cached = try_to_load_from_cache(name, CARD, revision=settings.get("model_revision"))
@@ -98,7 +98,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def license_of(card: Path) -> dict[str, Any]:
-    """Return the license fields of a card; empty without a card."""
+    """Return the license fields of a model card; {} without a card."""
     if not card.is_file():
         return {}
     facts = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
@@ -106,7 +106,7 @@ def license_of(card: Path) -> dict[str, Any]:
 
 
 def hub_dataset(path: str) -> str | None:
-    """Return the Hub's name of a source file's dataset, or None if unknown."""
+    """Return the name on the Hub of the dataset of a source file, or None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
     found = _IN_THE_CACHE.search(path)
@@ -247,7 +247,7 @@ class _Card:
         yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
 
     def _limits(self) -> tuple[bool, str]:
-        """Return whether an adapter has rows of new tokens, and its features that vLLM lacks.
+        """Return whether an adapter has rows for new tokens, and its features that vLLM lacks.
 
         The rules are from vllm/lora/peft_helper.py.
         """
@@ -271,7 +271,7 @@ def _shown_sources(files: Sequence[str]) -> str:
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the journal's figures of the run up to this step."""
+    """Yield a table of the run's figures up to this step, from its journal."""
     lines = sorted(read_journal(run / "metrics.jsonl"), key=lambda line: line["step"])
     trained = [line for line in lines if line["event"] == "train" and line["step"] <= step]
     seconds, last = 0.0, 0
