@@ -166,7 +166,7 @@ class TokenCounts:
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
-        """Count the steps before step `steps` that are not yet counted; return all tokens so far."""
+        """Count the steps before `steps` that are not counted yet; return all tokens so far."""
         for step in range(self.steps, steps):
             for name, tokens in zip(self.names, self.in_step(step).tolist(), strict=True):
                 self.by_name[name] += tokens

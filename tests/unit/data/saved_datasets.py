@@ -1,4 +1,4 @@
-"""A small dataset, saved like a user's, and its contents."""
+"""A small dataset, saved as a user would save it, and its contents."""
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -12,7 +12,7 @@ ARROW_FILE = "data-00000-of-00001.arrow"
 
 
 def save(path, input_ids=DOCUMENTS, dtype="int64", list_type=List, shards=1, **columns):
-    """Save a dataset like a user; mask columns are int8, labels int64."""
+    """Save a dataset as a user would; mask columns are int8, labels int64."""
     types = {name: "int64" if name == "labels" else "int8" for name in columns}
     features = {"input_ids": list_type(Value(dtype))}
     features |= {name: list_type(Value(kind)) for name, kind in types.items()}

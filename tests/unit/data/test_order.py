@@ -95,7 +95,7 @@ def test_each_weighted_source_walks_its_own_epochs():
 
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.97, 0.03]])
 def test_how_far_a_prefix_may_be_from_the_weights(weights):
-    """The error is less than a sample per source at the end of a block, a few dozen inside it."""
+    """At the end of a block a source's count is off by less than 1; inside a block, by up to 63."""
     order = SampleOrder([1000] * len(weights), 0, weights)
     sources, _ = located(order, np.arange(40 * BLOCK))
     counts = np.zeros((40 * BLOCK + 1, len(weights)), dtype=np.int64)
@@ -119,7 +119,7 @@ def test_every_world_size_sees_the_same_global_batches(weights, world_size, micr
     ranks = [
         list(sampler(order, batch, micro_batch, r, world_size, steps)) for r in range(world_size)
     ]
-    # By micro-step, then by rank, in the order of an all-reduce with accumulation.
+    # List the sequences by micro-step, then by rank: this is their order in the global batch.
     seen = [row for turn in zip(*ranks, strict=True) for rows in turn for row in rows]
     assert seen == stream(order, 0, batch * steps)
     assert all(len(rows) == micro_batch for rank in ranks for rows in rank)
@@ -147,7 +147,7 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one():
 def test_evaluation_sees_every_row_once_in_equally_many_micro_batches(
     rows, micro_batch, world_size, most
 ):
-    """With `most` it sees that many rows, the same for every micro-batch and world size."""
+    """With `most`, the evaluation sees this many rows, the same for every world size."""
     seen = [eval_batches(rows, micro_batch, rank, world_size, most) for rank in range(world_size)]
     assert len({len(batches) for batches in seen}) == 1
     flat = [row for turn in zip(*seen, strict=True) for batch in turn for row in batch]

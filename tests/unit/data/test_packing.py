@@ -37,7 +37,7 @@ def targets_of(rows):
 
 
 def best_fit_by_the_book(lengths, capacity):
-    """Return the used space of each row, by a simple best fit that tries every row."""
+    """Return the used space of each sequence, by a simple best fit that tries every sequence."""
     used = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in range(len(used)) if used[row] + length <= capacity]

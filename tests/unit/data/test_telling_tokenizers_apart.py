@@ -1,4 +1,4 @@
-"""Differences of two tokenizers, and templates without the parts that only training needs."""
+"""Differences between two tokenizers, and templates without their training markers."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ TEMPLATES = [
     *sorted(
         path
         for path in (Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja")
-        if "llava" not in path.name  # only accepts lists of parts
+        if "llava" not in path.name  # this template only accepts lists of parts
     ),
 ]
 CHATS = [
@@ -51,7 +51,7 @@ def test_a_template_renders_the_same_without_marks(path):
             for each in (template, bare)
         )
         assert marked == unmarked
-    # Removing a marker keeps scope and blanks.
+    # Without its markers a template has the same scopes of variables and the same blanks.
     scoped = (
         "{% set a = 1 %}x\n {%- generation -%} \n{% set a = 2 %}{{ a }}{%+endgeneration %}{{ a }}"
     )

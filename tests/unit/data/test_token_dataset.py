@@ -186,8 +186,9 @@ def test_each_fault_is_named(tmp_path, columns, message):
         {
             "input_ids": [[1, 2], [3, 4, 5]],
             "labels": [[-100, -100], [3, 4, 5]],
-        },  # not needed for this
-        {"input_ids": PADDED, "attention_mask": [[1] * 8] * 3},  # intended, as the mask says
+        },  # pretraining needs no trained token in every document
+        # The mask says that these repeated tokens are no padding.
+        {"input_ids": PADDED, "attention_mask": [[1] * 8] * 3},
         {"input_ids": [*PADDED, [1, 2]]},  # not padded to one length
         {"input_ids": np.random.default_rng(0).integers(0, 9, (200, 64)).tolist()},
     ],
@@ -348,7 +349,7 @@ def test_other_contents_than_described_are_refused(tmp_path, monkeypatch, change
     change(path)
     with pytest.raises(ConfigurationError, match=r"stoker.json describes other contents"):
         open_token_dataset(path)
-    monkeypatch.setattr(description, "measure", None)  # the contents are already known
+    monkeypatch.setattr(description, "measure", None)  # the cache already has the measurements
     (path / "stoker.json").unlink()
     assert open_token_dataset(path).fingerprint != before.fingerprint
 

@@ -9,7 +9,7 @@ from utils.prepare import units, work_plan
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    """Make work units small, so that few documents make several."""
+    """Make work units small, so that few documents give several units."""
     monkeypatch.setattr(work_plan, "SMALLEST_UNIT_BYTES", 2000)
 
 
@@ -64,7 +64,7 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def preparer(hub, tmp_path_factory):
-    """Start a process that runs prepare_data.py with that Hub; its HF_HOME is `preparer.home`."""
+    """Start a process that runs prepare_data.py with that Hub. Its HF_HOME is `preparer.home`."""
     home = tmp_path_factory.mktemp("home")
     process = Preparer(hub.url, home)
     process.home = home

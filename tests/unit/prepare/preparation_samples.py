@@ -90,7 +90,7 @@ def description(split: Path) -> dict:
 
 
 def data_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the files of a preparation, except stoker.json, which has a date and paths."""
+    """Return the bytes of a preparation's files. Leave out stoker.json: it has a date and paths."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on loopback, which answers what its real clients ask for."""
+"""A stand-in for the Hugging Face Hub on loopback, which answers the Hub's real clients."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ TOKEN = "hf_thisTokenOpensTheGate0000"
 
 @dataclass
 class Repository:
-    """Files by commit, and commits by branch; a `gated` one requires TOKEN."""
+    """A repository: files by commit, and commits by branch. If `gated`, it requires TOKEN."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Repository:
 
 
 class StandInHub:
-    """Repositories by `datasets/OWNER/NAME` or `models/OWNER/NAME`; `asked` lists the requests."""
+    """Repositories by datasets/OWNER/NAME or models/OWNER/NAME. `asked` lists the requests."""
 
     def __init__(self, url: str):
         self.url = url
@@ -52,7 +52,7 @@ class StandInHub:
         return self.repositories.setdefault(name, Repository(**options)).commit(files, ref)
 
     def downloads(self) -> list[str]:
-        """Return the files that were downloaded since the last call, and forget requests."""
+        """Return the files that were downloaded since the last call, and clear `asked`."""
         lines = [line.split("/resolve/")[1] for line in self.asked if line.startswith("GET /d/")]
         self.asked.clear()
         return sorted(line.partition("/")[2] for line in lines)
@@ -218,7 +218,7 @@ def parquet(rows: list[dict]) -> bytes:
 
 
 def card(subsets: Subsets) -> bytes:
-    """Return a README.md with the subsets in its head, as the Hub's web pages write it."""
+    """Return a README.md with the subsets in its YAML header, as the Hub's web pages write it."""
     lines = ["---", "license: apache-2.0", "configs:"]
     for name, splits in subsets.items():
         lines += [f"- config_name: {name}", "  data_files:"]
@@ -240,7 +240,7 @@ def publish(hub: StandInHub, name: str, subsets: Subsets, rows: list[dict]) -> s
 
 
 def publish_all(hub: StandInHub, folder: Path) -> None:
-    """Publish the datasets of the recipes, and a model by the name of Qwen/Qwen3-8B."""
+    """Publish the datasets of the recipes, and a small model under the name Qwen/Qwen3-8B."""
     for name, subsets in CARDS.items():
         publish(hub, name, subsets, ROWS.get(name, CHATS))
     hermes = {"README.md": b"---\nlanguage:\n- eng\n---\n# OpenHermes"}
@@ -288,7 +288,7 @@ class Preparer:
         self.process = subprocess.Popen([sys.executable, "-c", _LOOP], env=own, **pipes)
 
     def __call__(self, *words: object, folder: Path = ROOT, **environment: str) -> tuple[int, str]:
-        """Run it in a folder; return its exit code and log."""
+        """Run prepare_data.py in a folder; return its exit code and log."""
         order = [list(map(str, words)), str(folder), environment]
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()

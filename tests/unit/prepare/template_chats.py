@@ -49,7 +49,7 @@ TWO = calls(STRING, NUMBER)
 
 
 def _rounds(*made: dict[str, Any], last: bool = False) -> list[dict[str, Any]]:
-    """Return a chat with calls, their answers and a text; with `last` it ends with the call."""
+    """Return a chat with calls, their results and an answer; with `last`, end with the calls."""
     chat = [ASK]
     for number, turn in enumerate(made):
         chat.append(turn)
@@ -60,7 +60,7 @@ def _rounds(*made: dict[str, Any], last: bool = False) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of chat; twin: the same chat with unique words where this one repeats words."""
+    """A kind of chat. twin: a replacement that makes repeated words of the chat unique."""
 
     messages: Sequence[dict[str, Any]]
     tools: bool = False

@@ -1,11 +1,11 @@
-"""A structural check of loss masks, independent of the way they are derived.
+"""A structural check of loss masks, independent of the code that derives the masks.
 
-Each text, argument, number and key of a chat is a word that occurs nowhere else. A rendering shows
-by itself where each message is. For every trained turn the check states:
+Each text, argument, number and key of a chat is a word that occurs nowhere else. So the words alone
+show where each message is in a rendering. The check requires for every trained turn:
 
 - all words of the turn are in its span, and a span never has words of another message;
 - the text before the span is exactly the generation prompt;
-- the span ends with a special token, and in the same way if the chat ends there;
+- the span ends with a special token, and with the same text if the chat ends after this turn;
 - the last turn is followed by blanks, the end of the chat, or a header that is always printed.
 """
 
@@ -76,7 +76,7 @@ def _words(value: Any) -> Iterator[str]:
 
 HEADER = re.compile(r"assistant|chatbot|model|bot\b", re.IGNORECASE)
 FALSE = re.compile(r"keyg[^\n]{0,60}?\n?[^\n]{0,60}?false\b", re.IGNORECASE)
-BRACKETS = re.compile(r"[\]}]\s*(<|\[|$)")  # of a call
+BRACKETS = re.compile(r"[\]}]\s*(<|\[|$)")  # the closing brackets of a call
 HEADS = {
     "user": re.compile("user|human|question|<sep>|AVAILABLE_TOOLS", re.IGNORECASE),
     "tool": re.compile(
@@ -242,13 +242,13 @@ class TemplateCheck:
         elif prompt != bare:
             alike = len(commonprefix([given, opening]))  # noqa: RUF071 - of letters
             if opening.endswith(given[alike:].removeprefix(given[:alike].rpartition("<")[2])):
-                return  # a tag of thinking alone is not in the chat
+                return  # only a thinking tag of the prompt is missing in the chat
             yield f"message {turn}: given {given!r}, but the prompt is {opening!r}"
         elif not given.startswith(opening) or HEADER.search(opening):
             yield f"message {turn}: no prompt: given {given!r} for {opening!r}"
 
     def _openers(self, chat: ChatDocument) -> set[str]:
-        """Return the first token of the generation prompt, or of a chat."""
+        """Return the first token of the generation prompt; without one, those that begin a chat."""
         found = set()
         stop = 1 + (chat.messages[0]["role"] == "system")
         prompt, bare = self._rendered(chat, stop, True), self._rendered(chat, stop, False)
@@ -297,7 +297,7 @@ class TemplateCheck:
                 yield f"message {turn}: alone it is refused: {error}"
             return
         own = said_words(messages[turn])
-        # Some templates only print the number of a call if its answer follows.
+        # Some templates print the id of a call only if the result of the call follows.
         said, alone = (
             re.sub(r', "id": "\w+"', "", one) for one in (said, cut.text[slice(*cut.spans[0])])
         )
@@ -346,6 +346,6 @@ def renderings(template: str) -> str:
 
 
 def published_end(printed: str) -> str:
-    """Return the last token in some renderings that is known to end a turn."""
+    """Return the last token in these renderings that is known to end turns."""
     found = [token for token in SPECIAL.findall(printed) if END.fullmatch(token)]
     return found[-1] if found else "</s>"

@@ -1,4 +1,4 @@
-"""Short chat templates with every structure of published ones."""
+"""Short chat templates with every structure of published templates."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,9 @@ def template(
 ) -> str:
     """Return a template made from the text for each role.
 
-    call: one call, as `c`. calls: the text before, between and after the calls of a turn. prompt:
-    the generation prompt. end: the text at the end of a chat without a prompt.
+    call: the text of one call; the template names the call `c`. calls: the text before, between and
+    after the calls of a turn. start: the text at the start of a chat. prompt: the generation
+    prompt. end: the text at the end of a chat without a generation prompt.
     """
     opening, between, closing = calls
     between = f"{{% if not loop.last %}}{between}{{% endif %}}" if between else ""

@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_used_says_why(document_format, fields, problem)
 
 
 def test_only_the_completion_has_to_answer():
-    """The prompt's own messages of the assistant are context: one may be empty, none is enough."""
+    """The assistant's messages in a prompt are context: they may be empty, and are no answer."""
     asked = samples.chat("q", "")["messages"]
     (answer,) = samples.chat("q", "a")["messages"][1:]
     rows = RowSettings("prompt_completion")
@@ -135,7 +135,7 @@ def test_what_is_not_read_and_chats_that_end_unanswered_are_counted(
         tmp_path / "chatml", samples.chatml_tokenizer().chat_template
     )
     folder = prepare("out", sources=[path], tokenizer_name_or_path=tokenizer, num_proc=2)
-    unanswered = 63 if suffix == "parquet" else 60  # a column is not looked into
+    unanswered = 63 if suffix == "parquet" else 60  # Parquet: nulls count, the column is not read
     assert (
         f"a.{suffix}: not read: column language ({unanswered}), column score (63), "
         "message key info (60), message key name (60)"

@@ -51,7 +51,7 @@ def byte_tokenizer(template):
 
 
 def masked(masks, messages, *more):
-    """Return the loss tokens of messages; more: tools, template options, first_trained."""
+    """Return the masked chat of messages; more: tools, template options, first_trained."""
     return masks(ChatDocument(messages, PLACE, *more))
 
 
@@ -130,13 +130,13 @@ REASONS = (
 
 @cache
 def prepared(template):
-    """Return the tokenizer and the masks of a template."""
+    """Return a tokenizer with a template, and the template's ChatMasks."""
     tokenizer = byte_tokenizer(template)
     return tokenizer, ChatMasks(tokenizer, "2026-01-02")
 
 
 def said_in(template, kind):
-    """Return the trained texts of a chat of this kind; its tokens must agree."""
+    """Return the masked chat of this kind, after a check that its loss tokens agree."""
     tokenizer, masks = prepared(template)
     found = masked(masks, KINDS[kind], TOOLS if kind in CALLS else None)
     encoded = tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)
@@ -162,13 +162,13 @@ def check_turn(message, text):
     thought = message.get("reasoning_content") or "I add."
     if not message.get("tool_calls"):
         left = GLUE.sub("", SPECIAL.sub(" ", before.replace(thought, "")))
-        assert left in ("", "assistant"), before  # gpt-oss generates its second header itself
+        assert left in ("", "assistant"), before  # a gpt-oss model writes the second header itself
         assert not SPECIAL.sub("", GLUE.sub("", behind)).removesuffix("</s>"), behind
     assert SPECIAL.search(behind)
 
 
 def check_start(template):
-    """Check that a turn is trained on from where the generation prompt ends."""
+    """Check that the trained text begins where the generation prompt ends."""
     found = said_in(template, "one turn")
     chat_template = prepared(template)[1].template
     question = chat_template.adapted(KINDS["one turn"][:1])
@@ -180,7 +180,7 @@ def check_start(template):
 
 @pytest.mark.parametrize("path", [*ORIGINALS, *TRAINING, CHATML], ids=lambda path: path.stem)
 def test_what_is_trained_is_the_assistants_words_and_their_end(path):
-    """Use every template of TRL: masks of originals are derived, training versions have markers."""
+    """Use all of TRL's templates: only training versions have markers, other masks are derived."""
     template = path.read_text()
     refused = {}
     for kind, chat in KINDS.items():
@@ -190,7 +190,7 @@ def test_what_is_trained_is_the_assistants_words_and_their_end(path):
             refused[kind] = str(error)
             continue
         answers = [message for message in chat if message["role"] == "assistant"]
-        if path in TRAINING:  # their markers may enclose several parts of a turn
+        if path in TRAINING:  # the markers of these templates may enclose several parts of a turn
             assert all(words_of(answer) in "".join(texts) for answer in answers)
             continue
         for answer, text in zip(answers, texts, strict=True):
@@ -226,18 +226,18 @@ LLAMA_CALL = f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>'
 THOUGHT = "<think>\n\n</think>\n\n"
 HELLO, YES = "Hello, friend.", "Yes,\nmore."
 END = "<end_of_utterance>"
-# The trained texts for each family with its peculiarities.
+# (family of templates, kind of chat, trained texts), for each peculiarity of a family.
 EXPECTED = [
     ("mistral", "call", [MISTRAL_CALL, "Sun.</s>"]),
-    # no token ends a turn, only that of the next message
+    # no token ends a turn, so the first token of the next message does
     ("glm4moe", "call", [GLM_CALL, "\n<think></think>\nSun.<|user|>"]),
-    # different tokens end the chat and a turn within; channels; the function in the header
+    # different tokens end the last turn and earlier turns; channels; the function in the header
     ("gptoss", "two turns", [f"{FINAL}{HELLO}<|end|>", f"{FINAL}{YES}<|return|>"]),
     ("gptoss", "call", [CALL, f"{FINAL}Sun.<|return|>"]),
     # arguments go in as strings; contents as lists of parts
     ("llama3_1", "call", [LLAMA_CALL, "Sun.<|eot_id|>"]),
     ("smolvlm", "two turns", [f" {HELLO}{END}", f" {YES}{END}"]),
-    # the last answer prints a thought, though it is empty
+    # the template prints a thought in the last answer, even an empty one
     ("qwen3", "two turns", [f"{HELLO}<|im_end|>", f"{THOUGHT}{YES}<|im_end|>"]),
 ]
 
@@ -248,7 +248,7 @@ def test_each_familys_own_way_is_delimited(family, kind, turns):
 
 
 def test_the_end_of_an_answer_is_not_that_of_a_part_of_it():
-    """gpt-oss ends its last answer with <|return|>; thinking and earlier answers with <|end|>."""
+    """gpt-oss ends the last answer with <|return|>, but thoughts and earlier answers with <|end|>."""
     for path in SHIPPED:
         if path.stem.startswith("gptoss"):
             tokenizer = byte_tokenizer(path.read_text())
@@ -335,7 +335,7 @@ def test_a_turn_of_blanks_alone_is_delimited_like_others():
 
 
 def test_a_long_chat_costs_two_renderings_and_its_kinds_of_turns(monkeypatch):
-    """Two more for every turn would make a long chat quadratic."""
+    """With two more renderings for every turn, the time would grow quadratically with the turns."""
     masks = ChatMasks(byte_tokenizer(DERIVED["gemma"]))
     rendered = []
     variables = masks.template._variables_of

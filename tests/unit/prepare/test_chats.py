@@ -19,7 +19,7 @@ CHATML = Path(samples.CHATML).read_text()
 
 
 def prepared(folder, rows, template=CHATML, **settings):
-    """Prepare rows with a template into folder/out; return what describes them."""
+    """Prepare rows with a template into folder/out; return the description of the data."""
     folder.mkdir(exist_ok=True)
     samples.prepare(
         sources=[samples.write_jsonl(folder / "chats.jsonl", rows)],
@@ -66,7 +66,7 @@ def test_chats_without_a_template_are_refused_before_any_work(tmp_path, prepare)
 
 
 def test_of_messages_with_a_completion_that_alone_is_trained_on(tmp_path):
-    """Tools and template options reach the template beside a prompt, too."""
+    """The template gets the tools and template options of a row with prompt and completion."""
     turns = samples.chat("q", "old", "q2", "new")["messages"]
     look = {"type": "function", "function": {"name": "look", "parameters": {}}}
     extras = {"tools": [look], "chat_template_kwargs": {"mood": "glad"}}
@@ -197,7 +197,7 @@ def test_a_template_whose_masks_would_be_wrong_is_refused(tmp_path, template, pr
 
 
 def test_a_token_across_the_edge_of_a_turn_is_refused_but_for_blanks():
-    """The text "A\n b" of a header, a line break and a turn " b" or "b"; offsets of tokens."""
+    """In the text "A\n bc" the header is "A\n" and the turn " bc", or the turn is "bc" or "b"."""
     chat = MaskedChat("A\n bc", [(2, 5)])
     for offsets, mask in ([(0, 1), (1, 3), (3, 5)], [0, 0, 1]), ([(0, 2), (2, 5)], [0, 1]):
         assert token_mask(chat, np.array(offsets)).tolist() == mask

@@ -13,7 +13,7 @@ RECIPES = sorted(path for path in ROOT.glob("recipes/data/*.yaml") if "demo" not
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a tokenizer and chats of one's own."""
+    """Return a directory with a tokenizer and a user's own chats."""
     folder = tmp_path_factory.mktemp("here")
     samples.write_jsonl(folder / "my_chats.jsonl", CHATS)
     samples.saved_tokenizer(folder / "tokenizer", Path(samples.CHATML).read_text())

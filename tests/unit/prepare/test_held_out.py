@@ -11,7 +11,7 @@ from utils.prepare.values import Location
 
 
 def prepared_texts(tmp_path, prepare, name, texts, **settings):
-    """Prepare texts into a folder of that name."""
+    """Prepare texts into a folder with the given name."""
     path = samples.write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
     return prepare(name, sources=[path], **settings)
 

@@ -66,7 +66,7 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
     assert first == f"hf://datasets/HuggingFaceTB/smoltalk@{commit}/data/all/{data[2][9:]}"
     assert origin["settings"]["template_date"] == "2026-11-03", "the day of the commit"
 
-    # As from local files: the same documents in the same order.
+    # The same files as local sources give the same documents in the same order.
     snapshot = preparer.home / f"hub/datasets--HuggingFaceTB--smoltalk/snapshots/{commit}/data/all"
     for name in data[2:]:
         shutil.copy(snapshot / Path(name).name, tmp_path)
@@ -108,7 +108,7 @@ def test_revisions_files_and_splits_that_a_source_names(hub, preparer, recipe, t
         "parquet": ({**branch, "subset": "a"}, 3, None),
         "partial": ({**branch, "subset": "a", "split": "test"}, 4, None),
         "sft": ({"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft"}, 62, None),
-        # Two of its four files have the same content, and are read once.
+        # Two of this dataset's four files have the same content. They are read only once.
         "default": ({"path": "HuggingFaceFW/fineweb-edu"}, 17, None),
     }
     hub.downloads()
@@ -200,7 +200,7 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
                           HF_HUB_OFFLINE="1")  # fmt: skip
     assert hub.downloads() == []
 
-    # A job reads a copy of the folder; without one of its files, it says which one is missing.
+    # A job reads a copy of the folder. If a file is missing there, the error names the file.
     copy = tmp_path / "copy"
     shutil.copytree(home, copy, symlinks=True)
     job = Preparer(NOBODY, copy, SLURM_JOB_ID="1")
@@ -213,7 +213,7 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
     assert code == 2
     assert f"{data}: is not in the cache" in told
 
-    # The same command downloads what is missing, and refuses what does not load.
+    # The same command downloads missing files, and refuses files that do not load.
     fill = [*words, "--output_dir", tmp_path / "out", "--offline_dir", home]
     for name in (WEIGHTS, data):
         next((home / "hub").glob(f"*/snapshots/*/{name}")).unlink()

@@ -1,4 +1,4 @@
-"""Prompts with completions, and long documents, get the ids of the whole text."""
+"""Prompts with completions, and long documents, get the same ids as when tokenized at once."""
 
 import random
 
@@ -54,7 +54,7 @@ def pairs(number=60):
 
 
 def letters(tokenizer, ids):
-    """Return decoded tokens without blanks and without WordPiece's marks."""
+    """Return the decoded tokens without blanks and without WordPiece's marks (##)."""
     return "".join(tokenizer.decode(ids).replace("##", "").split())
 
 
@@ -180,7 +180,7 @@ def test_a_text_in_pieces_loses_nothing_and_has_the_ids_of_the_whole(family, mon
 
 
 def test_a_document_in_pieces_is_one_row_with_one_end_on_one_side(tmp_path, prepare, monkeypatch):
-    """The same text as a row and as a file gives the same row in the same split."""
+    """A long text gives the same document in the same split, as a row of a file and as a file."""
     monkeypatch.setattr(tokenization, "LARGEST_PIECE_CHARACTERS", 64)
     texts = [f"{number} naïve\n" * 40 for number in range(20)]
     (tmp_path / "texts").mkdir()

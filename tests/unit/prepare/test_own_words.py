@@ -1,4 +1,4 @@
-"""Messages about rows name the columns and keys that the user's file has, never ours."""
+"""Error messages about rows use the names in the user's file, never Stoker's own names."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from utils.prepare.values import BadRow, Location, Record
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-# Our names, which a message may only contain if the row has them.
-OURS = {*COLUMNS, "role", "content", "from", "value"} - {"system"}  # a role, too
+# Stoker's names of columns and keys. An error message may have one only if the row has it.
+OURS = {*COLUMNS, "role", "content", "from", "value"} - {"system"}  # "system" is also a role
 
 
 def turn(**keys):
-    """Return a chat of TURNS, with other keys for its answer."""
+    """Return the chat TURNS, with other keys for its answer."""
     return [TURNS[0], keys]
 
 
@@ -31,7 +31,7 @@ def calls(*, of):
     return [*TURNS, {"role": "assistant", "content": "b", of: [1]}]
 
 
-# (columns, a good row, values of the bad row (None: the column is missing), expected names)
+# (columns, a good row, the bad row's other values (None: no such column), the expected message).
 TEXT = ("body=text", {"body": "some words"})
 CHAT = ("dialog=messages persona=system kw=chat_template_kwargs fns=tools", {"dialog": TURNS})
 SHAREGPT = ("", {"conversations": SHARED})
@@ -125,7 +125,7 @@ CASES = [
 
 
 def foreign_words(message, row):
-    """Return our names in a message that the row does not have."""
+    """Return the names in an error message that are Stoker's and not in the row."""
     known = json.dumps(row)
     return [word for word in OURS if re.search(rf"['\"]{word}['\"]", message) and word not in known]
 

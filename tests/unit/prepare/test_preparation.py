@@ -65,7 +65,7 @@ def test_an_example_marks_what_is_trained_on_and_escapes_what_steers_a_terminal(
 @pytest.mark.slow
 @pytest.mark.usefixtures("workers_for_little")
 def test_a_mixture_is_the_same_however_the_work_is_divided(tmp_path, prepare, two):
-    shards = 15  # more than work units
+    shards = 15  # more shards than work units
     other = samples.text_source(tmp_path / "other.jsonl", 40, seed=9)
     given = {
         "sources": [
@@ -149,7 +149,7 @@ def test_shards_of_other_settings_are_not_mixed_in_and_merge_names_the_incomplet
         out = prepare("out", sources=[source], shard=f"{shard}/4")
     with pytest.raises(ConfigurationError, match="unfinished work of other settings"):
         prepare("out", sources=[source], shard="1/4", validation_fraction=0.5)
-    # A unit without a record, and one of a job that was started with other settings.
+    # Remove the record of one unit, and give another unit the digest of other settings.
     (out / WORKSPACE / "unit-000002.json").unlink()
     record = out / WORKSPACE / "unit-000000.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "digest": "another"}))

@@ -50,7 +50,8 @@ def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
             "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         },
         "renamed": {"question": "q", "answer": "a"},
-        "alpaca": {"instruction": "i", "output": "o", "text": "t"},  # the earlier format decides
+        # This row could be alpaca or text. The format of the earlier sources decides.
+        "alpaca": {"instruction": "i", "output": "o", "text": "t"},
     }
     paths = [samples.write_jsonl(tmp_path / f"{name}.jsonl", [rows[name]]) for name in rows]
     sources = [{"path": str(path)} for path in paths]
@@ -140,7 +141,7 @@ def test_the_documented_recipes_are_read():
 
 
 def hub_folder(folder, **splits):
-    """Write files as on the Hub; a split has as many as its name has letters."""
+    """Write Parquet files as on the Hub: one file of one document per letter of a split's texts."""
     (folder / "data").mkdir(parents=True)
     for split, texts in splits.items():
         for number, text in enumerate(texts):
@@ -157,7 +158,7 @@ def taken(*sources, split="train", **settings):
 
 def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
     folder = hub_folder(tmp_path / "hub", train="ab", test="c", validation="d")
-    samples.text_source(folder / "data" / "train.jsonl", 3)  # once more
+    samples.text_source(folder / "data" / "train.jsonl", 3)  # the split in a second format
     assert taken(folder) == ["train-00000-of-00002", "train-00001-of-00002"]
     for split in ("test", "validation"):
         found = taken(folder, eval_sources=[f"{split}={folder}"], split=split)

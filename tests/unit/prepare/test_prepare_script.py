@@ -79,7 +79,7 @@ for name in ("small", "large"):
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path, tokenizer):
-    # One unit and one document size, to measure streaming and not the division into units.
+    # One unit and documents of one size: this measures streaming, not the division into units.
     line = json.dumps({"text": " ".join(samples.sentences(60))}) + "\n"
     for name, kilobytes in (("small", 1_000), ("large", 10_000)):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", compresslevel=1) as stream:

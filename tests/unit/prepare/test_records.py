@@ -1,4 +1,4 @@
-"""Reading files: every record once, at any division of a file; and unreadable files."""
+"""Reading of files: every record once, however the file is divided; and unreadable files."""
 
 import gzip
 import json
@@ -77,7 +77,7 @@ def test_a_zstd_file_of_any_window_and_of_several_frames_is_read(tmp_path):
     wide = zstandard.ZstdCompressor(compression_params=parameters)
     frames = [b'{"text": "%d"}\n' % number for number in range(3)]
     path = tmp_path / "a.jsonl.zst"
-    # Without a size in its header, a frame needs its whole window.
+    # The header of a streamed frame has no size, so reading needs the frame's whole window.
     begun = wide.compressobj()
     path.write_bytes(
         begun.compress(frames[0])
@@ -102,7 +102,7 @@ def test_text_in_a_parquet_column_of_bytes_is_read(tmp_path, kind):
     if pa.types.is_dictionary(kind):
         texts = texts.cast(kind.value_type).dictionary_encode()
     table = pa.table({"text": texts.cast(kind), "other": pa.array([1, 2])})
-    if kind in BYTES[:2]:  # pyarrow writes no other within a list
+    if kind in BYTES[:2]:  # pyarrow cannot write the other types inside a list
         turns = [[{"role": "user", "content": "ß"}], []]
         nested = pa.list_(pa.struct({"role": kind, "content": kind}))
         table = table.append_column("messages", pa.array(turns, nested))

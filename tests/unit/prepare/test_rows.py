@@ -117,7 +117,7 @@ SAID_OF_TRAINING = [
     ({"weight": 1, "mask": False, "train": True}, True),
     *(({key: value}, None) for key in ("weight", "train", "loss", "loss_scale")
       for value in (0.5, -1, 2, "0", "true", [1], {"a": 1}, float("nan"))),
-    ({"mask": 1}, None),  # of a loss mask it is trained on, of a message that is masked it is not
+    ({"mask": 1}, None),  # unclear: 1 means trained on in a loss mask, but masked in other data
     ({"mask": [0, 1]}, None),
     ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, None),
     ({"loss_mask_spans": [[0, 1]]}, None),
@@ -232,7 +232,7 @@ def test_a_call_that_is_a_message_of_its_own_joins_the_turn_before():
     chat = [QUESTION, {"role": "assistant", "content": "a"}, call, call]
     found = document_fields({"messages": chat}, "messages")["messages"]
     assert found[1:] == [{"role": "assistant", "content": "a", "tool_calls": [CALL, CALL]}]
-    chat[1] |= {"loss": False}  # the calls are trained on, the text is not
+    chat[1] |= {"loss": False}  # now the calls are trained on and the text is not
     found = document_fields({"messages": chat}, "messages")["messages"]
     assert [one.get("weight", 1) for one in found[1:]] == [0, 1]
 

@@ -12,7 +12,7 @@ import zstandard
 
 
 def written(folder, rows):
-    """Write rows as every kind of file; those named struct cannot represent a real null."""
+    """Write rows as every kind of file. Files named "struct" cannot represent a real null."""
     plain = samples.write_jsonl(folder / "a.jsonl", rows)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (folder / "a.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
@@ -28,7 +28,7 @@ def written(folder, rows):
     # pyarrow and pandas write one struct with the keys of all rows.
     structs = pa.Table.from_pylist(complete)
     pq.write_table(structs, folder / "struct.parquet", row_group_size=1)
-    # Written in another order, which an indices mapping corrects.
+    # Write the rows in another order, with an indices mapping that restores the order.
     order = range(len(rows) - 1, -1, -1)
     datasets.Dataset(structs.take(list(order))).select(order).save_to_disk(folder / "struct")
     features = datasets.Features({name: datasets.List(datasets.Json()) for name in names})
@@ -50,7 +50,7 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages
 
 
 def described(tmp_path, rows, kinds=""):
-    """Prepare rows from each kind of file with this prefix; return descriptions of the data."""
+    """Prepare rows from each file with a name that begins with `kinds`; return descriptions."""
     (folder := tmp_path / "rows").mkdir()
     tokenizer = samples.saved_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     found = []
@@ -74,7 +74,7 @@ def test_the_same_data_in_nine_kinds_of_file_gives_one_token_dataset(tmp_path):
     turns = [{"content": "Is it cold there? ß", "role": "user"}, call({"days": 3})]
     tool = {"function": {"name": "go", "parameters": schema}, "type": "function"}
     rows = [
-        # So that every file has a column with every key, as real ones do.
+        # With this row every file has a column with every key, as real files have.
         {"messages": [call({"city": "Bonn", "days": 2, "metric": True})]},
         {"messages": [*turns, {"content": "Yes.", "role": "assistant"}], "tools": [tool]},
     ]

@@ -43,7 +43,7 @@ def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two):
     assert len(samples.rows(train)) == 40
     assert samples.description(train)["preparation"]["sources"]["dropped"] == {"filtered": 160}
     assert len(samples.rows(tmp_path / "out" / "other")) == 200
-    row = {"question": "q", "prompt": 7, "answer": "a"}  # the renamed column replaces it
+    row = {"question": "q", "prompt": 7, "answer": "a"}  # `question` replaces the column `prompt`
     samples.write_jsonl(tmp_path / "qa.jsonl", [row])
     flags = ["--sources", str(tmp_path / "qa.jsonl"), "--output_dir", str(tmp_path / "qa")]
     flags += ["--tokenizer_name_or_path", tokenizer, "--columns", "question=prompt"]

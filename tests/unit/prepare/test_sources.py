@@ -27,7 +27,7 @@ def test_a_folder_is_walked_in_sorted_order_without_hidden_files_and_unknown_kin
 
 
 def test_what_links_and_paths_reach_twice_is_taken_once(tree, caplog):
-    # With four links the paths below them number 4 to the power of 40, where the system stops.
+    # Four links up: a walk that follows them again and again would meet 4 to the power of 40 paths.
     for number in range(4):
         (tree / "a" / f"up{number}").symlink_to(tree)
     (tree / "b2.txt").symlink_to(tree / "b.txt")

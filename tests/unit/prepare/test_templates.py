@@ -1,4 +1,4 @@
-"""Every kind of template with every kind of chat: the structural check finds nothing wrong.
+"""The structural check of every kind of template with every kind of chat.
 
 STOKER_TEMPLATES=FOLDER also checks every *.jinja there, and prints the results.
 """
@@ -32,23 +32,24 @@ COLLECTION = {
 }
 
 
-# Kinds of chats that nearly every template trains.
+# Kinds of chats that can be trained on with nearly every template.
 TRAINED = {"one turn", "two turns", "three turns", "blanks", "unicode", "one letter", "weight 0"}
 
 
 def checked(template, kinds=KINDS):
-    """Return the outcome for the template's own end token and for one that it never prints."""
+    """Return the outcomes with two EOS tokens: the template's own, and one it never prints."""
     printed = renderings(template)
     ends = published_end(printed), NEVER_PRINTED
     return [TemplateCheck(template, end, printed).run(kinds) for end in ends]
 
 
-# Structures with which some chats have no end or are changed.
+# Structures of templates that print some chats without an end, or change their text.
 REFUSED = {
     "EOS behind the last turn alone": "no special token ends it",
     "no special token at all": "no special token ends it",
     "no end behind calls": "no special token ends it",
-    "an end for each kind of turn": "no special token ends it",  # two calls are two turns
+    # This template prints two calls as two turns.
+    "an end for each kind of turn": "no special token ends it",
     "upper case": "changes the text: it prints 'UONE UTWO\\?' for 'Uone utwo\\?'",
 }
 REASONS = (
@@ -161,7 +162,7 @@ def test_a_template_that_needs_tools_is_taken_at_the_start():
 
 
 def test_numbers_and_names_of_calls_add_no_work():
-    """Chats that only differ in these cost two renderings each."""
+    """Chats that differ only in the numbers and names of calls cost two renderings each."""
     check = TemplateCheck(STRUCTURES["no header"], "</s>")
     rendered = []
     variables = check.masks.template._variables_of

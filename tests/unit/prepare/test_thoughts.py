@@ -1,4 +1,4 @@
-"""Thoughts in chats: empty ones belong to the prompt or are counted; defaults are saved."""
+"""Thoughts in chats: empty thoughts are in the prompt or counted; template defaults are saved."""
 
 import preparation_samples as samples
 import pytest
@@ -10,7 +10,7 @@ from utils.prepare.prompts import load_prompts
 from utils.prepare.tokenization import EMPTY_THOUGHT
 from utils.prepare.tokenizer import template_with_defaults
 
-# As in Qwen3: the last answer has a thought; with thinking off the prompt has an empty one.
+# As in Qwen3: the last answer has a thought. With thinking off, the prompt has an empty thought.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n"

@@ -18,7 +18,7 @@ def test_a_loaded_tokenizer_has_the_vocabulary_that_was_saved(tmp_path):
     samples.tiny_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert len(tokenizer) == vocabulary_size(tokenizer) == 320
-    # A line end before an answer never merges with it.
+    # A line end before an answer is never in one token with the answer.
     opening = tokenizer("assistant\n")["input_ids"]
     for content in ("def f", "    indented", "\tx", "1", "<|im_end|>"):
         assert tokenizer("assistant\n" + content)["input_ids"][: len(opening)] == opening

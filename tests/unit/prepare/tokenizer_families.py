@@ -34,9 +34,10 @@ def _bpe(**options):
 
 
 def _sentencepiece(*, prepend_scheme=None):
-    """Return a BPE with byte fallback; the blank comes from Metaspace or a normalizer.
+    """Return a BPE tokenizer with byte fallback.
 
-    It is trained on words, like SentencePiece, and used without splitting a text into words.
+    A pre-tokenizer (Metaspace) or a normalizer puts the first blank before a text. The tokenizer is
+    trained on words, like SentencePiece, but does not split a text into words when it is used.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True))
     lines = pre_tokenizers.Split("\n", "isolated")
