@@ -29,7 +29,7 @@ from utils.host.atomic_files import cache_path, file_states, read_cache, write_c
 
 FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"
-BLOCK_TOKENS = 1 << 20  # read at a time: memory stays bounded whatever the size of the dataset
+BLOCK_TOKENS = 1 << 20  # tokens read at a time, so that memory does not grow with the dataset
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Description:
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
     preparation: sources, settings and counts; JSON values.
-    files, modified_ns: sizes and modification times of the files, in order, at the description.
+    files, modified_ns: size and modification time of each file, in order, at measurement.
     """
 
     statistics: Statistics

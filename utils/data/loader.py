@@ -142,7 +142,7 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield by source: (source, indices of its sequences in `sequences`, numbers within it)."""
+        """Yield (source, indices into `sequences`, sequence numbers in the source) by source."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -175,7 +175,7 @@ class TokenCounts:
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Return names of datasets: the shortest ends of their paths that differ, without a common end.
+    """Return short names of datasets: only the last parts of their paths that differ.
 
     Known secrets are masked, because the names appear in metrics and checkpoints.
 
@@ -197,9 +197,9 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 class TrainLoader:
     """The training micro-batches of one rank over the whole run.
 
-    Iteration starts where `batch_sampler` resumes. The loader uses no global random numbers, so
-    that those of a resumed run are the same as without an interruption. `wait_s`: the seconds that
-    training waited for batches. `tokens_seen` counts the run's tokens.
+    Iteration starts where `batch_sampler` resumes. The loader draws no global random numbers, so a
+    resumed run draws the same numbers as an uninterrupted run. `wait_s`: the seconds that training
+    waited for batches. `tokens_seen` counts the run's tokens.
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
@@ -234,7 +234,7 @@ def eval_loader(
 ) -> DataLoader:
     """Return a loader of these micro-batches; `options` are those of torch's DataLoader."""
     if num_workers == 0:
-        options = {}  # torch refuses settings of workers without workers
+        options = {}  # without workers, torch refuses options for workers
     return DataLoader(
         dataset,
         batch_sampler=batches,

@@ -200,7 +200,7 @@ def _concatenated(
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the sequence of each piece by best-fit decreasing bin packing.
+    """Return the number of each piece's sequence, by best-fit decreasing bin packing.
 
     lengths: (pieces,) integers in [1, capacity]. Longest first, ties by index; each piece goes to
     the sequence with the least free space that is enough, or opens a new sequence. Sequences are

@@ -37,10 +37,10 @@ from utils.host.atomic_files import replace_text
 
 logger = logging.getLogger(__name__)
 
-# In a smaller held-out split the noise of the loss is larger than most effects.
+# In a held-out split below these sizes, the noise of the loss is larger than most effects.
 FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
-READ_AGAIN_TOKENS = 2**32  # so many are read in about a minute
-ROWS_LOOKED_AT = 4096  # for padding, spread over the dataset
+READ_AGAIN_TOKENS = 2**32  # reading this many tokens takes about a minute
+ROWS_LOOKED_AT = 4096  # rows that are checked for padding, spread over the dataset
 PADDING_RUN = 4  # equal tokens at a row's end that may be padding
 
 
@@ -127,12 +127,12 @@ def _opened(path: Path, description: Description) -> TokenDataset:
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
     """Open a split, or `default_split` of a folder of splits.
 
-    A split without stoker.json is measured once, which reads every token. It is also measured if
-    stoker.json has other sizes or times of its files, unless the sizes agree and there are more
-    than READ_AGAIN_TOKENS. With several ranks, one rank should open the split first: the others
-    then find its statistics in the cache.
+    A split without stoker.json is measured once, which reads every token. A split is also measured
+    if its files do not have the sizes and times in stoker.json. (If only the times differ, a split
+    of more than READ_AGAIN_TOKENS is not measured.) With several ranks, one rank should open the
+    split first: the others then find its statistics in the cache.
 
-    Raises ConfigurationError if it is not a token dataset, or if stoker.json has other contents.
+    Raises ConfigurationError if it is no token dataset, or stoker.json describes other contents.
     """
     directory = find_split(path, default_split)
     files, columns = data_files(directory), open_columns(directory)

@@ -84,7 +84,7 @@ def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
-        # The last call sets these two, so the same tokenizer may have different ones.
+        # Each call of a tokenizer sets these two, so they are not part of its rules.
         content.pop("truncation", None)
         content.pop("padding", None)
     else:
@@ -108,7 +108,7 @@ def without_training_marks(template: str) -> str:
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return a sentence on the first id with different words in two tokenizers, or None.
+    """Return a sentence about the first id with different words in two tokenizers, or None.
 
     Added tokens are not compared: chat models rename reserved tokens, which no text contains.
     """

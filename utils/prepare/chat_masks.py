@@ -95,7 +95,7 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError unless the spans have all words of a turn, its end and no more."""
+        """Raise UnusableRowError unless spans have a turn's words and end, and no other turn's."""
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
@@ -129,7 +129,7 @@ class ChatMasks:
     def _derived_spans(
         self, chat: MarkedChat, turns: Sequence[int]
     ) -> tuple[dict[int, list[Span]], str]:
-        """Return the spans of each turn in the plain rendering, and a text to append to it.
+        """Return each turn's spans in the plain rendering, and a text to append to the rendering.
 
         The text to append ends the last turn. It is "" if the template itself ends that turn.
         """
@@ -166,13 +166,13 @@ class ChatMasks:
             found = (start, *self._turns.end(chat, turn, following))
             if len(self._delimiters) > CACHED:
                 self._delimiters.clear()
-            if not re.search(r"\d", found[2]):  # a text with a turn's number fits no other turn
+            if not re.search(r"\d", found[2]):  # a text to append with a number fits only this turn
                 self._delimiters[key] = found
         return found
 
 
 def _words_of_calls(message: Message) -> Iterator[str]:
-    """Yield the names, keys and numbers in a message's tool calls, to be searched without marks."""
+    """Yield the names, keys and numbers in a message's tool calls, which marks do not cover."""
     for call in message.get("tool_calls") or []:
         yield call["function"]["name"]
         yield from _keys_and_numbers(call["function"]["arguments"])

@@ -182,7 +182,7 @@ class Mark(NamedTuple):
 class MarkedChat:
     """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
 
-    Marks surround the words between tags. A mark also stands at the edge of a text that begins or
+    Marks surround the words between tags. There is also a mark at the edge of a text that begins or
     ends with a tag, and before an empty text. UnusableRowError is raised if the template prints
     anything else because of the marks, for example because it compares the start of texts.
     `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
@@ -390,7 +390,7 @@ def _unused(text: str, count: int) -> int:
 
 
 def _printed_forms(text: str) -> set[str]:
-    """Return the forms of a text: unchanged, in JSON, in Python or in HTML."""
+    """Return the forms in which templates may print a text: unchanged, or as JSON, Python, HTML."""
     quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
     forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
     return forms | {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}

@@ -74,7 +74,7 @@ class TurnDelimiter:
         return header
 
     def _header_like_prompt(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the end of the header in a gap, compared with the prompt after the same messages.
+        """Return the end of the header in a gap, by comparison with the generation prompt there.
 
         Return -1 if gap and generation prompt share no header.
         """
@@ -170,9 +170,9 @@ class TurnDelimiter:
         return rest if rest != self.stop and question.rstrip().endswith(rest) else ""
 
     def _header_after_question(self, chat: MarkedChat, gap: str) -> int:
-        """Return the end of the header in the gap, compared with the prompt after a question.
+        """Return the end of the header in a gap, by comparison with the prompt after a question.
 
-        Return -1 if the gap does not have the header of that prompt.
+        Return -1 if the gap does not have the header of this generation prompt.
         """
         bare, prompt = self._endings(chat, [self._question]) or ("", "")
         header = prompt.removeprefix(_common_prefix(prompt, bare))

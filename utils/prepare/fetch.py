@@ -189,7 +189,7 @@ def _is_unreachable(error: BaseException) -> bool:
 def describe_fault(kind: Kind, given: str, error: Exception) -> str:
     """Return what is wrong with a dataset or model of the Hub, and what to do.
 
-    Raises `error` again if its cause is none of those known here.
+    Raises `error` again if its cause is not known here.
     """
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import constants, errors, get_token

@@ -119,7 +119,7 @@ def _chats(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renami
 
 
 def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
-    """Yield renamings to `prompt` and `completion`, unless the row has more text for a chat."""
+    """Yield renamings to `prompt` and `completion` for a row without context or more questions."""
     for names in _renamings(fields, answers, "prompt", "completion"):
         beside = {name.lower() for name in fields if name not in names}
         others = beside & {*_CONTEXT, "instruction", "question", "query"}

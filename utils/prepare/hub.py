@@ -35,7 +35,7 @@ _DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)
 # The files of a configuration and a tokenizer: no pickles, no code, not original/ or onnx/.
 _SMALL_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _FOLDERS_OF_A_MODEL = (".", "additional_chat_templates")
-_DATED_FILES = 100  # the most files of a dataset whose dates are asked for
+_DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class HubCache:
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
         """Return the commit and the files of a dataset.
 
-        ask: without a saved list of files, ask the Hub and save its answer; otherwise raise
-        FileNotFoundError. Raises ValueError for a missing or unknown subset.
+        If the cache has no list of the files, `ask` the Hub and save its answer. Without `ask`,
+        raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         revision = self.begun_with.get(dataset.key, dataset.revision)
         commit = self.resolve("dataset", dataset.name, revision, ask=ask)
@@ -168,7 +168,7 @@ def cached_files(
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise ConfigurationError if any, with all of the Hub's datasets that are not in the cache."""
+    """Raise ConfigurationError if datasets of the Hub are not in the cache; it lists them all."""
     cache = HubCache(arguments)
     found = [cached_files(cache, source)[2] for source in sources_of(arguments)]
     if problems := [problem for problems in found for problem in problems]:
@@ -294,7 +294,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[s
 def _read_parquet_branch(
     dataset: HubDataset, commit: str
 ) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Return the same from the branch that the Hub creates, with SUBSET/SPLIT/NUMBER.parquet."""
+    """Return the same as `_read_card`, from the Hub's branch of SUBSET/SPLIT/NUMBER.parquet."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)

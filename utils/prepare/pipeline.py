@@ -112,7 +112,7 @@ class Preparation:
     def _assemble(self) -> None:
         """Log the counts and make the datasets from the finished units.
 
-        Raises ConfigurationError with the incomplete shards, or the splits without documents.
+        Raises ConfigurationError that names incomplete shards, or splits without documents.
         """
         shards = self.arguments.merge or shard_of(self.arguments)[1]
         found = {unit.index: self.workspace.counts_of(unit.index) for unit in self.plan.units}

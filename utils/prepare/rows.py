@@ -111,17 +111,17 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns to read, by their names in the file; the format's own first."""
+        """The file's names of the columns to read: those of the format, then those of filters."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
 
     def name_of(self, column: str) -> str:
-        """Return the name in the file of a column of ours."""
+        """Return the file's name of the column with one of our names."""
         return next((name for name, ours in self.columns if ours == column), column)
 
     @property
     def answers_column(self) -> str:
-        """The file's name of the column that errors about the trained text refer to.
+        """The file's name of the column with the trained text, for error messages.
 
         For alpaca this is the history: errors about the output are raised earlier.
         """
@@ -129,7 +129,7 @@ class RowSettings:
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters select a row; UnusableRowError if it lacks a filter's column."""
+        """Tell whether the filters select a row; UnusableRowError if a filter's column is absent."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"
@@ -203,11 +203,11 @@ class _Row(dict[str, Any]):
         self._theirs = {ours: theirs for theirs, ours in columns}
 
     def shown(self, name: str) -> str:
-        """Return the file's name of a column of ours, in quotes."""
+        """Return the file's name of the column with one of our names, in quotes."""
         return repr(self._theirs.get(name, name))
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return the name and value of the one that is set, of two columns with the same meaning.
+        """Return the name and value of the column that is set, among two with the same meaning.
 
         Raises UnusableRowError if both are set to different values.
         """
@@ -336,7 +336,7 @@ def _is_call(value: Any) -> bool:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put the row's system text first. UnusableRowError if the messages begin with another one."""
+    """Put the row's system text first; UnusableRowError if messages begin with another one."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

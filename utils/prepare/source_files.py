@@ -74,7 +74,7 @@ class SourceFile:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The attributes that tell this file from others, and from the same file once edited."""
+        """The attributes that differ between files, and between versions of a file."""
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         return {**own, "path": self.name}
 
@@ -337,7 +337,7 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
     if kind in ("jsonl", "json"):
         line, rest = _first_line(path, compression)
         kind = _kind_of_json(line, rest, kind)
-        # In a folder, an object that spans many lines describes the other files.
+        # In a folder, a JSON object over many lines is a description of the other files.
         if line.strip() == "{" and not is_given and not _DATA_ARRAY.search(rest):
             kind = None
     return (None if kind == "parquet" and compression else kind), compression

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
-WEIGHT_KEY = 1 << 64  # added to the seed for weights: not the same draw as for held-out documents
+WEIGHT_KEY = 1 << 64  # added to the seed: draws for weights must differ from those for validation
 SECONDS_BETWEEN_LINES = 10.0
 # One process does this much work in the seconds that a worker takes to start.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
@@ -141,7 +141,7 @@ class UnitWorker:
 
     @cached_property
     def _tokenize(self) -> DocumentTokenizer:
-        """Created once per process, because gigatoken becomes faster with use."""
+        """The document tokenizer: one per process, because gigatoken becomes faster with use."""
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
     def run(self, unit: WorkUnit) -> UnitCounts:

@@ -61,7 +61,7 @@ NOTES = {
     "chat template prints in the last turn only: give such a chat once for every answer, each time "
     "up to that answer and with weight: 0 in the answers before it",
 }
-# Warnings: in use, the model gets other prompts than in training, or thinks before it answers.
+# Notes that are warnings: the trained answers think where they should not, or the other way round.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
 
@@ -139,7 +139,7 @@ class Workspace:
         """Create the workspace, or resume an existing one.
 
         Units of other settings or sources are discarded if `may_discard` and their assembly has
-        not begun. Otherwise they raise ConfigurationError.
+        not begun. In all other cases ConfigurationError is raised.
         """
         settings = self.root / SETTINGS
         of_hub = {"hub": self.commits} if self.commits else {}

@@ -249,7 +249,7 @@ def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:
-    """Return adapter_config.json with the base model's name on the Hub, or raise if unknown."""
+    """Return adapter_config.json with the base's Hub name; ConfigurationError if it is unknown."""
     from huggingface_hub import ModelCard
 
     content = read_object(directory / ADAPTER_CONFIG)

@@ -226,7 +226,7 @@ LLAMA_CALL = f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>'
 THOUGHT = "<think>\n\n</think>\n\n"
 HELLO, YES = "Hello, friend.", "Yes,\nmore."
 END = "<end_of_utterance>"
-# (family of templates, kind of chat, trained texts), for each peculiarity of a family.
+# (family of templates, kind of chat, trained texts): one entry per peculiarity of a family.
 EXPECTED = [
     ("mistral", "call", [MISTRAL_CALL, "Sun.</s>"]),
     # no token ends a turn, so the first token of the next message does
@@ -248,7 +248,7 @@ def test_each_familys_own_way_is_delimited(family, kind, turns):
 
 
 def test_the_end_of_an_answer_is_not_that_of_a_part_of_it():
-    """gpt-oss ends the last answer with <|return|>, but thoughts and earlier answers with <|end|>."""
+    """gpt-oss ends the last answer with <|return|>, other answers and thoughts with <|end|>."""
     for path in SHIPPED:
         if path.stem.startswith("gptoss"):
             tokenizer = byte_tokenizer(path.read_text())
