@@ -170,7 +170,7 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 def _add_block(
     found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
-    """Add the documents from `first` on to the statistics; `block`: flat values by column."""
+    """Add documents to the statistics. first: their first row; block: their values by column."""
     ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
         ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]

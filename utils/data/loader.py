@@ -57,7 +57,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 class DocumentPart(NamedTuple):
-    """Tokens [start, stop) of a document (its row in the dataset, from 0)."""
+    """Tokens [start, stop) of a document. document: its row in the dataset, from 0."""
 
     dataset: Path
     document: int

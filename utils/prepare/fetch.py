@@ -132,7 +132,10 @@ def _missing_files(arguments: PreparationArguments, cache: HubCache) -> tuple[li
 
 
 def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
-    """Return the files of a dataset; None for a local path. Raises ValueError."""
+    """Return a dataset as a Download of all files to read; None for a local path.
+
+    Raises ValueError for a missing path, subset or split.
+    """
     dataset = hub_dataset(path, source)
     if dataset is None:
         if not (glob.has_magic(path) or os.path.lexists(path)):
@@ -146,7 +149,10 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
 
 
 def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
-    """Return the files of a model or tokenizer; None for a local path. Raises ValueError."""
+    """Return a model or tokenizer as a Download of its files; None for a local tokenizer.
+
+    Raises ValueError for a local model, or one without weights as safetensors.
+    """
     found = _MODEL.fullmatch(given)
     if found is None or Path(given).exists():
         if weights:

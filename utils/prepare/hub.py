@@ -72,8 +72,8 @@ class Listing:
 def hub_dataset(path: str, source: Source) -> HubDataset | None:
     """Return the Hub dataset that a path of a source names; None for a local path.
 
-    An existing local path takes precedence. Raises ValueError if a local path has keys that only
-    datasets of the Hub have.
+    A path that exists locally is a local path, unless it begins with hf://. Raises ValueError if a
+    local path has keys that only datasets of the Hub have.
     """
     found = _DATASET.fullmatch(path)
     if path.startswith("hf://") and found is None:
@@ -87,7 +87,7 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 
 
 class CachedFile(NamedTuple):
-    """A cached file of the Hub: its name on every machine, the time of its commit, its dataset."""
+    """A cached file of the Hub. url: its name on every machine. mtime_ns: as in Listing."""
 
     url: str
     mtime_ns: int

@@ -74,7 +74,7 @@ def _lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _prompt(
     fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
 ) -> Prompt:
-    """Return the prompt of a line; raises any Exception."""
+    """Return the prompt of a line; raises an Exception of any type if the line is faulty."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     key = "messages" if "messages" in record else "prompt"
     asked = record.get(key)

@@ -129,7 +129,7 @@ class RowSettings:
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters select a row; UnusableRowError if a filter's column is absent."""
+        """Tell whether the filters select a row; UnusableRowError if it lacks a filter's column."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"

@@ -217,7 +217,11 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Apply on_bad_row and on_overlong. Long texts stay whole, because training splits them."""
+        """Return a document's tokens: whole, truncated, or a BadRow that is dropped.
+
+        Raises ConfigurationError if on_bad_row or on_overlong is "error". Long texts stay whole,
+        because training splits them.
+        """
         if isinstance(tokenized, BadRow):
             tokenized.refuse(self.settings.on_bad_row)
             return tokenized

@@ -80,7 +80,7 @@ class UnusableRowError(ValueError):
         self.reason = reason
 
     def at(self, location: Location) -> BadRow:
-        """Return the bad row at a location."""
+        """Return this error as a BadRow with its location."""
         return BadRow(self.reason, str(self), location)
 
 

@@ -139,7 +139,7 @@ class Workspace:
         """Create the workspace, or resume an existing one.
 
         Units of other settings or sources are discarded if `may_discard` and their assembly has
-        not begun. In all other cases ConfigurationError is raised.
+        not begun; otherwise such units raise ConfigurationError.
         """
         settings = self.root / SETTINGS
         of_hub = {"hub": self.commits} if self.commits else {}

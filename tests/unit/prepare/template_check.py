@@ -248,7 +248,7 @@ class TemplateCheck:
             yield f"message {turn}: no prompt: given {given!r} for {opening!r}"
 
     def _openers(self, chat: ChatDocument) -> set[str]:
-        """Return the first token of the generation prompt; without one, those that begin a chat."""
+        """Return the generation prompt's first token; without a prompt, a chat's first tokens."""
         found = set()
         stop = 1 + (chat.messages[0]["role"] == "system")
         prompt, bare = self._rendered(chat, stop, True), self._rendered(chat, stop, False)
