@@ -267,8 +267,7 @@ class TurnDelimiter:
     ) -> tuple[int, str] | None:
         """Return the result of `end`, from the texts behind a turn's words; None without an end.
 
-        ended: the text if the turn is the last one of the chat. continued: the text if another
-        message follows. is_last: the turn is the last one in this chat.
+        ended and continued: as in the class. is_last: the turn is the last one of this chat.
         """
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
