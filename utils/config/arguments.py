@@ -1,6 +1,6 @@
 """The settings of a run: each field is a flag and a key of recipes.
 
-Also here: the meaning of `DIR=weight` and `NAME=DIR`.
+The functions below read values such as `DIR=weight`, `NAME=DIR`, `50B` and `10:13`.
 """
 
 import copy
@@ -195,23 +195,23 @@ class ModelArguments(ModelConfig):
 class _ChangedDefaults:
     """The defaults of TrainingArguments that do not suit a run nobody watches, each with why."""
 
-    # The filter hides NaN and waits for the device twice in every micro-batch.
+    # The filter would hide NaN and wait for the device twice in every micro-batch.
     logging_nan_inf_filter: bool = setting(False, "leave NaN and infinite losses out of the mean")
-    # 500 steps may be a night; TRL's 10 for both scripts.
+    # transformers' 500 steps may take a night: use TRL's 10 for both scripts.
     logging_steps: float = setting(10, "steps between two logs; below 1 a share of all steps")
     # With several nodes the same line would be logged once per node.
     log_on_each_node: bool = setting(False, "log on the first rank of every node")
-    # Optimizer states of a long run fill a quota; the best checkpoint is always kept.
+    # Checkpoints of a long run would fill a quota. The best checkpoint is always kept.
     save_total_limit: int | None = setting(3, "newest checkpoints to keep; null: all")
-    # Looking for unused parameters walks the graph at every step, and dense models have none.
+    # A search for unused parameters walks the graph at every step; dense models have none.
     ddp_find_unused_parameters: bool | None = setting(
         False, "let DDP look for parameters without gradient (conditional layers)"
     )
-    # On a GPU it is the user's decision; SFTConfig would turn it on wherever it is not set.
+    # SFTConfig would turn bf16 on if it is not set. On a GPU the user decides.
     bf16: bool | None = setting(
         None, "bfloat16 mixed precision; null: on where a CPU with AMX or AVX512-BF16 trains"
     )
-    # transformers only knows full, as true. RunPlan.training_arguments gives Trainer a boolean.
+    # transformers only knows true (our full). RunPlan.training_arguments gives Trainer a boolean.
     activation_checkpointing: bool | str | None = setting(
         None,
         "what the backward pass computes again to save memory: none, selective (all but products "
@@ -233,7 +233,7 @@ class _ChangedDefaults:
     hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
-    # HangWatch comes first, up to hang_timeout_s 2000, and says more than torch does.
+    # HangWatch acts earlier if hang_timeout_s is at most 2000. Its report says more than torch's.
     ddp_timeout: int = setting(7200, "seconds after which torch gives a collective up")
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
@@ -248,7 +248,7 @@ class _ChangedDefaults:
             self.dataloader_pin_memory = False  # nothing to copy to; torch would only warn
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as trackers get them, without known secrets."""
+        """Return the settings for trackers, without known secrets."""
         return redacted(super().to_dict())  # type: ignore[misc]
 
 
@@ -261,7 +261,7 @@ class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc]
 class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wider type
     """The training, as trl.SFTConfig names it, for data that is tokenized and packed already."""
 
-    # TRL would turn it on, which costs 20 % of the speed.
+    # TRL would turn recomputation on, which costs 20 % of the speed.
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment] # as transformers'
         None, "deprecated: use activation_checkpointing"
     )
@@ -273,7 +273,7 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 
 
 def with_values(arguments: Arguments, **values: Any) -> Arguments:
-    """Return a copy of parsed arguments with other values; the parsed ones are never written.
+    """Return a copy of parsed arguments with some values replaced. The original does not change.
 
     dataclasses.replace would run `__post_init__`, in which the libraries' classes derive values and
     set up devices.
@@ -301,7 +301,7 @@ def token_count(written: float | str) -> int:
 
 
 def profiled_steps(written: str) -> tuple[int, int]:
-    """Return the first step and the one to stop before, of `10:13` or `10`; ValueError else.
+    """Return (first step, step after the last) of `10:13` or `10`. Raises ValueError otherwise.
 
     >>> profiled_steps("10:13"), profiled_steps("10")
     ((10, 13), (10, 11))
@@ -318,9 +318,9 @@ def profiled_steps(written: str) -> tuple[int, int]:
 
 
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
-    """Return the directories of `DIR` or `DIR=weight` entries with their weights, None without any.
+    """Return each directory of the entries `DIR` or `DIR=weight` with its weight; None: no weight.
 
-    Raises ValueError on an entry that is neither, a directory given twice, and weights for some.
+    Raises ValueError for another entry, a directory given twice, and weights for only some entries.
     """
     sources: dict[str, float | None] = {}
     for entry in entries:
@@ -345,7 +345,10 @@ def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
-    """Read `NAME=DIR`, or `DIR` named by its folder; ValueError for others, or a name twice."""
+    """Return {name: directory} of the entries `NAME=DIR` or `DIR` (named like its folder).
+
+    Raises ValueError for another entry, and for a name given twice.
+    """
     splits: dict[str, str] = {}
     for entry in entries:
         name, equals, directory = entry.partition("=")
@@ -371,6 +374,6 @@ def counted_ranks(number: int) -> str:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch up to the requested one that divides, or 0."""
+    """Return the largest micro-batch, at most the given one, that divides the batch; or 0."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

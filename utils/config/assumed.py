@@ -1,10 +1,10 @@
-"""GPUs that a dry run assumes: `--assume 2x8xA100-40GB` is two nodes of eight.
+"""GPUs that a dry run assumes: `--assume 2x8xA100-40GB` means two nodes of eight GPUs.
 
-memory_gib is what torch sees of the card; bf16_tflops is the peak of dense products in bf16 with
-float32 sums; link_gb_s is what a GPU sends and receives to its neighbours in the node, both ways.
-Figures of NVIDIA's data sheets, without sparsity; of the RTX 3090, 4090 and 5090 from the white
-papers of their architectures (PCIe 4 and 5: 64 and 128 GB/s). Those of A100, A40, H100, H200, L4
-and L40S were compared with public lists that cite the data sheets; the others were not.
+memory_gib: the memory that torch sees. bf16_tflops: the peak of dense products in bf16 with float32
+sums. link_gb_s: GB/s between a GPU and the others of its node, sent plus received. The figures are
+from NVIDIA's data sheets, without sparsity; for the RTX 3090, 4090 and 5090 from the white papers
+of their architectures (PCIe 4 and 5: 64 and 128 GB/s). We compared the figures of A100, A40, H100,
+H200, L4 and L40S with public lists that cite the data sheets, but not the figures of other GPUs.
 """
 
 import re
@@ -36,9 +36,10 @@ _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class AssumedGpus:
-    """The GPUs of a run. `flops` (a second) is the peak in bf16; None: not known.
+    """The GPUs of a run: `nodes` nodes with `per_node` GPUs each.
 
-    link: bytes a second that one GPU sends to others of its node.
+    flops: peak FLOP per second of a GPU in bf16; None: not known. link: bytes per second that a GPU
+    sends to the other GPUs of its node.
     """
 
     name: str
@@ -50,7 +51,7 @@ class AssumedGpus:
 
     @property
     def world_size(self) -> int:
-        """Return how many there are."""
+        """Return the number of GPUs."""
         return self.nodes * self.per_node
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ class AssumedGpus:
 
 
 def assumed_gpus(text: str) -> AssumedGpus:
-    """Read `8xH100-80GB`, `2x8xA100-40GB` or, of any other GPU, `8x48GB`; ValueError for others."""
+    """Read `8xH100-80GB`, `2x8xA100-40GB`, or `8x48GB` for any GPU. Raises ValueError otherwise."""
     found = _FORM.fullmatch(text.strip())
     numbers = [int(each or 1) for each in found.groups()[:2]] if found else [0]
     if found is None or min(numbers) < 1 or int(found[4]) < 1:

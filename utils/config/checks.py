@@ -1,7 +1,7 @@
 """Checks that refuse settings which cannot work, before anything is built or any file is opened.
 
-Each check reads all values and yields one line per fault. A check ends when it reads a setting that
-is missing or faulty itself. utils/config/rules.py refuses contradictions.
+A check gets the values of all settings and yields one line per fault. It ends if it reads a missing
+or faulty setting: another line reports this fault. utils/config/rules.py refuses contradictions.
 """
 
 import importlib.util
@@ -17,17 +17,17 @@ from utils.config.launch_settings import check_launch_settings
 from utils.config.strategy import check_strategy
 from utils.config.unknown_names import unknown_name
 
-# They need a metric_for_best_model.
+# Settings that need a metric_for_best_model.
 BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
 
 
-# The debugger cannot look into compiled layers, nor at the fused head's truth values.
+# transformers' debugger cannot read compiled layers, nor the fused head's boolean tensors.
 DEBUGGER = "underflow_overflow"
 DEBUGGED = {"compile": False, "loss_head": "logits"}
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without a directory or weights, names that nothing has, LoRA from scratch."""
+    """Refuse a run without directory or model, unreadable names and numbers, LoRA from scratch."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -54,7 +54,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debugging(values: SettingValues) -> Iterator[str]:
-    """Refuse a debugger of layers whose numbers it cannot read."""
+    """Refuse transformers' debugger together with settings that hide numbers from it."""
     if DEBUGGER in values["debug"]:
         for name, needed in DEBUGGED.items():
             if values[name] != needed:
@@ -62,7 +62,7 @@ def check_debugging(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse weights that cannot be trained, and fp16 where its kernels and scaler are not."""
+    """Refuse to train weights in float16, and mixed precision fp16 on a CPU."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -88,7 +88,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_quantization(values: SettingValues) -> Iterator[str]:
-    """Refuse 4 bits without adapters, and without the package that makes them."""
+    """Refuse weights in 4 bits without adapters, or without the package bitsandbytes."""
     if not values["load_in_4bit"]:
         return
     if not values["use_peft"]:
@@ -104,7 +104,7 @@ def check_quantization(values: SettingValues) -> Iterator[str]:
 
 
 def check_train_data(values: SettingValues) -> Iterator[str]:
-    """Refuse entries that are not DIR or DIR=weight, and some weights without the others."""
+    """Refuse entries that are not DIR or DIR=weight, and weights for only some entries."""
     try:
         train_sources(values["train_data"])
     except ValueError as error:
@@ -112,7 +112,7 @@ def check_train_data(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Refuse splits without a name, an evaluation at every log, and a best model of no metric."""
+    """Refuse splits without a name, evaluation at each log line, a best model without a metric."""
     try:
         splits = eval_splits(values["eval_data"])
     except ValueError as error:
@@ -153,7 +153,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
-    # Their products with the sizes of a model have to fit into 64 bits.
+    # The products of these numbers with the sizes of a model have to fit into 64 bits.
     ("at least 1 and below 10**12", lambda value: 1 <= value < 10**12,
      "dataloader_prefetch_factor early_stopping_patience global_batch_size lora_alpha "
      "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
@@ -164,7 +164,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     # torch keeps milliseconds and bytes in 64 bits.
     ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9, "ddp_timeout"),
     ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
-    # The newest of two checkpoints may be damaged; a single token has no next one.
+    # The newest checkpoint may be damaged, so keep two. A sequence of one token has no target.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
     ("at least 1, or -1 to go by num_train_epochs", lambda value: value >= 1 or value == -1,
@@ -185,18 +185,18 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
 
 
 def check_schedule(values: SettingValues) -> Iterator[str]:
-    """Refuse keywords that the schedule does not take, and a schedule without those it needs."""
+    """Refuse keywords that the schedule does not take, and a schedule without required keywords."""
     kind, keywords = values["lr_scheduler_type"], values.shown("lr_scheduler_kwargs")
     if fault := schedule_fault(kind, values["lr_scheduler_kwargs"]):
         yield f"lr_scheduler_type {kind} does not take {keywords}: {fault}"
 
 
 def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str:
-    """Return the error that Trainer would meet with this schedule, late; empty: it works."""
+    """Return the error that Trainer would raise late for this schedule; empty: no error."""
     import torch
     from transformers import get_scheduler
 
-    if kind in ("constant", "constant_with_warmup"):  # Trainer would ignore them
+    if kind in ("constant", "constant_with_warmup"):  # Trainer would ignore keywords
         return f"it takes none, but {', '.join(keywords)} is given" if keywords else ""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     try:
@@ -241,12 +241,12 @@ def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether Python would find a module; it is not imported."""
+    """Return whether Python finds a module, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def check_pretraining(values: SettingValues) -> Iterator[str]:
-    """Refuse what only sft_train.py does."""
+    """Refuse settings that only sft_train.py supports."""
     if values["use_peft"]:
         yield f"{values.shown('use_peft')}: pretrain.py trains every weight; LoRA is for sft_train"
     if values.changed("on_overlong"):

@@ -1,4 +1,4 @@
-"""Reads recipes and flags into setting values, all faults at once."""
+"""Reads settings from flags and recipes, and reports all faults at once."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _TRUTHS = {
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
 
-# A function that puts values back to their defaults or derives some, with a note.
+# A function that resets values to their defaults or derives values, with a note for the log.
 Settlement = Callable[[SettingValues], None]
 
 
@@ -43,13 +43,13 @@ def read_settings(
 ) -> SettingValues:
     """Read the settings that the dataclasses declare from flags, recipes and defaults.
 
-    Flags win over recipes (`--config A.yaml B.yaml`, which is no field of a class), later recipes
-    over earlier ones, all of them over the defaults. `argv` is without the program's name (None:
-    this process's). `settle` leaves out what is moot and derives what nobody gave. Then each check
-    yields a line for each contradiction; one that reads a missing or faulty setting ends there.
+    Flags win over recipes (`--config A.yaml B.yaml`), later recipes over earlier ones, and both win
+    over defaults. argv: the words after the program's name; None: from sys.argv. settle:
+    functions that reset settings without effect and derive missing ones. checks: run last. A check
+    yields a line per fault. If it reads a missing or faulty setting, it ends there.
 
-    Raises ConfigurationError with every fault. `--help` prints and leaves the process with 0, and
-    `--print_config` raises Answer once all is found sound, as for a dry run: nothing is started.
+    Raises ConfigurationError with every fault. `--help` prints and exits with code 0.
+    `--print_config` checks the settings as for a dry run, then raises Answer: no run starts.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -62,7 +62,7 @@ def read_settings(
         flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
-    complete = not problems  # or a file or word is missing that may have said more
+    complete = not problems  # else a faulty file or word may hold what is missing
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     for settlement in settle:
@@ -82,7 +82,7 @@ def read_settings(
 
 
 def check_required(values: SettingValues) -> Iterator[str]:
-    """Refuse what nobody gave; no other check reads it then."""
+    """Refuse missing required settings, and mark them unusable for the other checks."""
     for name, declaration in values.declared.items():
         if declaration.required and name not in {*values.given, *values.unusable}:
             values.unusable.add(name)
@@ -92,7 +92,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Return what was given, with the settings' types; adds a line for each fault."""
+    """Return the given values in the types of their settings. Add each fault to `problems`."""
     values = SettingValues(declared, {})
     for name, entry in entries.items():
         try:
@@ -104,7 +104,7 @@ def _checked_values(
 
 
 def _checked(name: str, entry: Given, declared: Mapping[str, Declaration]) -> Given:
-    """Return what was given with a value of the setting's type; raise ValueError with the fault."""
+    """Return the entry with its value in the type of the setting. Raises ValueError."""
     is_flag = entry.rank == FLAGS_RANK
     written, place = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
     if name not in declared:
@@ -117,7 +117,7 @@ def _checked(name: str, entry: Given, declared: Mapping[str, Declaration]) -> Gi
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the words after each flag (`--a-b=word` is `--a_b word`) and the line's faults."""
+    """Return the words after each flag (`--a-b=word` is `--a_b word`), and the faults found."""
     flags: dict[str, list[str]] = {}
     problems = []
     words: list[str] | None = None
@@ -139,7 +139,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
-    """Return the value of a flag's words; raises ValueError for a wrong number of words."""
+    """Convert the words after a flag to a value. Raises ValueError for a wrong number of words."""
     if not words and bool in declaration.types:
         return True
     if not words:

@@ -1,4 +1,4 @@
-"""Settings as argument classes declare them, and their values with where each came from."""
+"""Settings: their declarations in argument classes, and their values with the source of each."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from utils.config.errors import ConfigurationError
 from utils.config.unknown_names import REFUSED
 
-# Defaults that mean "nothing": null says the same.
+# Defaults that mean "nothing". A setting with such a default may be set to null.
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
 _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "a string",
@@ -25,15 +25,16 @@ Arguments = TypeVar("Arguments")
 
 
 class UnusableSettingError(LookupError):
-    """A check read a setting that is missing or at fault itself: the check has nothing to say."""
+    """An attempt to read a setting that is missing or faulty. A check that does so ends."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """One setting: a field of one argument class.
+    """A setting: a field of an argument class.
 
-    types: the members of its hint `int | None`; origins: the same, `list[str]` as list.
-    choices: the values allowed besides null; None: any of the types. default: None where required.
+    types: the members of its type hint, such as `int | None`. origins: the same, with list for
+    `list[str]`. choices: the allowed values besides null; None: any value of these types. default:
+    None if the setting is required.
     """
 
     name: str
@@ -57,7 +58,8 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
     """Return every setting the user may give, by name, in the order of the classes' fields.
 
-    Inherited fields in REFUSED keep their defaults; of two classes the first declares a setting.
+    Fields in REFUSED are left out and keep their defaults. If two classes have a field of the same
+    name, the first class declares the setting.
     """
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
@@ -85,12 +87,12 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
         choices=choices,
         required=default is missing,
         default=None if default is missing else getattr(default, "value", default),
-        help=str(each.metadata.get("help", "see --help")).replace("%%", "%"),  # as argparse wants
+        help=str(each.metadata.get("help", "see --help")).replace("%%", "%"),  # argparse's escape
     )
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """`X | Y` and `Optional[X]` as their members; anything else as itself alone."""
+    """Return the members of `X | Y` or `Optional[X]`; for any other hint, the hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
@@ -111,7 +113,7 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
             return value
         raise ValueError(f"expected one of {', '.join(map(shown, choices))}; got {got}")
     types = declaration.types
-    if dict in origins:  # transformers' `dict | str` also takes the name of a file: JSON alone is
+    if dict in origins:  # transformers' `dict | str` may be a file name; here only JSON is allowed
         types = tuple(each for each in types if each is not str)
         if isinstance(value, str):
             with suppress(json.JSONDecodeError):
@@ -134,13 +136,13 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def is_true(variable: str, environment: Mapping[str, str]) -> bool:
-    """Whether a variable is true in any of the words that accelerate takes."""
+    """Return whether a variable has one of the words that mean true to accelerate."""
     words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
     return environment.get(variable, "").lower() in words
 
 
 def shown(value: Any) -> str:
-    """Write a value for a message as a recipe or a flag would have it."""
+    """Return a value as text for a message, written as in a recipe or after a flag."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -158,10 +160,10 @@ def placeholder(declaration: Declaration) -> str:
 
 @dataclass(frozen=True)
 class Given:
-    """A value that is not the default, and its source: "recipes/demo.yaml:3", "--seed" or why.
+    """A value and its source: "recipes/demo.yaml:3", "--seed", or the reason of a derived value.
 
-    rank: 0 for what follows from other settings, then each recipe file in the order it was read;
-    flags are above all.
+    rank: the strength of the source. 0: derived from other settings. 1 and more: recipe files in
+    the order they were read. FLAGS_RANK: flags.
     """
 
     value: Any
@@ -174,11 +176,11 @@ DEFAULT = Given(None, "default")
 
 @dataclass(eq=False)
 class SettingValues(Mapping[str, Any]):
-    """The values of all settings by name, before any object is built of them.
+    """The values of all settings by name, before objects are built from them.
 
-    Reading a setting in `unusable` raises UnusableSettingError. `notes` are lines to log: what
-    was overruled by a stronger source, and what was derived. `environment`: the variables of
-    the launch. In a dry run they describe the launch that the dry run is about.
+    unusable: missing or faulty settings; reading one raises UnusableSettingError. notes: lines to
+    log on overruled and derived settings. environment: the variables of the launch. In a dry run
+    they describe the launch that is planned.
     """
 
     declared: Mapping[str, Declaration]
@@ -194,7 +196,7 @@ class SettingValues(Mapping[str, Any]):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the settings or the launch ask for the CPU."""
+        """Return whether the settings or the launch ask for the CPU."""
         return bool(self["use_cpu"] or is_true("ACCELERATE_USE_CPU", self.environment))
 
     def __getitem__(self, name: str) -> Any:
@@ -202,7 +204,7 @@ class SettingValues(Mapping[str, Any]):
             raise UnusableSettingError(name)
         if name in self.given:
             return self.given[name].value
-        return copy.copy(self.declared[name].default)  # a list of its own
+        return copy.copy(self.declared[name].default)  # each reader gets its own list
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.declared)
@@ -217,28 +219,28 @@ class SettingValues(Mapping[str, Any]):
         return int(value) if is_count and type(value) is float and value.is_integer() else value
 
     def source(self, name: str) -> str:
-        """Return where a value came from: file and line, flag, why it was derived, "default"."""
+        """Return the source of a value: file and line, flag, why it was derived, or "default"."""
         return self.given.get(name, DEFAULT).source
 
     def rank(self, name: str) -> int:
-        """Return the rank of the source of a setting: 0 where nobody gave it."""
+        """Return the rank of the source of a setting: 0 if nobody gave it."""
         return self.given.get(name, DEFAULT).rank
 
     def derive(self, name: str, value: Any, why: str) -> None:
-        """Set what follows from other settings, with a line to log."""
+        """Set a value that follows from other settings, and add a line to log."""
         self.given[name] = Given(value, why)
         self.notes.append(f"{name} {shown(value)}: {why}")
 
     def changed(self, name: str) -> bool:
-        """Whether a setting that exists has another value than its default."""
+        """Return whether a setting exists and has another value than its default."""
         return name in self and self[name] != self.declared[name].default
 
     def shown(self, name: str) -> str:
-        """Write a setting for a message: "seed 7 (recipes/demo.yaml:3)"."""
+        """Return a setting as text for a message: "seed 7 (recipes/demo.yaml:3)"."""
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Build an argument class of its given settings; its ValueError is a ConfigurationError."""
+        """Build an argument class from its given settings. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})

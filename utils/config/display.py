@@ -13,7 +13,7 @@ from utils.config.recipes import entry_text
 from utils.config.rules import RULES
 from utils.config.unknown_names import REFUSED, unknown_name
 
-WIDTH = 98  # two columns are left of a hundred
+WIDTH = 98  # a hundred columns less two
 
 # The settings that most runs set; `--help all` shows the rest. A test checks that each exists.
 SHORT_LIST = {
@@ -27,7 +27,7 @@ SHORT_LIST = {
     "Evaluation and logging": "eval_steps logging_steps report_to run_name",
 }
 FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_overlong")
-# Flags of the command line that are no settings.
+# Flags that control the command itself.
 OWN_FLAGS = {
     "config RECIPE.yaml ...": "recipes, YAML files of settings: later ones win over earlier ones, "
     "flags over all",
@@ -37,7 +37,7 @@ OWN_FLAGS = {
     "a recipe; all: every one",
     "help NAME ...": "all about one setting; --help all: every setting in short",
 }
-OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings that no recipe is about
+OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings for one command, not for a recipe
 EXAMPLES = {bool: "true", int: "8", float: "0.1", dict: "'{\"KEY\": 1}'", list: "VALUE"}
 # Pages that explain a setting. A test checks that each page names its settings.
 PAGES = {
@@ -70,9 +70,9 @@ LIBRARIES = {
 def help_text(
     declared: Mapping[str, Declaration], prog: str, description: str, words: Sequence[str] = ()
 ) -> str:
-    """Return what `--help WORDS` prints: the settings most set, all, or some with their story.
+    """Return the text of `--help WORDS`: common settings, all settings, or all about WORDS.
 
-    Raises ConfigurationError for a word that is no setting, with the nearest.
+    Raises ConfigurationError for a word that is no setting; the message names similar settings.
     """
     is_run = "train_data" in declared
     if is_run and not words:
@@ -108,7 +108,7 @@ def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
 
 
 def _columns(left: str, right: str, at: int = 38) -> list[str]:
-    """Return a flag and its help side by side, the help on lines of its own column."""
+    """Return lines with a flag in the left column and its help in the right one."""
     name, _, value = left.partition(" ")
     if len(value) > (room := at - len(name) - 4):
         value = f"{value[: max(0, room - 3)].rpartition('|')[0]}|...".lstrip("|")
@@ -136,7 +136,7 @@ def _default(declaration: Declaration) -> str:
 
 
 def _story(name: str, declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
-    """Yield all that is known of one setting."""
+    """Yield the lines of `--help NAME`: all facts about one setting."""
     declaration = declared[name]
     value = placeholder(declaration)
     yield f"--{name} {value if len(value) < 80 else 'CHOICE'}"
@@ -158,7 +158,7 @@ def _story(name: str, declared: Mapping[str, Declaration], prog: str) -> Iterato
 
 
 def _whose_default(declaration: Declaration) -> str:
-    """Say who chose the default; where that is not the library it comes from, also its own."""
+    """Return who chose the default, and the library's own default if Stoker or TRL changed it."""
     if declaration.required:
         return ""
     sources: dict[str, type] = {}
@@ -196,7 +196,7 @@ def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
 
 
 def _documents(declaration: Declaration) -> Iterator[str]:
-    """Yield the pages about a setting: of our documents, then of the library that declares it."""
+    """Yield the pages about a setting: our documents, the library's page, docs/settings.md."""
     for page, names in PAGES.items():
         if declaration.name in names.split():
             yield page
@@ -209,17 +209,17 @@ def _documents(declaration: Declaration) -> Iterator[str]:
 
 
 def _unknown(name: str, declared: Mapping[str, Declaration]) -> str:
-    """Say what a word after `--help` may have meant."""
+    """Return advice on an unknown word after `--help`: settings with similar names."""
     text = unknown_name(name, declared)
     alike = [each for each in declared if name in each] if name not in REFUSED else []
     return f"{text}; settings with {name} in their name: {', '.join(alike)}" if alike else text
 
 
 def config_text(values: SettingValues, every: bool) -> str:
-    """Return settings as a recipe with a comment on where each came from.
+    """Return settings as a recipe, each with its source in a comment.
 
-    Given settings are YAML. Derived ones and, with `every`, defaults are comments, because another
-    launch derives its own.
+    Given settings are YAML. Derived settings are comments, because another launch derives them
+    again. With `every`, defaults are also listed as comments.
     """
     lines, derived, defaults = [], [], []
     for name in values:

@@ -8,22 +8,22 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """The exit code of a process. Users and the scripts in slurm/ read it.
 
-    Those requeue a job on STOPPED and LOST_RANK alone: only there does starting again help.
+    The scripts requeue a job only after STOPPED and LOST_RANK, when another start can help.
     """
 
     DONE = 0
     REFUSED = 2  # settings or data that cannot work
-    UNFIT = 69  # this machine, or what was allocated of the cluster, cannot run it
-    STORAGE = 74  # no space, no inodes, no permission; everything older is intact
+    UNFIT = 69  # this machine, or the allocated part of the cluster, cannot run the job
+    STORAGE = 74  # no space, no inodes, no permission; older files are intact
     STOPPED = 75  # stopped early with a checkpoint: start again to resume
     LOST_RANK = 76  # a rank hung; a rank, its helper or its launcher was killed
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
-    OUT_OF_MEMORY = 79  # of a device or a host: the same settings would end so again
+    OUT_OF_MEMORY = 79  # a device or a host has too little memory for these settings
 
 
 class Report(list[tuple[int, str]]):
-    """Lines for the log, each with its level. A function that plans returns them and logs none."""
+    """Lines for the log, each with its level. Planning functions return them and do not log."""
 
     def say(self, text: str) -> None:
         """Add a fact."""
@@ -37,14 +37,14 @@ class Report(list[tuple[int, str]]):
 class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
-    Carries every fault found, so that one start shows them all. Scripts print it without a
-    traceback on rank 0 and exit with `exit_code`. `report` has lines for the log, each with its
-    level, that were worked out before the refusal.
+    problems: every fault found, so that one start shows them all. Scripts print the faults without
+    a traceback on rank 0 and exit with `exit_code`. report: log lines (level, text) from before the
+    refusal.
     """
 
     exit_code = ExitCode.REFUSED
     kind = "configuration error"
-    ending = "refused"  # how the launcher calls it: the run was refused, or it failed
+    ending = "refused"  # the launcher's word for the end: the run was refused, or it failed
 
     def __init__(self, problems: str | Sequence[str], report: Sequence[tuple[int, str]] = ()):
         self.report = report
@@ -53,7 +53,7 @@ class ConfigurationError(ValueError):
 
 
 class Answer(SystemExit):
-    """Text that the command line asked for, `--print_config`; run_script prints it, redacted."""
+    """The text that `--print_config` asked for. run_script prints it with secrets masked."""
 
     def __init__(self, text: str):
         self.text = text
@@ -61,14 +61,14 @@ class Answer(SystemExit):
 
 
 class UnfitClusterError(ConfigurationError):
-    """Nodes, devices or network that cannot run what was asked; names the host."""
+    """Nodes, devices or network that cannot run the job. The message names the host."""
 
     exit_code = ExitCode.UNFIT
     kind = "cluster error"
 
 
 class StorageError(ConfigurationError):
-    """Storage that has no room or cannot be written to; names the host and the directory."""
+    """Storage that is full or not writable. The message names the host and the directory."""
 
     exit_code = ExitCode.STORAGE
     kind = "storage error"
@@ -82,14 +82,14 @@ class NoProgressError(ConfigurationError):
 
 
 class LostProcessError(ConfigurationError):
-    """A helper process that was killed; names the host. The same settings may work again."""
+    """A helper process that was killed. The message names the host. Another start may work."""
 
     exit_code = ExitCode.LOST_RANK
     kind = "lost process"
 
 
 class NotFiniteError(ConfigurationError):
-    """A step whose loss, gradient or weights are not finite; names its documents."""
+    """A step whose loss, gradient or weights are not finite. The message names its documents."""
 
     exit_code = ExitCode.NOT_FINITE
     kind = "not finite"
@@ -97,7 +97,7 @@ class NotFiniteError(ConfigurationError):
 
 
 class OutOfMemoryError(ConfigurationError):
-    """Memory of a device or a host that ran out; names the rank, the phase and what would help."""
+    """Too little memory of a device or host. The message names rank, phase and remedies."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
     kind = "out of memory"

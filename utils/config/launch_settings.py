@@ -1,7 +1,7 @@
-"""Settings of accelerate that are refused or named: training would be wrong, or not as asked.
+"""Settings of accelerate that are refused or overruled, because training would be wrong.
 
-`accelerate launch` hands a file and its own flags to the processes by variables, so one table of
-variables serves files, flags and the environment.
+`accelerate launch` passes its config file and its flags to the processes in environment variables.
+One table of variables therefore serves for files, flags and the environment.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from utils.config.declarations import SettingValues, is_true
 from utils.config.precision import PRECISION_VARIABLE
 
-# Blocks of a file whose keys accelerate takes with and without this prefix.
+# Blocks of an accelerate config. Their keys may have this prefix or not.
 PREFIXES = {"parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_",
             "fsdp_config": "fsdp_", "deepspeed_config": ""}  # fmt: skip
 BY_RECIPE = {
@@ -26,14 +26,14 @@ _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs
 
 
 def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block of an accelerate config, all keys with the prefix and without null."""
+    """Return a block of an accelerate config. All keys get the prefix; null values are left out."""
     prefix = PREFIXES[name]
     keys = (content.get(name) or {}).items()
     return {prefix + key.removeprefix(prefix): value for key, value in keys if value is not None}
 
 
 def block_variables(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return what `accelerate launch` sets for the settings that are judged here."""
+    """Return the variables that `accelerate launch` sets for the settings checked here."""
     sizes = block(content, "parallelism_config")
     variables = {key.upper(): str(value) for key, value in sizes.items()}
     if content.get("parallelism_config"):
@@ -52,7 +52,7 @@ def _several(value: str) -> bool:
     return value.lower() != "none"
 
 
-# A variable, when it is wrong, and why; the text completes "NAME VALUE: ...".
+# A variable, a test for wrong values, and the reason, which completes "NAME VALUE: ...".
 REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("PARALLELISM_CONFIG_TP_SIZE", _several,
      "tensor parallelism is not supported, ranks of a group would read different data and the loss "
@@ -76,7 +76,7 @@ REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 
 def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with the variables of a launch, a line each."""
+    """Yield a line for each wrong variable of a launch."""
     for name, is_wrong, why in REFUSED:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
@@ -93,7 +93,7 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
-    """Refuse a launch with which this training would be wrong, whatever set it."""
+    """Refuse launch settings that make training wrong, from a file, a flag or a variable."""
     environment = values.environment
     faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
@@ -101,7 +101,7 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
     needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
     if all(is_true(name, environment) for name in needed) and not faults:
         sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
-        with suppress(ValueError):  # accelerate says so
+        with suppress(ValueError):  # accelerate reports it
             if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:
                 yield (
                     f"the accelerate config: dp_replicate_size {sizes[0]} x dp_shard_size "
@@ -114,9 +114,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Note what the recipe decides in a DeepSpeed launch as "auto", which Trainer fills in.
+    """Set DeepSpeed's values to "auto" if the recipe decides them. Trainer fills them in.
 
-    `accelerate config` writes numbers there, which Trainer would refuse once the model is loaded.
+    `accelerate config` writes numbers there. Trainer would refuse the numbers, but only after the
+    model is loaded.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
@@ -130,7 +131,7 @@ def let_recipe_decide(values: SettingValues) -> None:
 
 
 def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
-    """Yield what a DeepSpeed file decides that the recipe does, and Trainer would find late."""
+    """Yield a line for each value of a DeepSpeed file that contradicts the recipe."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Mixed precision that nobody set, and the launch as the libraries see it.
+"""The choice of mixed precision if nobody set it, and the environment that libraries see.
 
-If the settings leave bf16 open, the accelerate config decides. Without one, bf16 is on if a CPU
-that multiplies bf16 fast trains, and off otherwise.
+If the settings leave bf16 open, the accelerate config decides. Without a config, bf16 is on if the
+run trains on a CPU that multiplies bf16 fast, and off otherwise.
 """
 
 import os
@@ -13,7 +13,7 @@ from utils.config.declarations import Given, SettingValues, is_true
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
-# accelerate/utils/environment.py reads these variables of MPI launchers (srun too) as a launch.
+# accelerate/utils/environment.py takes these variables of MPI launchers and srun for a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # torchrun's variables for a process. accelerate connects to the other processes if it sees them.
@@ -23,10 +23,10 @@ LAUNCHER_VARIABLES = (
 
 
 def settle_precision(values: SettingValues) -> None:
-    """Settle `bf16` where it is open, with a note where settings overrule the accelerate config.
+    """Choose `bf16` if it is open. Add a note if settings overrule the accelerate config.
 
-    config.yaml keeps the answer, so that a run keeps its numbers on another CPU, with `use_cpu`:
-    bf16 on a CPU has to be asked for.
+    config.yaml stores the choice, so that a run that moves to another CPU computes the same. bf16
+    on a CPU also sets `use_cpu`, which TrainingArguments demands.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     if values["bf16"] is None:
@@ -50,7 +50,7 @@ def settle_precision(values: SettingValues) -> None:
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
-    """Return what `bf16: null` means here, and why."""
+    """Return the value for `bf16: null` in this launch, and the reason."""
     if values["fp16"]:
         return False, values.shown("fp16")
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
@@ -64,12 +64,12 @@ def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Whether the run surely trains on a CPU; a dry run on a login node does not know."""
+    """Return True if the run is known to train on a CPU. On a login node this is not known."""
     import torch
 
     sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
     if any(is_true(name, values.environment) for name in sharding):
-        return False  # that needs GPUs, and is refused without
+        return False  # sharding needs GPUs, and is refused without them
     if values.on_cpu:
         return True
     if values["dry_run"] or torch.accelerator.is_available():
@@ -78,14 +78,14 @@ def _computes_on_cpu(values: SettingValues) -> bool:
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
+    """Return whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
     import torch
 
     return has_amx() or torch.cpu._is_avx512_bf16_supported()
 
 
 def has_amx() -> bool:
-    """Whether this CPU multiplies bf16 matrices in tiles, and the system lets it."""
+    """Return whether this CPU has AMX, which multiplies tiles in bf16, and the system allows it."""
     import torch
 
     return bool(torch.cpu._is_amx_tile_supported())
@@ -93,10 +93,11 @@ def has_amx() -> bool:
 
 @contextmanager
 def launch_for_libraries(values: SettingValues) -> Iterator[None]:
-    """Show TrainingArguments the environment of the launch, and restore this process's afterwards.
+    """Put the launch's variables into os.environ for TrainingArguments, and restore it afterwards.
 
-    Hidden is the accelerate config's precision, which overrules `bf16: false`. In a dry run the
-    launch is hidden too: no process exists of those that WORLD_SIZE=8 counts.
+    The precision of the accelerate config is left out, because it would overrule `bf16: false`. A
+    dry run also leaves out the launcher's variables: with WORLD_SIZE=8 accelerate would wait for
+    processes that do not exist.
     """
     hidden = {PRECISION_VARIABLE}
     if values["dry_run"]:

@@ -172,9 +172,9 @@ def _out_of_range(given: PreparationArguments) -> Iterator[str]:
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
-    """Raise ValueError unless a value maps names of variables of a chat template to values.
+    """Raise ValueError unless `given` maps names of a chat template's variables to values.
 
-    what: its name in error messages.
+    what: the name of the setting, for error messages.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")

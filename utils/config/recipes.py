@@ -14,7 +14,7 @@ from utils.host.redaction import MASK
 MASKED_NOTE = f"# Secrets are masked as {MASK}."  # in the config.yaml of a run
 EXTENDS = "extends"
 
-# Types of an unquoted scalar besides a string.
+# Patterns of unquoted values that are not strings, by type.
 _SCALARS = {
     "bool": r"true|True|TRUE|false|False|FALSE",
     "null": r"~|null|Null|NULL|",
@@ -25,7 +25,7 @@ _SCALARS = {
 
 
 class YamlError(ValueError):
-    """Text that is no mapping in YAML; the message starts with ":line: " where that is known."""
+    """Text that is not a YAML mapping. The message starts with ":line: " if the line is known."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse keys that are given twice (PyYAML would keep the last) or are no strings."""
+        """Refuse keys that are not strings or are given twice (PyYAML would keep the last one)."""
         names: set[str] = set()
         for key, _ in node.value:
             is_name, is_new = key.tag.endswith(":str"), key.value not in names
@@ -49,12 +49,12 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would take for something else."""
+    """PyYAML's safe dumper. It quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
 
 for _kind, _pattern in _SCALARS.items():
     for _side in (_Loader, _Dumper):
-        # None: whatever the first character is.
+        # None: try the pattern whatever the first character is.
         _side.add_implicit_resolver(
             f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None
         )
@@ -94,7 +94,7 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 
 
 def entry_text(name: str, value: Any, comment: str = "") -> str:
-    """Write one setting as a line of a recipe with a comment, above it where it takes several."""
+    """Return a setting as text of a recipe. The comment is above a value of several lines."""
     mappings = isinstance(value, list) and any(isinstance(each, dict) for each in value)
     text = dump_yaml({name: value})
     if isinstance(value, (list, dict)) and not mappings:
@@ -106,7 +106,7 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
 
 
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of the recipes, later over earlier, and the faults of the files."""
+    """Return the settings of the recipes, where later ones win, and the faults of the files."""
     values: dict[str, Given] = {}
     problems: list[str] = []
     files = (file for path in paths for file in _with_extended(Path(path), (), problems))
@@ -119,7 +119,7 @@ def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 def _with_extended(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
-    """Yield what a recipe extends, depth first, then its own settings, each with its line."""
+    """Yield (file, its settings) of recipes that `path` extends, depth first, then of `path`."""
     try:
         if path in parents:
             raise YamlError(f"{path}: recipes extend each other in a circle")

@@ -1,4 +1,4 @@
-"""Rules of settings that have no effect while another one has some value.
+"""Rules on settings that have no effect while another setting has a certain value.
 
 MOOT and CONTRADICTIONS are the rules; the functions below apply them to the values of a run.
 """
@@ -32,8 +32,8 @@ _is_given = _is_not(None, [], "")
 Rule = tuple[str, Callable[[Any], bool], str]
 Rules = tuple[Rule, ...]
 
-# While the value of the first setting is as the second says, those of the third have no effect.
-# MOOT changes nothing that is trained: a line in the log.
+# A rule is (cause, test, names): if the value of `cause` passes the test, `names` have no effect.
+# MOOT: the training is the same without the named settings, so a line in the log is enough.
 MOOT: Rules = (
     # When to evaluate, save and log.
     ("eval_data", _is([]), f"eval_strategy {OF_EVALUATIONS}"),
@@ -58,7 +58,8 @@ MOOT: Rules = (
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
-# CONTRADICTIONS ask for another training: an error, unless a stronger source overrules a weaker.
+# CONTRADICTIONS: cause and named settings ask for different trainings. That is an error, unless one
+# of them comes from a stronger source (a flag, a later recipe) and overrules the other.
 CONTRADICTIONS: Rules = (
     ("eval_data", _is([]), "load_best_model_at_end early_stopping_patience"),
     ("eval_strategy", _is("no"), "load_best_model_at_end early_stopping_patience"),
@@ -89,9 +90,9 @@ RULES = (*MOOT, *CONTRADICTIONS)
 
 
 def leave_out_overruled(values: SettingValues) -> None:
-    """Leave out what a stronger source (flag, later recipe) overrules, and what is moot.
+    """Reset settings that a stronger source (flag, later recipe) overrules, and moot settings.
 
-    A default makes nothing moot here: evaluations, for one, are derived later.
+    A default makes no setting moot here, because another value may be derived later.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):
@@ -103,7 +104,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def leave_out_moot(values: SettingValues) -> None:
-    """Leave out what a default or a derived setting makes moot, once all are derived."""
+    """Reset settings that a default or derived setting makes moot. Call this after deriving all."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:
@@ -111,9 +112,9 @@ def leave_out_moot(values: SettingValues) -> None:
 
 
 def check_contradictions(values: SettingValues) -> Iterator[str]:
-    """Refuse settings that ask for two different trainings; of two that exclude, one."""
+    """Refuse settings that contradict others. Report only one of two that exclude each other."""
     refused: set[str] = set()
-    # A value that somebody wrote explains more than a default.
+    # Given causes come first: a value that somebody wrote explains more than a default.
     by_rank = sorted(CONTRADICTIONS, key=lambda rule: values.rank(rule[0]), reverse=True)
     for name, cause in _without_effect(values, by_rank):
         if values[name] and not refused & {cause, name}:
@@ -123,7 +124,7 @@ def check_contradictions(values: SettingValues) -> Iterator[str]:
 
 
 def _without_effect(values: SettingValues, rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
-    """Yield each setting that somebody changed and that has no effect, and the setting's cause."""
+    """Yield (name, cause) for each changed setting to which a rule applies."""
     for cause, applies, names in rules:
         with suppress(UnusableSettingError):  # the fault is reported where it was found
             if applies(values[cause]):
@@ -131,11 +132,11 @@ def _without_effect(values: SettingValues, rules: Sequence[Rule]) -> Iterator[tu
 
 
 def no_effect(values: SettingValues, name: str, cause: str) -> str:
-    """Return the line for the log or the refusal."""
+    """Return the line about a setting without effect, for the log or a refusal."""
     return f"{values.shown(name)} has no effect: {values.shown(cause)}"
 
 
 def leave_out(values: SettingValues, name: str, cause: str) -> None:
-    """Put a setting back to its default, with a line for the log."""
+    """Reset a setting to its default, with a line for the log."""
     values.notes.append(no_effect(values, name, cause))
     del values.given[name]

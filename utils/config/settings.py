@@ -1,4 +1,4 @@
-"""The settings of a run, from command line to objects: overruled, derived, checked, built."""
+"""The settings of a run, from the command line to objects: reset, derive, check, build."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,8 +44,8 @@ from utils.config.strategy import describe_launch
 class RunSettings:
     """The parsed settings of a run: one object each for run, data, model and training.
 
-    values: every setting by name with its source. resolved: the same as plain data. script: the
-    file's name. Nothing is written after parsing: RunPlan derives what follows from the settings.
+    values: every setting by name, with its source. resolved: the values as plain data. script: file
+    name of the script. The objects do not change later: RunPlan has the derived values.
     """
 
     run: RunArguments
@@ -84,11 +84,11 @@ def _parse(
     values = read_settings(
         classes, argv, settle, (check_contradictions, *checks), script, description
     )
-    # So a recipe for bf16 on GPUs is checked on a login node.
+    # With these values a login node can check a recipe for bf16 on GPUs.
     without_gpu = values["dry_run"] and not torch.accelerator.is_available()
     instead: dict[str, Any] = {"use_cpu": True, "tf32": None} if without_gpu else {}
     if values["dry_run"] or "LOCAL_RANK" not in values.environment:
-        instead["ddp_backend"] = None  # accelerate takes its name for a group of processes
+        instead["ddp_backend"] = None  # with a backend accelerate would look for other processes
     with launch_for_libraries(values):
         training = values.build(training_class, **instead)
     run, data = values.build(RunArguments), values.build(DataArguments)
@@ -109,9 +109,9 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Leave out max_steps and max_tokens, or num_train_epochs, if they come from weaker sources.
+    """Reset num_train_epochs, or max_steps and max_tokens, if the other has a stronger source.
 
-    Where one source gives both, epochs do not count, as transformers documents it.
+    If one source gives both, num_train_epochs is reset, as transformers documents.
     """
     for limit in ("max_steps", "max_tokens"):
         if not values.changed(limit):
@@ -123,7 +123,7 @@ def choose_length(values: SettingValues) -> None:
 
 
 def leave_out_old_keywords(values: SettingValues) -> None:
-    """Leave out the keywords of a schedule that a stronger source replaces by another one."""
+    """Reset lr_scheduler_kwargs if a stronger source sets a schedule that does not take them."""
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
     is_overruled = 0 < values.rank(keywords) < values.rank(schedule)
     if is_overruled and schedule_fault(values[schedule], values[keywords]):
@@ -133,8 +133,8 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 def derive_batch_sizes(values: SettingValues) -> None:
     """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
 
-    A smaller micro-batch trains the same. One that was given stays, unless what does not go with it
-    comes from a stronger source: a flag, or the number of ranks of this launch.
+    A smaller micro-batch trains the same. A given micro-batch is replaced only if the global batch
+    comes from a stronger source, or if it divides the global batch on one rank but not on all.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size
@@ -154,7 +154,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
 
 
 def derive_for_debugging(values: SettingValues) -> None:
-    """Derive what the debugger needs: it reads the numbers that each layer takes and returns."""
+    """Derive settings for transformers' debugger, which reads each layer's inputs and outputs."""
     if DEBUGGER in values["debug"]:
         for name, value in DEBUGGED.items():
             if values.rank(name) == 0:
@@ -162,7 +162,7 @@ def derive_for_debugging(values: SettingValues) -> None:
 
 
 def derive_evaluation(values: SettingValues) -> None:
-    """Derive when to evaluate from when checkpoints are written."""
+    """Derive eval_strategy and eval_steps from save_strategy and save_steps."""
     if not values["eval_data"]:
         return
     by_steps = values["save_strategy"] == "steps"
@@ -175,7 +175,7 @@ def derive_evaluation(values: SettingValues) -> None:
 
 
 def derive_best_metric(values: SettingValues) -> None:
-    """Derive what the best model is judged by, where there is one split, and which way round."""
+    """Derive the metric of the best model if there is a single split, and greater_is_better."""
     with suppress(ValueError):  # check_evaluation says so
         splits = list(eval_splits(values["eval_data"]))
         judges = [name for name in BEST_MODEL_JUDGES if values[name]]
@@ -188,10 +188,10 @@ def derive_best_metric(values: SettingValues) -> None:
 
 
 def derive_saves_of_the_best(values: SettingValues) -> None:
-    """Derive that a best model which is to be loaded is saved when it is found.
+    """Derive save_best if the best model is to be loaded but not every evaluation has a save.
 
-    Trainer would take the checkpoint that was the best when it was written, and name it with the
-    figure of a better evaluation that has none.
+    Otherwise Trainer would load the best saved model, but report the metric of a better evaluation
+    without a checkpoint.
     """
     kind = values["eval_strategy"]
     each = kind == values["save_strategy"]

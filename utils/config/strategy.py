@@ -32,7 +32,7 @@ _OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_p
 class StrategyConfig:
     """The accelerate config of a launch: its path from the repository's root, its contents.
 
-    chosen_by: who named it, for messages.
+    chosen_by: the setting or variable that named the config, for messages.
     """
 
     path: Path
@@ -41,12 +41,12 @@ class StrategyConfig:
 
     @property
     def kind(self) -> Any:
-        """Return its distributed_type."""
+        """Return the distributed_type of the config."""
         return self.content.get("distributed_type")
 
     @property
     def shards(self) -> bool:
-        """Whether it only splits the model, which one process cannot; offloading it can."""
+        """Return whether the strategy needs several processes: it shards and does not offload."""
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
@@ -55,10 +55,11 @@ class StrategyConfig:
 def choose_config(
     environment: Mapping[str, str], strategy: Given, processes: int, *, on_cpu: bool
 ) -> StrategyConfig:
-    """Return the config of a launch of so many processes; raises ConfigurationError.
+    """Return the accelerate config for a launch of `processes` processes.
 
-    ACCELERATE_CONFIG wins over the strategy. auto depends on the number of processes; a single
-    process shares nothing.
+    The variable ACCELERATE_CONFIG wins over the strategy. auto depends on the number of processes.
+    A single process gets single_gpu.yaml for a strategy that needs several processes. Raises
+    ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
     alone = FOLDER / "single_gpu.yaml"
@@ -83,7 +84,7 @@ def strategy_path(strategy: str) -> Path:
 
 
 def strategy_fault(strategy: str) -> str:
-    """Return what is wrong with a name or path; empty: nothing."""
+    """Return the fault of a strategy's name or path; empty: no fault."""
     if strategy == AUTO or strategy in NAMES or (_ROOT / strategy).is_file():
         return ""
     near = get_close_matches(strategy.lower(), (AUTO, *NAMES), n=1)
@@ -112,7 +113,7 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return what `accelerate launch` sets for a config, as far as the strategy follows from it."""
+    """Return the variables with which `accelerate launch` passes on the strategy of a config."""
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
     variables |= block_variables(config)
     if config["distributed_type"] == "FSDP":
@@ -131,10 +132,10 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_launch(values: SettingValues) -> None:
-    """Give a dry run the environment of the launch that it describes: processes and strategy.
+    """Give a dry run the environment of the launch that it plans: processes and strategy.
 
-    They are those of `assume`, or of whoever set WORLD_SIZE (slurm/submit.sh). A real launch
-    (`accelerate launch ... --dry_run`) has its own.
+    The number of processes comes from `assume` or WORLD_SIZE (set by slurm/submit.sh). Without
+    `assume`, a dry run under `accelerate launch` keeps its environment.
     """
     environment = values.environment
     if not values["dry_run"]:
@@ -142,7 +143,7 @@ def describe_launch(values: SettingValues) -> None:
     if values["assume"]:
         try:
             world_size = assumed_gpus(values["assume"]).world_size
-        except ValueError:  # check_strategy says so
+        except ValueError:  # check_strategy reports it
             return
         environment = {**environment, "WORLD_SIZE": str(world_size)}
     elif "WORLD_SIZE" not in environment or is_launched(environment):
@@ -152,7 +153,7 @@ def describe_launch(values: SettingValues) -> None:
     on_cpu = not values["assume"] and values.on_cpu
     try:
         config = choose_config(environment, strategy, values.world_size, on_cpu=on_cpu)
-    except ConfigurationError:  # check_strategy says so
+    except ConfigurationError:  # check_strategy reports it
         return
     variables = strategy_variables(config.content)
     described = {name: value for name, value in variables.items() if value != "no"}
@@ -160,13 +161,13 @@ def describe_launch(values: SettingValues) -> None:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` started this process."""
+    """Return whether `accelerate launch` started this process."""
     said = (PRECISION_VARIABLE, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
     return any(name in environment for name in said)
 
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
-    """Refuse a strategy that cannot train, GPUs that nobody knows, and both of no dry run."""
+    """Refuse unusable strategies, unknown GPUs, and assume or suggest without a dry run."""
     decides = values["dry_run"] and not is_launched(values.environment)
     environment = values.environment if decides else {}
     try:

@@ -1,6 +1,6 @@
-"""Answers to names that are no settings: refused ones, other toolkits', typing errors.
+"""Answers to unknown names: refused settings, other toolkits' names, typing errors.
 
-A table has a reason or our name, then the names that it answers, all in one string.
+A table maps an answer (a reason or our name) to the names that get the answer, in one string.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Return the answer of each name, of a table of answers with their names."""
+    """Turn a table (answer -> names in one string) into a mapping (name -> answer)."""
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
@@ -62,14 +62,14 @@ REFUSED = by_name({
 
 @cache
 def other_names() -> dict[str, str]:
-    """Return what other toolkits call a setting, with our name of it or what to do instead."""
+    """Return other toolkits' names of settings, each with our name or with advice."""
     import yaml  # the launcher imports this module before it knows whether packages are there
 
     return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
 
 
 def unknown_name(written: str, known: Iterable[str]) -> str:
-    """Say why a setting is refused, or what was meant: another toolkit's name, a typing error.
+    """Return why a setting is refused, or our name for the setting that was probably meant.
 
     `written` is "--lr" on a command line and "lr" in a recipe.
     """
@@ -86,7 +86,7 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
             answers[other] = f"here it is {dashes}{ours}"
         elif not ours.isidentifier():
             answers[other] = ours
-    plain = name.rpartition(".")[2]  # others have sections, as in training.steps
+    plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
     exact = answers.get(plain)
     answers |= {each: f"did you mean {dashes}{each}?" for each in known}
     near = get_close_matches(plain, answers, n=1, cutoff=0.9)

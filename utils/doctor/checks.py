@@ -1,4 +1,4 @@
-"""The checks. Each yields findings; it may raise or hang on an unexpected machine."""
+"""The doctor's checks. Each yields findings; on an unexpected machine it may raise or hang."""
 
 import os
 import re
@@ -31,16 +31,16 @@ REACH_LIMIT_S = 4.0
 LEAST_MEMORY_GIB = 4
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
-TAKES_JOBS = "Slurm takes jobs"  # the beginning of the finding that partitions run jobs
-# sinfo's states of nodes that run jobs. A state that ends in "*" is not among them: such a node
-# does not answer.
+TAKES_JOBS = "Slurm takes jobs"  # begins the finding if partitions run jobs
+# sinfo's states of nodes that run jobs. A "*" at the end of a state means that the node does not
+# answer, so such a state is not usable.
 USABLE = ("idle", "mix", "mixed", "alloc", "comp", "resv", "plnd", "boot", "pow_up")
 
 
 class Finding(NamedTuple):
-    """One line of the output: its level, the fact, and what to type.
+    """A line of the output: its level, the fact, and what to type.
 
-    `level` is ok, option, warning, missing, or unknown if the question could not be answered.
+    level: ok, option (absent and optional), warning, missing, or unknown (could not be checked).
     """
 
     level: str

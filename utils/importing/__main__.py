@@ -15,7 +15,7 @@ from utils.importing.toolkits import TOOLKITS, Conversion
 
 
 def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
-    """Return the text of the two recipes, and of a chat template from the config, by file."""
+    """Return {file: text} of the two recipes and of the chat template, if the config has one."""
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
     template, texts = folder / f"{source.stem}.jinja", {}

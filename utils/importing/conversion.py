@@ -175,7 +175,7 @@ def _convert_schedule(given: Conversion) -> None:
 
 
 def _convert_adapter(given: Conversion) -> None:
-    adapter, bits = given.take("adapter"), given.take("load_in_4bit")  # or quantization_bit: 8
+    adapter, bits = given.take("adapter"), given.take("load_in_4bit")  # LLaMA-Factory: 4 or 8
     eight = given.take("load_in_8bit")
     bits = 4 if bits is True or adapter == "qlora" else bits or (8 if eight else None)
     if bits == 8:
@@ -211,7 +211,7 @@ def _convert_targets(given: Conversion) -> None:
 
 
 def _convert_precision(given: Conversion) -> None:
-    """Convert types and recomputation. A frozen base becomes bfloat16, two bytes per parameter."""
+    """Convert number types and recomputation. With bf16, LoRA's base weights become bfloat16."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
     bf16, pure = given.take("bf16"), given.take("pure_bf16")
     pure = pure or bf16 == "full"

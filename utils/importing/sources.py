@@ -27,7 +27,7 @@ Entries = list[dict[str, Any]]
 
 
 def convert_data(given: Conversion, folder: str) -> None:
-    """Make the data recipe with output `folder`, and the training recipe's lines for the data."""
+    """Fill the data recipe, which writes to `folder`, and the training recipe's lines on data."""
     sources = _read_sources(given, "sources")
     plain = [each["path"] if each.keys() == {"path"} else each for each in sources]
     given.data["sources"] = (plain, "")
@@ -59,7 +59,7 @@ def convert_data(given: Conversion, folder: str) -> None:
 
 def _convert_length(given: Conversion) -> None:
     length, overlong = given.value("sequence_length"), given.use("overlong")
-    if length is None:  # no limit there
+    if length is None:  # the toolkit sets no limit
         entry = given.given.pop("sequence_length")
         length, overlong = NO_LIMIT, "error"
         given.note(entry.source, f"no limit there: raise {NO_LIMIT} until no document is too long")
@@ -99,7 +99,7 @@ def _hold_out(given: Conversion, folder: str) -> None:
 
 
 def _read_sources(given: Conversion, name: str) -> Entries:
-    """Return an entry for each dataset, and add notes for unclear settings."""
+    """Return our entry for each dataset, and add notes on settings that are not converted."""
     readers: dict[str, Callable[[Conversion, str, Any], Entries]] = {
         "axolotl": _axolotl, "llamafactory": _factory, "trl": _trl,
     }  # fmt: skip
@@ -179,7 +179,11 @@ def _axolotl_columns(
 
 
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
-    """Look names up in dataset_info.json, in the config's folders or LLaMA-Factory's `data`."""
+    """Convert datasets that have only a name, with the entries of dataset_info.json.
+
+    The file is in dataset_dir (default: data), below the working directory or a parent of the
+    config.
+    """
     folder, known = Path(given.value("dataset_dir") or "data"), {}
     for base in (Path(), *given.path.absolute().parents):
         with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """The keys of axolotl, LLaMA-Factory and TRL, and the state of a conversion.
 
-Our name for a key comes from the toolkit's table, else from utils/config/other_names.yaml, else it
-is the same.
+Our name for a key comes from the toolkit's table, else from utils/config/other_names.yaml. A key in
+neither table has the same name here.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Toolkit:
     null_counts: bool = True
 
 
-# The reasons why keys of any toolkit, also inside a dataset's entry, have no counterpart.
+# Why keys have no counterpart here: keys of any toolkit, including keys in a dataset's entry.
 LEFT = by_name({
     "checkpoints verify themselves, and the same command resumes": ""
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
@@ -159,10 +159,10 @@ TOOLKITS = {
 
 
 class Conversion:
-    """The state of a conversion: `given` has the remaining keys by our name.
+    """The state of a conversion.
 
-    The recipes `run` and `data` have (value, comment) by setting. notes: the keys without a
-    counterpart, by reason.
+    given: the keys that are not converted yet, by our name. run, data: (value, comment) by setting
+    of the training and the data recipe. notes: the keys without a counterpart, by reason.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -190,7 +190,7 @@ class Conversion:
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
 
     def _give(self, name: str, new: Given, winners: tuple[str, ...]) -> None:
-        """Add a key; if two mean the same, keep the one that is on, or the toolkit's choice."""
+        """Add a key. If two mean the same, keep the one that is on, else the toolkit's choice."""
         old = self.given.get(name)
         if old:
             ranks = [(is_off(each.value), each.source not in winners) for each in (old, new)]
@@ -208,7 +208,7 @@ class Conversion:
         return self.given.pop(name).value if name in self.given else default
 
     def use(self, name: str, default: Any = None) -> Any:
-        """Remove a setting and return its value; it becomes a line of the data recipe."""
+        """Remove a setting for a line of the data recipe, and return its value."""
         if name in self.given:
             self.made_of[name] = self.given[name].source
         return self.take(name, default)
@@ -244,7 +244,7 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
-        """Set a line of the training recipe; a value that cannot be is noted under `key`."""
+        """Set a line of the training recipe. If the value is refused, add a note about `key`."""
         key = key or name
         declaration = self.declared.get(name)
         if declaration is not None:

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: its steps, the micro-batches of a step, the saves between them."""
+"""The arithmetic of a run: its steps, the micro-batches per step, the steps between saves."""
 
 import math
 
@@ -20,10 +20,10 @@ from utils.plan.run_data import RunData
 def plan_steps(
     settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
 ) -> GlobalBatchSampler:
-    """Return the sequences of every step, and report the arithmetic.
+    """Return the sampler of each step's sequences, and add the arithmetic to `report`.
 
-    Raises ConfigurationError when the global batch does not divide, or the data is smaller than one
-    global batch.
+    Raises ConfigurationError if the global batch does not divide into micro-batches of all ranks,
+    if the data is smaller than one global batch, or if profile_steps come after the last step.
     """
     run, training = settings.run, settings.training
     micro_batch = training.per_device_train_batch_size
@@ -53,19 +53,19 @@ def plan_steps(
 
 
 def _total_steps(settings: RunSettings, rows: int) -> int:
-    """Return the steps of the run, by its tokens, its steps or its epochs of `rows` sequences."""
+    """Return the steps of max_tokens, else of max_steps, else of the epochs of `rows` sequences."""
     run, training = settings.run, settings.training
     if run.max_tokens is not None:
         step_tokens = run.global_batch_size * settings.data.sequence_length
         return math.ceil(token_count(run.max_tokens) / step_tokens)
     if training.max_steps > 0:
         return training.max_steps
-    # The last global batch is filled from the epoch after the last one, never cut short.
+    # The last global batch is full: its missing sequences come from one more epoch.
     return math.ceil(training.num_train_epochs * rows / run.global_batch_size)
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return after how many steps each a checkpoint is due; None: only a stop is saved."""
+    """Return the number of steps between two checkpoints; None: only a stop saves one."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
@@ -75,17 +75,17 @@ def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
 
 
 def scheduled_saves(training: TrainingArguments, total_steps: int) -> int:
-    """Return the number of checkpoints that the schedule of saves asks for."""
+    """Return the number of checkpoints that save_strategy and save_steps ask for."""
     every = save_interval(training, total_steps)
     return math.ceil(total_steps / every) if every else 0
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the micro-batches that each rank accumulates per optimizer step.
+    """Return the number of micro-batches that each rank accumulates per optimizer step.
 
-    All three are counts: sequences per optimizer step over all ranks, sequences per rank and
-    forward pass, and ranks. Raises ConfigurationError when the global batch does not divide,
-    with the nearest ones that do; it is never rounded.
+    global_batch_size: sequences per optimizer step over all ranks. micro_batch_size: sequences per
+    rank and forward pass. world_size: ranks. Raises ConfigurationError if the global batch is not
+    a multiple of micro-batch x ranks; the message names the nearest multiples.
     """
     at_once = micro_batch_size * world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:
@@ -104,7 +104,7 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
 def batch_arithmetic(
     micro_batch_size: int, sequence_length: int, world_size: int, accumulation: int
 ) -> str:
-    """Write out how many tokens one optimizer step sees."""
+    """Return as text: sequences x tokens x ranks x accumulation = tokens per optimizer step."""
     tokens = micro_batch_size * sequence_length * world_size * accumulation
     return (
         f"{micro_batch_size} sequences x {sequence_length:,} tokens x {counted_ranks(world_size)} "

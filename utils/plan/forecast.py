@@ -1,9 +1,9 @@
-"""How fast a run will be on GPUs that are not here: a forecast, from what was measured on one.
+"""A forecast of a run's speed on the GPUs of another machine.
 
-A step takes the longer of two times: that of its products and its attention at a share of the GPU's
-peak, and that of its exchange with the other GPUs. The shares were measured on one H200 with
-compiled layers (benchmarks/results/gpu), by the width of the model. The constants below that nobody
-measured say so.
+A step takes the longer of two times: the time of its matrix products and attention, and the time of
+its exchange with the other GPUs. Products and attention reach only a share of the GPU's peak speed.
+This share depends on the model's width. It was measured on one H200 with compiled layers
+(benchmarks/results/gpu). A comment marks each constant below that nobody measured.
 """
 
 import math
@@ -23,25 +23,27 @@ from utils.model.flops import TokenProducts, token_products
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
 SHARES = {768: 0.3612, 1024: 0.4292, 2048: 0.4884, 4096: 0.5157}
 SOURCE = "shares of the peak as measured on an H200"
-# Not measured here: several GPUs reach about this part of one GPU's share. The source is two rows
-# of MosaicML's llm-foundry (8 H100, FSDP, 2,048 tokens, nothing recomputed): 46.4 % for 7 B, 41.8 %
-# for 1 B, with attention counted whole. Counted as here, these are 0.87 and 0.80 of the shares
-# above. Rows with recomputation are higher.
+# Not measured here: each of several GPUs reaches about this part of a single GPU's share. The
+# source is two rows of a table in MosaicML's llm-foundry (8 H100, FSDP, 2,048 tokens, nothing
+# recomputed): 46.4 % of the peak for 7 B parameters, 41.8 % for 1 B. The table counts attention as
+# if there were no causal mask. Counted as in this module, the two are 0.87 and 0.80 of the shares
+# above. The table's rows with recomputation are higher.
 SEVERAL = 0.87
-# Not measured: the factors for layers that are not compiled, products of experts, and float32
-# instead of bf16 (TF32 has half the peak). Selective recomputation adds a third of the time of
-# norms and the like in benchmarks/hardware/roofline.py.
+# Not measured: factors on the share for layers that are not compiled, for experts, and for float32
+# instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time: recomputation
+# repeats a third of the time of norms and the like in benchmarks/hardware/roofline.py.
 NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
-# Not measured: the share of a link that an exchange reaches, and the bytes per second and GPU of a
-# network of unknown speed (200 Gbit/s).
+# Not measured: the share of a link's speed that an exchange reaches. The network's speed is not
+# known: 200 Gbit/s per GPU are assumed, in bytes per second.
 LINK_SHARE, NETWORK = 0.8, 25e9
 
 
 @dataclass(frozen=True)
 class ModelProducts(TokenProducts):
-    """The products of a token with a model's weights, and other sizes that determine a step's time.
+    """The multiplications per token and other sizes of a model that determine a step's time.
 
-    head: weights of the last layer. width: size of the hidden states. parameters: all, and trained.
+    head: number of weights of the output layer. width: size of the hidden states. parameters:
+    number of all parameters, and of the trained ones.
     """
 
     head: int
@@ -50,9 +52,10 @@ class ModelProducts(TokenProducts):
     parameters: tuple[int, int]
 
     def step_flops(self, document_tokens: float, recomputed: str) -> float:
-        """Return the FLOPs per token of a step; a token sees half of `document_tokens` on average.
+        """Return the FLOPs per token of a step. A token sees half of its document on average.
 
-        Full recomputation adds 2 per weight of the forward pass, and 4 per number of attention.
+        Full recomputation repeats the forward pass without the output layer. It adds 2 FLOPs per
+        weight, and in attention 4 per head, head dimension and visible token.
         """
         unseen = self.scores(document_tokens) / 2
         again = 2 * (self.forward - self.head) + 4 * unseen if recomputed == "full" else 0
@@ -61,7 +64,12 @@ class ModelProducts(TokenProducts):
 
 @dataclass(frozen=True)
 class Step:
-    """The shape of a step: sequences per rank and micro-batch, and micro-batches per step."""
+    """The shape of a step, and how it is computed.
+
+    rows: sequences per rank and micro-batch. accumulation: micro-batches per step. length: tokens
+    per sequence. document_tokens: mean, over all tokens, of the length of the token's document.
+    recomputed: the activation checkpointing.
+    """
 
     rows: int
     accumulation: int
@@ -73,9 +81,9 @@ class Step:
 
 
 def model_products(model: ModelArguments, config: PreTrainedConfig) -> ModelProducts:
-    """Count a model's products on the meta device."""
+    """Count the multiplications and weights of a model on the meta device."""
     text = config.get_text_config(decoder=True)
-    # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+    # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
     plain = without_weights(config)
     experts = has_experts(plain)
     with torch.device("meta"):
@@ -90,7 +98,7 @@ def model_products(model: ModelArguments, config: PreTrainedConfig) -> ModelProd
 
 
 def share_of_peak(products: ModelProducts, step: Step, ranks: int) -> float:
-    """Return the share of the peak in bf16 that the products of a step reach."""
+    """Return the share of the GPU's bf16 peak that the matrix products of a step reach."""
     widths = np.log([*SHARES])
     share = float(np.interp(math.log(products.width), widths, [*SHARES.values()]))
     factors = (
@@ -104,27 +112,27 @@ def share_of_peak(products: ModelProducts, step: Step, ranks: int) -> float:
 
 
 def tokens_per_s(products: ModelProducts, step: Step, strategy: str, gpus: AssumedGpus) -> float:
-    """Return the tokens per second of all GPUs together, with padding; their peak must be known."""
+    """Return tokens per second of all GPUs together, padding included. Needs `gpus.flops`."""
     assert gpus.flops is not None
     assert gpus.link is not None
     tokens = step.rows * step.length
     flops = products.step_flops(step.document_tokens, step.recomputed)
     work_s = tokens * flops / (share_of_peak(products, step, gpus.world_size) * gpus.flops)
-    # A ring through all GPUs leaves a node by as many network cards as it has GPUs.
+    # The exchange is a ring through all GPUs. Between nodes it uses one network card per GPU.
     link = gpus.link if gpus.nodes == 1 else min(gpus.link, gpus.per_node * NETWORK)
     per_micro_batch, at_the_end = exchanged_bytes(products, strategy, gpus.world_size)
     each_s = max(work_s, per_micro_batch / (link * LINK_SHARE))
-    # The last backward pass, two thirds of a micro-batch, hides what is exchanged at the end.
+    # The exchange at the end overlaps with the last backward pass, 2/3 of a micro-batch's time.
     last_s = max(at_the_end / (link * LINK_SHARE) - work_s * 2 / 3, 0)
     step_s = step.accumulation * each_s + last_s
     return tokens * step.accumulation * gpus.world_size / step_s
 
 
 def exchanged_bytes(products: ModelProducts, strategy: str, ranks: int) -> tuple[float, float]:
-    """Return the bytes that a GPU sends per micro-batch, and once per step.
+    """Return the bytes that each GPU sends: (per micro-batch, at the end of each step).
 
-    Sharded weights are gathered twice, with 2 bytes each. Gradients are summed with 4 bytes each
-    (DeepSpeed: 2).
+    Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
+    are summed over the ranks with 4 bytes each (DeepSpeed: 2).
     """
     if ranks == 1:
         return 0.0, 0.0

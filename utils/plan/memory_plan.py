@@ -1,6 +1,6 @@
-"""The memory that a run needs on each device, and the activation checkpointing that makes it fit.
+"""The memory that a run needs on each device, and the activation checkpointing that fits.
 
-No weight is loaded. memory_trace.py counts a micro-batch's memory on the model itself.
+No weight is loaded. memory_trace.py counts the memory of a micro-batch on the model itself.
 """
 
 import os
@@ -30,9 +30,9 @@ from utils.plan.remedies import Fits, remedies
 GIB = 2**30
 VARIABLE = "STOKER_GPU_MEMORY_GIB"
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Two codes, and two float32 scales per block of up to 256 codes.
+# Bytes of a moment of Adam per parameter. int8: 1 byte, and a float32 scale for up to 256 of them.
 BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-# cuBLAS's workspaces on Hopper: one for the thread of each pass, forward and backward.
+# cuBLAS's workspaces on Hopper. Forward and backward pass run in two threads with one each.
 WORKSPACE_BYTES = 2 * 32 * 2**20
 SHARDED_BY = {
     "weights": ("fsdp1", "fsdp2", "zero3"),
@@ -40,10 +40,10 @@ SHARDED_BY = {
     "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
 }
 # Shares of a device's memory that a run cannot use. On a GPU: its context, NCCL's buffers, the
-# kernels' workspaces, gaps between tensors. On a host: other processes.
+# kernels' workspaces, unused gaps between tensors. On a host: other processes.
 RESERVED = {"cuda": 0.06, "cpu": 0.05}
-# Factors by which a run may need more than predicted. A process on a CPU also grows by kernels,
-# their threads and gaps between tensors: up to 1.8 times for small models (docs/memory.md).
+# Factors by which a run may need more than predicted. A process on a CPU also holds kernels, their
+# threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
 
 
@@ -51,9 +51,9 @@ MARGIN = {"cuda": 1.10, "cpu": 2.0}
 class MemoryEstimate:
     """Bytes on each device at the peak of a step.
 
-    `activations` are all other tensors at the peak: those for the backward pass, the loss head's
-    logits, whole weights of gathered layers; 0 if they could not be `counted`. fault: a warning for
-    the log, if something could not be counted.
+    activations: all other tensors at the peak, such as layers' inputs for the backward pass, logits
+    of the loss head, gathered weights. counted: False if most of `activations` is missing. fault:
+    a warning for the log, if something could not be counted.
     """
 
     weights: int
@@ -65,7 +65,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Return all of it together."""
+        """Return the sum of the parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -79,10 +79,10 @@ class MemoryEstimate:
 class MemoryPlan:
     """The choice of activation checkpointing, as provenance.json records it.
 
-    `requested` is the word in the settings. `predicted_bytes` per device, by choice. `room_bytes`
-    is the smallest of all ranks; None: the device is not known. `sequence_bytes`: memory of one
-    more sequence in a micro-batch (without a GPU, an upper bound). `sharded_bytes`: the total under
-    fsdp2.
+    requested: the word in the settings. predicted_bytes: total per device, by choice. room_bytes:
+    usable bytes of the device that has the fewest; None: not known. sequence_bytes: memory of one
+    more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes: the total under
+    fsdp2 (without a GPU, under the run's strategy).
     """
 
     choice: str
@@ -99,10 +99,10 @@ def plan_memory(
 ) -> tuple[MemoryPlan, Report]:
     """Predict the memory of one device and choose the activation checkpointing.
 
-    Returns the choice, and the lines of the log. Collective over ranks, which all choose by the
-    smallest room. Where the run trains elsewhere the device is the GPU that --assume or
-    slurm/cluster.env names. Raises ConfigurationError for what a GPU cannot hold even if the
-    prediction is too high, and for weights that a host cannot hold.
+    Returns the plan and its log lines. All ranks must call this; they choose by the device with the
+    least room. If the run trains on another machine, the device is the GPU that --assume or
+    slurm/cluster.env names. Raises ConfigurationError if the run does not fit a GPU even though the
+    prediction may be too high by MARGIN, or if the weights alone do not fit the GPU or the host.
     """
     report = Report()
     requested, possible = checkpointing_choices(settings, config, launch)
@@ -148,7 +148,7 @@ def plan_memory(
 
     totals = {name: estimate.total for name, estimate in predicted.items()}
     sequence, sharded = predicted[choice].activations // work.rows, needed
-    if launch.device == "cuda" and not elsewhere:  # a second or two, for when memory runs out
+    if launch.device == "cuda" and not elsewhere:  # takes a second or two; used if memory runs out
         totals = {name: totals.get(name) or peak(name, work) for name in possible}
         sequence = peak(choice, replace(work, rows=work.rows + 1)) - needed
         rows = replace(work, weights=work.autocast or work.weights)
@@ -157,13 +157,13 @@ def plan_memory(
 
 
 def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int) -> str:
-    """Write that the weights alone are too large, and which file has their sizes."""
+    """Return a sentence that the weights alone are too large, with the file of their sizes."""
     source = settings.model.model_config or config.name_or_path
     return f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} right?"
 
 
 def fitting(room: int, config: PreTrainedConfig, kernels: Kernels) -> Fits:
-    """Return a function that says whether a run with other settings fits into `room` bytes."""
+    """Return a function that tells whether a run with other settings fits into `room` bytes."""
 
     def fits(settings: RunSettings, launch: LaunchFacts, choice: str) -> bool:
         if launch.strategy == "fsdp2" and launch.device == "cpu" and not kernels.elsewhere:
@@ -186,11 +186,11 @@ def fitting(room: int, config: PreTrainedConfig, kernels: Kernels) -> Fits:
 def workload(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
 ) -> Workload:
-    """Return the micro-batch of a rank, in the types that this launch computes with."""
+    """Return the micro-batch of a rank, with the number types and kernels of this launch."""
     training = settings.training
     weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
     if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
-        weights = mixed  # the strategy gathers or keeps what is computed with in this type
+        weights = mixed  # the strategy computes with weights in this type
     rows, length = training.per_device_train_batch_size, settings.data.sequence_length
     device = "cuda" if launch.device == "cuda" else "cpu"
     quantized = quantized_layers(settings.model, config)
@@ -203,7 +203,8 @@ def checkpointing_choices(
 ) -> tuple[str, list[str]]:
     """Return the requested word (none, selective, full, auto) and the possible choices.
 
-    Raises ConfigurationError if no choice is possible, or if two places set the recomputation.
+    Raises ConfigurationError if the word is not possible for this model and strategy, or if the
+    accelerate config also sets recomputation.
     """
     value = settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
@@ -257,7 +258,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return the free bytes of this rank's device, and all bytes of a GPU; None: unknown."""
+    """Return (free usable bytes of this rank's device, size of its GPU); None: unknown, no GPU."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -270,7 +271,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     run: RunArguments, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return a GPU's room and memory in bytes from --assume or slurm/cluster.env; None: unknown."""
+    """Return (usable bytes, size) of the GPU of --assume or slurm/cluster.env; None: unknown."""
     given = environment.get(VARIABLE, "").strip()
     if run.assume:
         given = str(assumed_gpus(run.assume).memory_gib)
@@ -298,14 +299,14 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
-    `counts` are of all and of the trained parameters. The launch's strategy says what is sharded.
-    Where the architecture cannot run without data, activations are left out: see `fault`.
+    counts: (all, trained) parameters. The strategy of the launch determines what is sharded. If the
+    architecture cannot run without data, activations are left out and `fault` gives the reason.
     """
     dtype = weights_dtype(settings.model, config)
     size, gradients = dtype.itemsize, trained_bytes(settings.model, config, dtype, counts[1])
     states = _optimizer_bytes(settings, launch, gradients, counts[1])
     if launch.strategy.startswith("zero") and work.autocast is not None:
-        size, gradients = 2, 2 * counts[1]  # half precision to compute with
+        size, gradients = 2, 2 * counts[1]  # DeepSpeed computes with half precision
     weights = (counts[0] - counts[1]) * size + gradients
     shards = {
         kind: launch.world_size if launch.strategy in strategies else 1
@@ -340,7 +341,7 @@ def estimate_memory(
     if work.device != "cpu" or work.kernels.elsewhere:  # a GPU, or a dry run for one
         activations += WORKSPACE_BYTES
     if work.quantized is not None:
-        # A layer's weights are dequantized while it computes, whichever is running at the peak.
+        # At the peak one layer's weights are dequantized. Assume that it is the largest layer.
         activations += work.quantized.largest * dtype.itemsize
     if ddp and accumulates:
         made += gradients  # gradients of earlier micro-batches, beside the buckets
@@ -358,7 +359,7 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float)
 def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, own_bytes: int, count: int) -> int:
     """Return the bytes of EMA and of the optimizer's states; an unknown optimizer counts as AdamW.
 
-    The `count` trained weights take `own_bytes`.
+    count: number of trained weights. own_bytes: size of these weights.
     """
     averages = 0 if settings.run.ema_decay is None else 4 * count
     if launch.strategy.startswith("zero") and settings.training.mixed_precision in TYPES:
@@ -393,7 +394,7 @@ def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: La
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
     """Return (all, trained) parameters, counted on the meta device."""
     with torch.device("meta"):
-        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
         built = with_adapters(causal_lm_class(config)(config), model)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

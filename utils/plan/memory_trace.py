@@ -1,7 +1,8 @@
 """Counts the memory of a training step on the user's own model, without data.
 
-The model runs forward and backward on fake tensors. Every storage is counted from the operator that
-makes it until nothing refers to it. Only the first of equal layers runs. Begin with `trace`.
+The model runs forward and backward on fake tensors, which have no data. A tensor's bytes count from
+the operator that makes it until nothing refers to it. If several layers are equal, only the first
+one runs and its bytes count for each of them. Begin to read with `trace`.
 """
 
 import copy
@@ -34,14 +35,14 @@ from utils.model.probe import torch_operators
 from utils.model.quantization import Quantized
 
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
-WITH_SCORES = ("sdpa", "eager")  # they run as they are: masks and scores may be in memory
-COUNTED = "counted_attention"  # transformers looks for "flash", "sdpa" and the like inside a name
+WITH_SCORES = ("sdpa", "eager")  # run unchanged: masks and scores may take memory
+COUNTED = "counted_attention"  # not "flash" or "sdpa": transformers acts on such names
 EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The attention and the loss head of a step. `elsewhere`: GPUs of another machine train."""
+    """The attention and loss head of a step. elsewhere: the run trains on another machine."""
 
     attention: AttentionChoice
     loss_head: LossHeadChoice
@@ -49,13 +50,13 @@ class Kernels:
     elsewhere: bool = False
 
     def under(self, strategy: str) -> "Kernels":
-        """Return the kernels with a strategy: torch cannot compile the hooks of ZeRO-3."""
+        """Return the kernels under a strategy. ZeRO-3 has hooks that torch cannot compile."""
         return replace(self, compiled=self.compiled and strategy != "zero3")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A micro-batch, the types of its numbers, and what computes it."""
+    """A micro-batch of a rank, its number types and its kernels."""
 
     rows: int
     sequence_length: int
@@ -70,9 +71,9 @@ class Workload:
 class Stretch:
     """A part of a step, such as the forward pass of a layer.
 
-    change: bytes made minus bytes freed in the stretch, by the stretch that made them.
-    peak: the most bytes alive, beyond those alive at the beginning.
-    gradients: bytes of the layer's gradients, all alive when its backward pass ends.
+    change: bytes allocated minus bytes freed in the stretch; key: the stretch that allocated them.
+    peak: the largest growth of the live bytes since the beginning of the stretch.
+    gradients: bytes of the layer's gradients, all of them live when its backward pass ends.
     """
 
     name: str
@@ -89,13 +90,12 @@ class Stretch:
 def most_alive(
     stretches: Sequence[Stretch], shards: int, *, held: int, copied: float = 0.0
 ) -> tuple[int, int]:
-    """Return the most bytes beside weights and optimizer, and how many of them are gradients.
+    """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
 
-    A layer's gradients are cut into `shards` when its backward pass ends. For the sum over the
-    ranks they are copied into a buffer of `copied` times their bytes, which lives until the next
-    layer's buffer; at the end, weights outside the layers have such a buffer. `held`: bytes of
-    gradients from an earlier micro-batch of the step, to which this one's are added; 0: no earlier
-    one.
+    A rank keeps one of `shards` parts of a layer's gradients once the layer's backward pass ends.
+    To sum gradients over the ranks, they are copied into a buffer of `copied` times their bytes. A
+    buffer lives until the next layer's buffer; the last buffer is for weights outside the layers.
+    `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
     """
     alive = most = made = of_most = held
     buffer = 0
@@ -114,8 +114,8 @@ def most_alive(
 class Traced(NamedTuple):
     """The memory of a step.
 
-    gathered_bytes: the weights of two layers and of everything outside the layers, which each rank
-    holds whole where a strategy gathers weights. fault: why layers were not counted as compiled.
+    gathered_bytes: weights of two layers and of everything outside the layers. Each rank holds them
+    whole if the strategy shards weights. fault: why layers were not counted as compiled.
     """
 
     stretches: list[Stretch]  # in the order of the step
@@ -126,10 +126,10 @@ class Traced(NamedTuple):
 def trace(settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str) -> Traced:
     """Count a step's memory with this activation checkpointing; nothing is computed.
 
-    Raises what the architecture raises where it cannot run without data (MISFITS).
+    Raises one of MISFITS if the architecture cannot run without data.
     """
     fault = ""
-    # Where layers are computed again the checkpoint says what is kept, compiled or not.
+    # With recomputation torch.utils.checkpoint decides what is kept, not the compiler.
     if work.kernels.compiled and choice == "none":
         try:
             return _trace(_build(settings, config, work, choice), work, cut=True)
@@ -145,18 +145,18 @@ def trace(settings: RunSettings, config: PreTrainedConfig, work: Workload, choic
 def _trace(model: nn.Module, work: Workload, *, cut: bool) -> Traced:
     layers = layers_of(model)
     kinds = _kinds(layers)
-    # Experts multiply with the operator that transformers uses where torch has none: it accepts
-    # fake tensors of any type, and its results have the same sizes. (A Mock would keep arguments.)
+    # Experts use transformers' fallback for torch's grouped product: it accepts fake tensors of any
+    # type, and its results have the same sizes. (A Mock would keep its arguments alive.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
-    head = mock.patch.object(ChunkedHead, "chunk", _zero)  # its buffers are all it keeps
-    # A CPU build of torch has no fake tensors of a GPU: fake tensors of the CPU replace them.
+    head = mock.patch.object(ChunkedHead, "chunk", _zero)  # the head keeps only buffers
+    # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
     of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.kernels.elsewhere else {})
     with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu, torch_operators():
         _put_on_device(model)
         if cut:
             for kind in set(kinds):
                 cut_as_compiled(layers[kind])
-            _go_through(model, work)  # traces the layers: no step's memory
+            _go_through(model, work)  # traces the layers; its memory is not counted
         stretches = _go_through(model, work)
     sizes = [_bytes(layer.parameters()) for layer in layers]
     gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
@@ -168,7 +168,7 @@ def _zero(*_: Any) -> int:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that activation checkpointing works on, without those inside another."""
+    """Return the layers for activation checkpointing, without layers inside another layer."""
     marked = marked_layers(model)
     inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
     return [layer for layer in marked if layer not in inside]
@@ -186,7 +186,7 @@ def _build(
     else:
         config._attn_implementation = kernels.attention.name
     with torch.device("meta"):
-        # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
         model_class: Any = causal_lm_class(config)
         model = model_class(config).to(work.weights)
         kernels.loss_head.install(model, kernels.compiled)
@@ -199,7 +199,7 @@ def _build(
 
 
 def _put_on_device(model: nn.Module) -> None:
-    """Replace the meta device's tensors by fake ones of the current device; tied ones stay one."""
+    """Replace meta tensors by fake tensors of the current device; tied weights stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, old in [*module._parameters.items(), *module._buffers.items()]:
@@ -213,20 +213,20 @@ def _put_on_device(model: nn.Module) -> None:
 
 
 def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Attend as a flash kernel does, which keeps its output and the statistics of its softmax."""
+    """Attend like a flash kernel: for backward it keeps its output and the softmax statistics."""
     query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
     output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return output[0, ..., : value.shape[-1]].transpose(0, 1)
 
 
 def cut_as_compiled(layer: nn.Module) -> None:
-    """Let a layer keep the tensors for its backward pass that a compiled layer keeps.
+    """Make a layer keep the same tensors for its backward pass as if it were compiled.
 
-    torch's compiler makes one graph of a layer's forward and backward pass and cuts it where the
-    fewest bytes cross. The same cut is made here when the layer first runs, without compilation.
-    After that the layer must be called with tensors of the same shapes.
+    torch's compiler joins the layer's forward and backward pass in one graph. It cuts the graph
+    where the fewest bytes pass from forward to backward. The layer's first call makes the same cut
+    here, without compilation. Later calls must have tensors of the same shapes.
     """
-    # Imported here because they take seconds, which a run that compiles needs anyway.
+    # These imports take seconds. A run that compiles needs them anyway.
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.compilers import nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -262,7 +262,7 @@ def _go_through(model: nn.Module, work: Workload) -> list[Stretch]:
 
 
 def _fake_batch(work: Workload) -> dict[str, Any]:
-    """Return a micro-batch as the model takes it (utils/data/loader.py), without data."""
+    """Return the inputs that utils/data/loader.py gives the model for a micro-batch, all zeros."""
     shape, tokens = (work.rows, work.sequence_length), work.rows * work.sequence_length
     bounds = torch.zeros(work.rows + 1, dtype=torch.int32)
     per_token = ("input_ids", "labels", "position_ids")
@@ -280,16 +280,16 @@ def _fake_batch(work: Workload) -> dict[str, Any]:
     if kernels.loss_head.router is not None:
         inputs["sequence_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
     batches = kernels.attention.batches
-    # The longest document fills its sequence.
+    # Assume that a document fills its sequence.
     inputs = shape_inputs(inputs, "plain" if batches == "alone" else batches)
     return inputs | {"use_cache": False}
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts every storage from its operator until nothing refers to it.
+    """A mode of torch that counts the bytes of tensors while anything refers to them.
 
-    Enter it inside a FakeTensorMode. Tensors in `known` existed before: neither they nor their
-    views are counted.
+    Enter it inside a FakeTensorMode if there is one. `known`: tensors that existed before. They and
+    their views are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -332,7 +332,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Return for each layer the number of the first one like it."""
+    """Return for each layer the number of the first layer that is equal to it."""
     first: dict[Any, int] = {}
     kinds = []
     for number, layer in enumerate(layers):
@@ -345,25 +345,25 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
-    """Return the call of a layer: the first of a kind runs and is counted, others do not run.
+    """Return a function for the layers' `__call__` that runs only the first layer of each kind.
 
-    The others return their input.
+    The other layers return their input.
     """
     numbers, kinds = {layer: number for number, layer in enumerate(layers)}, _kinds(layers)
-    outputs: dict[int, Any] = {}  # what layers return beside the hidden states
+    outputs: dict[int, Any] = {}  # what layers return besides the hidden states
     shared: list[Any] = []
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number = numbers.get(layer)
-        if number is None:  # inside another
+        if number is None:  # a layer inside another
             return nn.Module.__call__(layer, *args, **kwargs)
         hidden, *others = args or (kwargs.pop("hidden_states"),)
         kind = kinds[number]
         if number != kind:
             return (hidden, *outputs[kind]) if kind in outputs else hidden
-        # Tensors that all layers share must live until the last layer, whichever it is.
+        # Tensors that all layers share, such as masks, must live until the last layer ran.
         shared.append((others, kwargs))
-        # A view: its hook must run before the hook of the layer below, whose output this is.
+        # Hook a view: this hook must run before the hook on the output of the layer below.
         own = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         hidden = own.view_as(own)
         hidden.register_hook(lambda _: live.begin(REST))
@@ -380,9 +380,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Repeat the stretches of the first layer of a kind for each layer of that kind.
+    """Repeat the stretches of the first layer of each kind for the other layers of the kind.
 
-    At the end of autocast its copies of all layers' weights are freed.
+    When autocast ends, it frees its copies of all layers' weights.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

@@ -1,4 +1,4 @@
-"""The types in which a run keeps weights and Adam's states, and in which it computes."""
+"""The number types of a run: of its weights, Adam's states and computations."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
 from utils.model.weights import weights_dtype
 
-# Our optimizer needs whole weights, or weights sharded by rows.
+# Strategies of our own optimizer. It needs whole weights, or weights sharded by rows.
 STRATEGIES = ("single", "ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The type of Adam's moments, and whether weights are rounded up or down at random."""
+    """The type of Adam's moments, and whether weights are rounded stochastically (up or down)."""
 
     kept_as: str
     stochastic_rounding: bool
@@ -27,9 +27,12 @@ class OptimizerStates:
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return what our own optimizer keeps; None: torch's does. Raises ConfigurationError."""
+    """Return the number types of our own optimizer; None: the run uses torch's optimizer.
+
+    Raises ConfigurationError if the strategy or the type of the weights rules the settings out.
+    """
     run, weights = settings.run, weights_dtype(settings.model, config)
-    trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters
+    trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
     if run.ema_decay is not None and launch.strategy not in STRATEGIES:
         raise ConfigurationError(
@@ -55,7 +58,7 @@ def choose_optimizer_states(
 def precision_line(
     settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
 ) -> str:
-    """Say in which types weights and states are kept and computed with, and who chose that."""
+    """Return the log line on the types of weights, computations and states, and who chose them."""
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""

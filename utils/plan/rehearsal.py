@@ -1,6 +1,7 @@
-"""A rehearsal of one step: the libraries judge the settings before any weight is loaded.
+"""A rehearsal of one training step with tiny weights, before any real weight is loaded.
 
-A dry run and every start build the same optimizer, schedule, recomputation and trackers here.
+A dry run and every start build the optimizer, schedule, recomputation and trackers here. An error
+of a library becomes a refusal that names the setting.
 """
 
 import math
@@ -26,21 +27,21 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-# Settings that some optimizers do not read, and the setting for a key of optim_args.
+# Settings that only some optimizers read. Then: the setting to use in place of a key of optim_args.
 OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 SETTINGS_OF_KEYS = {
     "lr": "learning_rate", "weight_decay": "weight_decay", "beta1": "adam_beta1",
     "beta2": "adam_beta2", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon",
 }  # fmt: skip
-NO_REENTRY = {"use_reentrant": False}  # transformers' default, and torch wants an answer
-TRIED = ("x", "1", "0.125", "true")  # values of optim_args: numbers, words, and no number
+NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
+TRIED = ("x", "1", "0.125", "true")  # values to try in optim_args: words and numbers
 NEARLY_WHOLE = 0.999
-SIDE = 64  # of a stand-in's weights: bitsandbytes keeps smaller states in 32 bits
+SIDE = 64  # size of the tiny weights: below 64 x 64 bitsandbytes keeps states in 32 bits
 SAMPLED_STEPS = 256
 
 
 class _Rehearsal(Trainer):
-    """The part of a Trainer that builds an optimizer and a schedule: no processes, no callbacks."""
+    """A Trainer that can only build an optimizer and a schedule: no processes, no callbacks."""
 
     def __init__(self, args: TrainingArguments, model: PreTrainedModel, optimizer: Any):
         self.args, self.model, self.optimizer_cls_and_kwargs = args, model, optimizer
@@ -54,11 +55,11 @@ def rehearse(
     total_steps: int,
     device: torch.device | None,
 ) -> Report:
-    """Build the optimizer, schedule and trackers, and take a step; raises ConfigurationError.
+    """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
-    Returns lines for the log, on settings without effect. `own_optimizer`: Trainer builds none, so
-    only the schedule is judged. `device` is the one that trains, or None on a login node, where
-    nothing is computed.
+    Returns log lines on settings without effect. Raises ConfigurationError with the libraries'
+    errors. `own_optimizer`: the run uses our optimizer, so Trainer's optimizer is not checked.
+    `device`: the device that trains; None on a login node, where no step is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
@@ -67,7 +68,7 @@ def rehearse(
         _try_recomputation(args)
     for reporter in args.report_to or ():
         if reporter in REPORTERS:
-            continue  # looked for by check_packages; they take seconds to import
+            continue  # check_packages looks for these; importing them takes seconds
         with _judged(values, "report_to", problems):
             for callback in get_reporting_integration_callbacks([reporter]):
                 callback()
@@ -93,14 +94,14 @@ def rehearse(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Add a line for the exception of a with block: the settings, the message."""
+    """Add an exception in the with block to `problems`, with the settings that may cause it."""
     try:
         yield
     except ConfigurationError as error:
         problems.extend(error.problems)
     except Exception as error:
         first, *others = names.split()
-        missing = isinstance(error, ImportError)  # a package, whatever else is set
+        missing = isinstance(error, ImportError)  # only the first setting needs the package
         shown = [first, *(name for name in others if values.changed(name) and not missing)]
         if not isinstance(error, ValueError | ImportError | RuntimeError):
             error = TypeError(f"{type(error).__name__}: {first_line(error)}")
@@ -108,8 +109,8 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
-    """Compute a product twice, as Trainer lets the layers of a model do it."""
-    given: Any = args.activation_checkpointing_kwargs  # a mapping: TrainingArguments read the text
+    """Recompute one product with activation_checkpointing_kwargs; faulty keywords raise."""
+    given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
     keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
     if type(every) is not int or every < 1:
@@ -117,7 +118,7 @@ def _try_recomputation(args: TrainingArguments) -> None:
     if type(offload := keywords.pop("offload", False)) is not bool:
         raise ValueError(f"offload has to be true or false, not {offload!r}")
     weight = torch.ones(1, requires_grad=True)
-    with warnings.catch_warnings(action="ignore"):  # the start says the same again
+    with warnings.catch_warnings(action="ignore"):  # the real model gives the same warnings
         result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **(keywords or NO_REENTRY))
         result.backward()
 
@@ -125,7 +126,7 @@ def _try_recomputation(args: TrainingArguments) -> None:
 def _stand_in(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None
 ) -> PreTrainedModel:
-    """Return the model with small weights: of experts one, of a matrix 64 x 64 at most."""
+    """Return the model with tiny weights: one expert per layer, matrices of at most 64 x 64."""
     model = without_weights(config)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -140,9 +141,10 @@ def _stand_in(
 def _check_effect(
     settings: RunSettings, model: PreTrainedModel, pairs: dict[str, str], built: dict[str, Any]
 ) -> Report:
-    """Refuse keys of optim_args that the optimizer does not read; report other settings like that.
+    """Raise ValueError for keys of optim_args without effect; report settings without effect.
 
-    A key may say what `built`, the options of the optimizer, has anyway: relative_step=false.
+    `built`: the options of the built optimizer. A key of optim_args may repeat one of them, as in
+    relative_step=false.
     """
     values, args = settings.values, settings.training
     report = Report()
@@ -160,7 +162,7 @@ def _check_effect(
         for each in (others, *({**others, key: tried} for tried in (value, *TRIED))):
             written = ",".join(f"{name}={other}" for name, other in each.items())
             seen.append(_options(with_values(args, optim_args=written), model))
-        # Trainer sets weight_decay for each group of weights, which overrules the optimizer's.
+        # Trainer sets weight_decay on each group of weights. That overrules optim_args.
         if key == "weight_decay" or all(options == seen[0] for options in seen):
             setting = SETTINGS_OF_KEYS.get(key)
             advice = (
@@ -171,7 +173,7 @@ def _check_effect(
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
-    """Return the options that Trainer would give an optimizer, or Trainer's error as text."""
+    """Return the options that Trainer would give its optimizer, or Trainer's error as text."""
     try:
         _, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     except Exception as error:
@@ -183,7 +185,7 @@ def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
 
 
 def optimizer_pairs(text: str | None) -> dict[str, str]:
-    """Return the pairs of optim_args; raises ValueError for anything but `KEY=VALUE,KEY=VALUE`."""
+    """Return the pairs of optim_args. Raises ValueError unless it is `KEY=VALUE,KEY=VALUE`."""
     pairs: dict[str, str] = {}
     for pair in text.replace(" ", "").split(",") if text else ():
         key, _, value = pair.partition("=")
@@ -197,12 +199,12 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
 
 
 def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) -> Report:
-    """Compute learning rates of the whole run; warn if none is as high as learning_rate."""
+    """Compute learning rates over the whole run; warn if the highest is below learning_rate."""
     report = Report()
     scheduler: Any = trainer.create_scheduler(total_steps)
     if not isinstance(scheduler, LambdaLR):
         for _ in range(3):
-            scheduler.step(1.0)  # metrics of evaluations
+            scheduler.step(1.0)  # an evaluation's metric
         return report
     warmup = settings.training.get_warmup_steps(total_steps)
     steps = {*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), total_steps - 1}
@@ -215,7 +217,7 @@ def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) 
                 raise ValueError(f"the learning rate of step {step + 1:,} would be {rate:.3g}")
             peak = max(peak, factor)
     for scale in scheduler.lr_lambdas:
-        scale(total_steps)  # computed after the last step, where no step uses it
+        scale(total_steps)  # torch also computes the rate after the last step; no step uses it
     if peak < NEARLY_WHOLE:
         report.warn(
             f"{settings.values.shown('lr_scheduler_type')}: the learning rate is at most "

@@ -1,4 +1,4 @@
-"""Settings with which a run fits into its GPUs, found with the same prediction that refused it."""
+"""Changes that make a run fit its GPUs, by the same memory prediction that refused the run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from utils.launch.processes import LaunchFacts
 
 SHOWN = 3
 ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
-GPUS = "GPUs"  # no setting: a launch on so many
+GPUS = "GPUs"  # not a setting: the number of GPUs of the launch
 SHARDED = ("fsdp1", "fsdp2", "zero3")
 SHORTEST = 256  # tokens
 LORA = {"use_peft": True, "dtype": "bfloat16"}
@@ -24,7 +24,7 @@ Fits = Callable[[RunSettings, LaunchFacts, str], bool]
 def remedies(
     settings: RunSettings, launch: LaunchFacts, choice: str, possible: list[str], fits: Fits
 ) -> str:
-    """Write which changes make a run fit."""
+    """Return a text with up to three changes, each of which makes the run fit."""
     found: list[Changes] = []
     for changes in candidates(settings, launch, choice, possible):
         enough = len(found) == SHOWN or any(one.keys() <= changes.keys() for one in found)
@@ -39,7 +39,7 @@ def remedies(
 def candidates(
     settings: RunSettings, launch: LaunchFacts, choice: str, possible: list[str]
 ) -> Iterator[Changes]:
-    """Yield changes, smallest first. If one fits, changes that include it are not needed."""
+    """Yield changes, smallest first. `remedies` skips a change that extends a fitting one."""
     rows, length = settings.training.per_device_train_batch_size, settings.data.sequence_length
     total, ranks, most = settings.run.global_batch_size, launch.world_size, possible[-1]
     least = {ROWS: 1, RECOMPUTED: most}

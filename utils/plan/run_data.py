@@ -1,4 +1,4 @@
-"""The packed splits of a run: opened, checked against the tokenizer, and packed into rows."""
+"""The splits of a run: opened, compared with the tokenizer, and packed into sequences."""
 
 import logging
 from collections.abc import Sequence
@@ -36,23 +36,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run. Without `weights` all sequences are sampled alike."""
+    """The datasets of a run. weights: shares of the sources; None: in proportion to size."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
     weights: list[float] | None
     tokenizer_sha256: str
-    new_tokens: Sequence[int]  # ids that the model's weights have no row for
-    prompts: "Sequence[Prompt]"  # whose completions evaluations show
+    new_tokens: Sequence[int]  # ids without a row in the weights
+    prompts: "Sequence[Prompt]"  # evaluations show completions of these
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return the content fingerprints of every split's datasets, in provenance.json."""
+        """Return the content fingerprints of each split's datasets, for provenance.json."""
         splits = {"train": self.train, **self.evaluation}
         return {name: [data.fingerprint for data in rows.datasets] for name, rows in splits.items()}
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer, compared with the model's; raises ConfigurationError."""
+    """Load the run's tokenizer and compare it with the model's. Raises ConfigurationError."""
     directory = _tokenizer_directory(settings)
     tokenizer = load_tokenizer(directory)
     compare_with_model(settings, tokenizer, directory)
@@ -60,7 +60,7 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_directory(settings: RunSettings) -> str:
-    """Return where the run's tokenizer is: as given, the data's, or that of model or stage."""
+    """Return the tokenizer's path: as set, else the data's, else the model's or init_from's."""
     if settings.data.tokenizer_name_or_path:
         return settings.data.tokenizer_name_or_path
     source = next(iter(train_sources(settings.data.train_data)))
@@ -88,19 +88,19 @@ def load_run_data(
 ) -> RunData:
     """Open, check and pack every split.
 
-    Fine-tuning needs a token to train on in every document and does with long ones what
-    --on_overlong says; pretraining splits them. Raises ConfigurationError with the problems of all
-    splits at once.
+    For fine-tuning each document needs a token to train on, and --on_overlong says what happens to
+    documents that are too long. Pretraining splits long documents. Raises ConfigurationError with
+    the problems of all splits.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
     named = [("train", directory) for directory in sources] + list(splits.items())
     vocabulary = config.get_text_config().vocab_size
-    sha256 = tokenizer_sha256(tokenizer)  # once: a large vocabulary takes most of a second
+    sha256 = tokenizer_sha256(tokenizer)  # takes most of a second
     opened, problems = list[TokenDataset](), list[str]()
     for split, directory in named:
         try:
-            # In a folder of splits, an evaluation split is the one of its name.
+            # If the directory has several splits, take the one with this name.
             dataset = _open(directory, split)
         except ConfigurationError as error:
             problems += error.problems
@@ -140,7 +140,7 @@ def load_run_data(
 
 
 def _padding_token(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
-    """Return a token that the model has: it is not trained on, and no document sees it."""
+    """Return a token of the model for padding. No document sees it, and it is not trained on."""
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((token for token in tokens if token is not None and token < vocabulary), 0)
 
@@ -151,9 +151,9 @@ def _prompts(
     config: PreTrainedConfig,
     examples: Sequence[TokenDataset],
 ) -> "Sequence[Prompt]":
-    """Load `sample_prompts`, which have to fit with what the model adds to them; raises.
+    """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
 
-    Where one of `examples` has chats, or nothing is known of it, they are chats.
+    The prompts are chats if a dataset in `examples` has chats or does not tell how it was made.
     """
     run = settings.run
     if not run.sample_prompts:
@@ -190,16 +190,16 @@ def _tokenizer_problems(
 
 
 def _open(directory: str, split: str = "train") -> TokenDataset:
-    """Open a dataset: first on rank 0, whose measurements the others find in the disk cache."""
+    """Open a dataset, first on rank 0. The other ranks find its measurements in the disk cache."""
     opened: list[TokenDataset] = []
     on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
     return opened[0] if opened else open_token_dataset(directory, split)
 
 
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
-    """Write out what packing made of a dataset: documents, tokens, rows, and what was left out.
+    """Return the log line of a packed dataset: documents, tokens, sequences, tokens left out.
 
-    `most`: of how many sequences an evaluation takes.
+    `most`: the number of sequences that an evaluation reads; None: all.
     """
     found = dataset.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length

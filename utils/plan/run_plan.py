@@ -1,4 +1,4 @@
-"""The plan of a run: a pure function of settings, data, model and launch, and its log lines."""
+"""The plan of a run, made from settings, data, model and launch, and its log lines."""
 
 import logging
 import math
@@ -49,15 +49,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The sequences of every step, what computes them, and what that takes.
+    """The sequences of every step, the kernels that compute them, and the memory they take.
 
-    settings: as they were parsed. report: what the log says of the plan.
+    settings: as they were parsed. report: the log lines of the plan.
     """
 
     settings: RunSettings
     sampler: GlobalBatchSampler
     total_steps: int
-    scheduled_saves: int  # by step count
+    scheduled_saves: int  # checkpoints due by step count
     adapters: AdapterPlan | None
     quantized: Quantized | None
     attention: AttentionChoice
@@ -66,13 +66,13 @@ class RunPlan:
     compiled: bool
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
-    save_dtype: torch.dtype  # of final/
+    save_dtype: torch.dtype  # of the weights in final/
     report: Report
 
     def training_arguments(self, run_id: str) -> TrainingArguments:
-        """Return the arguments of Trainer: a copy of the parsed ones with what the plan derives."""
+        """Return Trainer's arguments: the parsed ones, with the values that the plan derives."""
         training = self.settings.training
-        checkpointing = self.memory.choice != "none"  # Trainer knows a boolean
+        checkpointing = self.memory.choice != "none"  # Trainer only knows a boolean
         return with_values(
             training,
             gradient_accumulation_steps=self.sampler.accumulation_steps,
@@ -80,20 +80,20 @@ class RunPlan:
             activation_checkpointing=checkpointing,
             gradient_checkpointing=checkpointing,
             run_name=tracker_name(training, run_id),
-            # The loader begins at the step itself: Trainer has no batches to skip.
+            # The loader of a resumed run begins at the right step. Trainer must skip no batches.
             ignore_data_skip=True,
-            # Trainer would cast the weights in place in the evaluation before the export.
+            # If true, Trainer would cast the weights in place at the evaluation before the export.
             bf16_full_eval=False,
             fp16_full_eval=False,
             # Trainer would upload at each save. finish_run uploads once.
             push_to_hub=False,
-            # Checkpoints deletes old ones.
+            # Our class Checkpoints deletes old checkpoints.
             save_total_limit=None,
         )
 
 
 def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
-    """Return the name of a run in its trackers, without known secrets; None: theirs."""
+    """Return the run's name for trackers, without known secrets; None: trackers choose it."""
     if training.run_name:
         return redact(training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(training.report_to or ()):
@@ -103,7 +103,7 @@ def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
 
 
 def log_plan(plan: RunPlan) -> None:
-    """Log the arithmetic of a plan and what was chosen, in the order of the choices."""
+    """Log the lines of a plan: the arithmetic, then each choice in the order it was made."""
     _log(plan.report)
 
 
@@ -117,9 +117,10 @@ def plan_run(
 ) -> RunPlan:
     """Work out accumulation, steps, kernels and memory.
 
-    Raises ConfigurationError when the global batch does not divide, the data is smaller than one
-    global batch, no attention keeps packed documents apart, or the memory is too small. The error
-    carries the report up to the refusal.
+    Raises ConfigurationError, for instance if the global batch does not divide over the ranks, if
+    the data is smaller than one global batch, if no attention keeps packed documents apart, or if
+    the memory is too small. The error's `report` has the log lines up to the refusal. Before
+    any other error is raised, these lines are logged.
     """
     report = Report()
     try:
@@ -196,12 +197,13 @@ def _plan(
 def report_run(
     settings: RunSettings, launch: LaunchFacts, total_steps: int, checkpoint_bytes: int
 ) -> Report:
-    """Return the lines of a dry run on processes, saves and directory; raises ConfigurationError.
+    """Return a dry run's lines on processes, saves and run directory.
 
-    utils/submit/check.py shows how Slurm read a job, including its time limit.
+    Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py prints how Slurm
+    understood the job, such as its time limit.
     """
     training, output_dir = settings.training, Path(str(settings.training.output_dir))
-    # As the user set it: a dry run without GPU sets use_cpu by itself.
+    # `values` has what the user set. A dry run without a GPU changes use_cpu in `training`.
     if settings.values.on_cpu and launch.strategy.startswith(("fsdp", "zero")):
         raise ConfigurationError(
             f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
@@ -230,7 +232,7 @@ def report_run(
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
-    """Say whether this is a dry run of a run that trains elsewhere, on other hardware."""
+    """Return whether this is a dry run of training on another machine's hardware."""
     if settings.run.assume:
         return True
     return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu
@@ -268,21 +270,21 @@ def _attention(
 
 
 def probe_device(settings: RunSettings, launch: LaunchFacts) -> torch.device | None:
-    """Return the device that small models are tried on: the one that trains.
+    """Return the device for trying kernels on small models: the device that trains.
 
-    Kernels in Triton (flash-linear-attention, mamba-ssm, causal-conv1d) run on no other device. On
-    a login node the result is None: small models are tried on the CPU, and models that do not run
-    there are tried where the run trains.
+    Triton kernels (flash-linear-attention, mamba-ssm, causal-conv1d) only run on a GPU. On a login
+    node the result is None: small models run on the CPU. Architectures that cannot run on a CPU are
+    tried when the training starts.
     """
     return None if on_a_login_node(settings, launch) else settings.training.device
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
-    """Prove on a login node what does not depend on a GPU's kernels; return what was found.
+    """Test on a login node's CPU whether packed documents stay apart; return the result.
 
-    Documents that see each other through attention do so on every device. Recurrent layers have
-    kernels of their own on GPUs, which may keep apart what the CPU's do not. Raises
-    ConfigurationError.
+    Raises ConfigurationError if attention lets documents see each other: every device has the same
+    masks. A model that does not run on a CPU is tested where it trains, and the result says so. So
+    is a recurrent model that fails here, because its GPU kernels are different.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
@@ -302,12 +304,12 @@ def _loss_head(
     device: torch.device | None,
     report: Report,
 ) -> LossHeadChoice:
-    """Choose how the loss is computed; without a device that trains, a CPU proves what it can."""
+    """Choose the loss head. With `device` None (a login node) the CPU tests it if it can."""
     training = settings.training
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
     router = router_term(config, fine_tuning=fine_tuning, given=given)
-    # PEFT trains new tokens' rows in layers of its own, which the fused head goes past.
+    # PEFT puts new tokens' trained rows into its own layers, which the fused head bypasses.
     adapted = adapters is not None and (adapters.targets.head or has_new_tokens)
     choice = choose_loss_head(settings.model.loss_head, config, adapted, router, device)
     report.say(f"loss: {choice.reason}")

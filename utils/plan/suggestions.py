@@ -1,7 +1,7 @@
-"""The forecast of a dry run for GPUs elsewhere, and the settings that fit these GPUs best.
+"""The forecast of a dry run for another machine's GPUs, and the best settings for these GPUs.
 
---assume names the GPUs, --suggest tries strategies, micro-batches and recomputation on them. Both
-use predictions (memory.py) and forecasts (forecast.py): nothing is measured here.
+--assume names the GPUs. --suggest tries strategies, micro-batches and recomputation on them. Both
+use the memory predictions of memory_plan.py and the speeds of forecast.py; nothing is measured.
 """
 
 import math
@@ -39,9 +39,9 @@ from utils.plan.memory_plan import (
 from utils.plan.memory_trace import Kernels
 from utils.plan.remedies import remedies
 
-FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # of strategies that are named otherwise
+FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-AS_FAST = 0.98  # of two speeds closer than this the strategy that shards less wins
+AS_FAST = 0.98  # speeds closer than this count as equal: then less sharding wins
 ROWS = 4
 # The GPU whose speed orders the candidates if the GPUs' speed is not known.
 USUAL = GPUS["H100-80GB"]
@@ -51,7 +51,7 @@ USUAL = GPUS["H100-80GB"]
 class Candidate:
     """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    counted: whether the bytes include activations, which some architectures do not allow to count.
+    counted: whether the bytes include activations. For some architectures they cannot be counted.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predictions of a run on some GPUs, with its settings and with others."""
+    """Predictions of memory and speed on some GPUs, for the run's settings and for others."""
 
     settings: RunSettings
     config: PreTrainedConfig
@@ -74,7 +74,7 @@ class Planner:
     products: ModelProducts
 
     def candidate(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> Candidate:
-        """Predict one choice; raises ConfigurationError where the global batch does not divide."""
+        """Predict one choice. Raises ConfigurationError if the global batch does not divide."""
         speed = self.speed(launch, micro_batch, recomputed)
         training = with_values(self.settings.training, per_device_train_batch_size=micro_batch)
         settings = replace(self.settings, training=training)
@@ -86,7 +86,7 @@ class Planner:
         )
 
     def speed(self, launch: LaunchFacts, micro_batch: int, recomputed: str) -> float:
-        """Predict tokens per second; as on usual GPUs where their memory alone is known."""
+        """Predict tokens per second. For GPUs of unknown speed, return the speed on an H100."""
         total = self.settings.run.global_batch_size
         step = Step(
             rows=micro_batch,
@@ -105,15 +105,15 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """Return the bytes that a prediction may take, with the reserve that `auto` leaves."""
+        """Return the bytes that a prediction may take, as for activation_checkpointing: auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def fits(self, candidate: Candidate) -> bool:
-        """Say whether a candidate fits."""
+        """Return whether a candidate's memory is known and fits."""
         return candidate.counted and candidate.total_bytes <= self.room
 
     def candidates(self, launch: LaunchFacts) -> Iterator[Candidate]:
-        """Yield all choices that fit; smaller micro-batches of a kind first."""
+        """Yield all choices that fit, by strategy and recomputation; small micro-batches first."""
         for strategy in strategies(launch):
             other = replace(launch, strategy=strategy)
             for choice in possible_checkpointing(self.config, other):
@@ -126,7 +126,7 @@ class Planner:
                     yield found
 
     def row(self, candidate: Candidate) -> str:
-        """Write a line of the table."""
+        """Return the candidate's line in the table of --suggest."""
         strategy = FILES.get(candidate.strategy, candidate.strategy)
         speed = f"{rounded(candidate.tokens_per_s):>12,}" if self.gpus.flops else f"{'?':>12}"
         return (
@@ -144,17 +144,17 @@ def strategies(launch: LaunchFacts) -> tuple[str, ...]:
 
 
 def rounded(number: float) -> int:
-    """Return a number with two significant digits: a forecast has no more."""
+    """Round to two significant digits. A forecast is not more exact."""
     return int(float(f"{number:.2g}"))
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed; among equals prefer less sharding, then the larger micro-batch."""
+    """Sort by speed. Among nearly equal ones prefer less sharding, then a larger micro-batch."""
     rest, ordered = list(candidates), []
     while rest:
         fastest = max(rest, key=lambda one: one.tokens_per_s)
         near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest.tokens_per_s]
-        # candidates() yields strategies in this order; max takes the first of equals.
+        # candidates() yields the strategy that shards least first. max takes the first of equals.
         simplest = near[0].strategy
         best = max(
             (one for one in near if one.strategy == simplest), key=lambda one: one.micro_batch
@@ -171,9 +171,9 @@ def make_planner(
     kernels: Kernels,
     document_tokens: float,
 ) -> Planner:
-    """Return the planner of a dry run; raises ConfigurationError where nobody named the GPUs.
+    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are not known.
 
-    `document_tokens`: the mean length, over all tokens, of the document that a token is in.
+    document_tokens: mean, over all tokens, of the length of the token's document.
     """
     if settings.run.assume:
         gpus = assumed_gpus(settings.run.assume)
@@ -196,7 +196,7 @@ def make_planner(
 
 
 def suggest(planner: Planner, launch: LaunchFacts) -> Report:
-    """Return the lines of `--suggest`: the fastest settings that fit, or what would fit."""
+    """Return the lines of `--suggest`: the fastest settings that fit, else changes that fit."""
     report = Report()
     choices = possible_checkpointing(planner.config, launch)
     if not planner.candidate(launch, 1, choices[-1]).counted:
@@ -227,7 +227,7 @@ def suggest(planner: Planner, launch: LaunchFacts) -> Report:
 
 
 def forecast_line(planner: Planner, launch: LaunchFacts, recomputed: str, total_steps: int) -> str:
-    """Write the forecast: tokens per second with these settings, and the duration of the run."""
+    """Return the forecast as text: tokens per second with these settings, duration of the run."""
     gpus, run = planner.gpus, planner.settings.run
     if gpus.flops is None:
         return f"forecast: no speed, the GPUs are known by their memory alone ({gpus})"
@@ -243,7 +243,7 @@ def forecast_line(planner: Planner, launch: LaunchFacts, recomputed: str, total_
 
 
 def duration(seconds: float) -> str:
-    """Write a duration with the precision of a forecast: 40 minutes, 13 hours, 4 days."""
+    """Return a duration with the precision of a forecast: 40 minutes, 13 hours, 4 days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{float(f'{seconds / size:.2g}'):g} {unit}"

@@ -2,9 +2,9 @@
 
     python -m utils.submit.check DIRECTORY FIELDS ANSWER COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
-DIRECTORY is the one in which sbatch was called. ANSWER is the output of squeue for the job: the
-values of the FIELDS (names joined by commas), each padded to WIDTH bytes, so that no value can look
-like another field. COUNT is the number of OPTIONS.
+DIRECTORY: where sbatch was called. FIELDS: names of squeue's fields, joined by commas. ANSWER:
+squeue's output for the job. It has the value of each field, padded to WIDTH bytes, so that text in
+a value cannot look like another field. COUNT: the number of OPTIONS.
 """
 
 import os
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _dry_run(kind, arguments)
     is_sweep = kind == "sweep_job.sh"
-    # Check the launch of a sweep's first point. The dry run of each point uses its strategy.
+    # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
     allocation, config = plan_launch(first[1:], {**os.environ, **first_node(job)}, 0)
     on_cpu = allocation.gpus is None
@@ -92,7 +92,7 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
 
 
 def read_answer(fields: str, answer: str) -> dict[str, str]:
-    """Return the values in squeue's answer by field. Raises UnfitClusterError without an answer."""
+    """Return {field: value} of squeue's answer. Raises UnfitClusterError if the job is missing."""
     names, text = fields.split(","), os.fsencode(answer)
     if len(text) < (len(names) - 1) * WIDTH:
         raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
@@ -111,7 +111,7 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def _gpus(tres: str) -> int:
-    """Return the number in gres:gpu:h100:4, gres/gpu=4 or gpu. Slurm uses the last entry."""
+    """Return the GPUs in gres:gpu:h100:4, gres/gpu=4 or gpu (one). Slurm uses the last entry."""
     entries = [entry for entry in tres.split(",") if "gpu" in entry]
     number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
     return int(number[1]) if number else len(entries[:1])
@@ -120,8 +120,9 @@ def _gpus(tres: str) -> int:
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
-    squeue does not show --signal. Options override SBATCH_SIGNAL, which overrides the #SBATCH
-    lines. Without `B:` Slurm does not signal the job script, which passes the signal to all nodes.
+    squeue does not show --signal, so read the options, else SBATCH_SIGNAL, else the #SBATCH lines.
+    The value needs `B:`. Only then Slurm signals the job script, which passes the signal to all
+    nodes.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
@@ -132,9 +133,9 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
 
 
 def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `python` that dry-run the job of a job script of this kind.
+    """Return the arguments of `python` for the dry run of a job. `kind`: the job script's name.
 
-    Raises ConfigurationError for a script without --dry_run, which would start training.
+    Raises ConfigurationError for a script that does not know --dry_run and would start training.
     """
     if kind == "sweep_job.sh":
         if len(arguments) != 1:

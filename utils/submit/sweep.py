@@ -1,4 +1,4 @@
-"""A sweep file and its points; slurm/submit.sh and slurm/sweep_job.sh call this module.
+"""A sweep file and its points (one run each), for slurm/submit.sh and slurm/sweep_job.sh.
 
     python -m utils.submit.sweep points FILE          number, name and state of every point
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
@@ -33,7 +33,7 @@ FORMS = {
 }
 _OWN = ("output_dir", "config", "dry_run")  # the sweep sets these for its points
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
-# File systems allow 255 bytes, of which temporary names of checkpoints need some.
+# File systems allow 255 bytes per name. Temporary names of checkpoints need some of them.
 _LONGEST_NAME = 120
 
 
@@ -157,7 +157,7 @@ def point_name(settings: Mapping[str, Any]) -> str:
 
 
 def check_points(sweep: Sweep) -> None:
-    """Dry-run all points and print the first. Raises ConfigurationError with all their faults."""
+    """Dry-run all points; print the output of the first. Raises ConfigurationError."""
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
     for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):

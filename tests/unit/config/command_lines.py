@@ -1,4 +1,4 @@
-"""Parses and checks command lines like the two scripts."""
+"""Helpers that parse and check command lines as pretrain.py and sft_train.py do."""
 
 import pytest
 import tiny

@@ -54,7 +54,7 @@ CONTRADICTIONS = [
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
     ({"accept_changes": ["seed", "sed"]},
      r"accept_changes \(--accept_changes\): unknown setting sed: did you mean seed\?"),
-    # Refusals of transformers become configuration errors too.
+    # A refusal by transformers also becomes a ConfigurationError.
     ({**EVALUATED, "load_best_model_at_end": "true", "save_steps": "15",
       "metric_for_best_model": "a_loss"}, "requires the saving steps to be a round multiple"),
     ({"model_config": None, "learning_rate": "-1", "early_stopping_patience": "2"},

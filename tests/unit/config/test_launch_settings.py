@@ -129,7 +129,7 @@ def test_sizes_that_are_not_the_processes_of_the_launch_are_refused(monkeypatch)
 
 
 def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
-    """`accelerate config` writes such numbers, which Trainer would refuse after loading."""
+    """`accelerate config` writes these numbers. Trainer would refuse them after loading weights."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "auto")

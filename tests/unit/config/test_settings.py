@@ -1,4 +1,4 @@
-"""Settings of a run: flags override recipes, missing ones are derived, config.yaml repeats them."""
+"""A run's settings: flags override recipes, missing ones are derived, config.yaml stores all."""
 
 import os
 import re
@@ -49,7 +49,7 @@ EVALUATION = {
 
 @pytest.fixture
 def started(tmp_path):
-    """Parse flags with a recipe over BASE, as settings of a fine-tuning."""
+    """Return a function that parses flags and a recipe that extends BASE, for fine-tuning."""
 
     def start(recipe, *flags):
         (tmp_path / "base.yaml").write_text(BASE)
@@ -107,7 +107,7 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
     argv = ["--config", str(tmp_path / "recipe.yaml"), str(later)]
     assert moot(parse_fine_tuning(argv, "").values) == EVALUATION
     assert moot(parse_fine_tuning([*argv, "--eval_steps", "5"], "").values) == EVALUATION
-    # In a single source a contradicting best model stays an error.
+    # Within a single source the contradiction with load_best_model_at_end stays an error.
     with pytest.raises(ConfigurationError, match=r"load_best_model_at_end true .* has no effect"):
         started(DEMO.replace("eval_strategy: steps", "eval_strategy: no"))
     for limit in ("max_steps: 5", "max_tokens: 5B"):
@@ -241,7 +241,7 @@ def test_a_recipe_for_gpus_runs_on_a_cpu_that_was_asked_for_by_the_launch(
     ("changes", "environment", "bf16"),
     [
         ({}, {}, True),
-        ({"dtype": "bfloat16"}, {}, False),  # products in bfloat16 already
+        ({"dtype": "bfloat16"}, {}, False),  # weights in bfloat16 already compute in bfloat16
         (DRY, {}, False),  # on a login node, for unknown nodes
         ({"use_cpu": None}, {"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}, False),
         # A launcher's processes are only on the CPU if a setting says so.
@@ -286,7 +286,7 @@ def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
 
 
 def test_a_best_model_that_is_to_be_loaded_is_saved_when_it_is_found(no_accelerator, started):
-    """Trainer would load the best saved model, but report a later, better figure."""
+    """Without save_best Trainer would load the best saved model, but report a better figure."""
     best = "eval_data: [data/held-out]\nload_best_model_at_end: true\nsave_steps: 20\n"
     assert started(f"{best}eval_steps: 10")["save_best"] is True
     assert started(f"{best}eval_steps: 20")["save_best"] is False

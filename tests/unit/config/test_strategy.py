@@ -1,4 +1,4 @@
-"""A dry run without a launch is told strategy, GPUs and processes of the future launch."""
+"""A dry run learns the planned strategy, GPUs and processes from settings and WORLD_SIZE."""
 
 import os
 
@@ -70,7 +70,7 @@ def test_what_is_of_a_dry_run_is_refused_elsewhere(monkeypatch):
 
 
 def described(*words):
-    """Return the processes and the strategy of the launch that a dry run stands for."""
+    """Return the number of processes and the strategy that a command line sees as its launch."""
     values = parse(*words).values
     return values.world_size, requested_strategy(values.environment, values.world_size)
 

@@ -31,7 +31,7 @@ def test_what_was_meant_is_named():
         "learning_rte": "did you mean --learning_rate?",
         "no_bf16": "give --bf16 false",
         "device_eval_size": "--help all lists all settings",  # a similar name is not enough
-        "max_epoch": "here it is --num_train_epochs",  # a typing error in another's name
+        "max_epoch": "here it is --num_train_epochs",  # a typing error in another toolkit's name
         "max_lenght": "--max_length cannot be set here: set --sequence_length",
         "training.steps": "here it is --max_steps",
         "max_new_tokens": "here it is --sample_max_new_tokens",  # not max_tokens
@@ -101,7 +101,7 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
     assert names(ModelArguments) == names(ModelConfig) | own
-    added = names(SFTConfig) - names(TrainingArguments) - REFUSED.keys() - {"packing"}  # is ours
+    added = names(SFTConfig) - names(TrainingArguments) - REFUSED.keys() - {"packing"}  # our own
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
     assert KNOWN["packing"].owner is DataArguments
     tokens = [name for name in KNOWN if "token" in name and "tokenizer" not in name]

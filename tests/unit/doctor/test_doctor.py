@@ -1,4 +1,4 @@
-"""The doctor on pretended machines: each fault is a line with advice, none raises."""
+"""The doctor on simulated machines: each fault becomes a line with advice, not an exception."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ SECRETS = {"HF_TOKEN": "hf_" + "q" * 30, "WANDB_API_KEY": "wandb-secret-value"}
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """Pretend a machine without network, GPU and Slurm, with its own HF_HOME and repository."""
+    """Simulate a machine without network, GPU and Slurm. HF_HOME and repository are temporary."""
     import requests
     from huggingface_hub import constants
 

@@ -61,7 +61,7 @@ TRL = {
 LORA = {"adapter": "lora", "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}
 SAME = {"packing": "none", "activation_checkpointing": "full", "bf16": True}
 
-# Changes, then lines of the training recipe (None: no such line) and of the data recipe.
+# A config, changes to it, then expected lines (None: no such line) of training and data recipe.
 PUBLISHED = {
     "axolotl full": (
         AXOLOTL, {"datasets": ALPACA, "sample_packing": True},
@@ -259,7 +259,7 @@ def test_the_tables_say_nothing_twice():
         assert set(toolkit.marks)
 
 
-# Keys that a property test once found dropped; `then` is the result for one of them.
+# Configs with keys that were once dropped, and expected lines of the training recipe.
 NESTED = {
     "axolotl": (
         {"base_model": "m", "micro_batch_size": 2, "batch_size": 16, "bf16": True,
@@ -320,7 +320,7 @@ INFO = {"chats": {
 
 
 def leaves(value, path=()):
-    """Yield the path of each value inside mappings and lists of mappings."""
+    """Yield path and value of each innermost value in nested mappings and lists of mappings."""
     inner = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list) and any(isinstance(each, dict) for each in value):
         inner = enumerate(value)
@@ -348,7 +348,7 @@ def outcome(convert_config, config):
 
 
 def unaccounted(convert_config, config):
-    """Return the keys that are neither noted nor change a line of a recipe."""
+    """Yield the keys that have no note and whose value does not influence a recipe."""
     lines, named = outcome(convert_config, config)
     for path, value in leaves(config):
         words = [str(word) for word in path if not isinstance(word, int)]

@@ -13,7 +13,7 @@ LLAMA = AutoConfig.for_model(
     "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=512,
 )  # fmt: skip
-# Every second layer has a window.
+# Every second layer has sliding-window attention.
 GEMMA = AutoConfig.for_model(
     "gemma2", hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, vocab_size=512, sliding_window=16,

@@ -79,7 +79,7 @@ def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, monkeypatc
     assert "needs a C++ compiler" in why
     with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler"):
         chosen(tmp_path, asked=True)
-    # A dry run on a login node needs none.
+    # A dry run on a login node needs no compiler.
     assert chosen(tmp_path, device="cpu", asked=True, elsewhere=True)[0]
     assert not chosen(tmp_path, device="cpu", elsewhere=True)[0]
     record_start(tmp_path, compiled=True)

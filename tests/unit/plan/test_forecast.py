@@ -1,4 +1,4 @@
-"""The forecast uses FLOPs as counted elsewhere, and measured shares of the peak."""
+"""The forecast repeats measured speeds and counts FLOPs like benchmarks/hardware/flops.py."""
 
 import json
 from dataclasses import replace

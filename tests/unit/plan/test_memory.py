@@ -1,4 +1,4 @@
-"""The memory and disk space that a run needs, the choice that fits, and refusals."""
+"""Predictions of memory and disk space, the checkpointing that fits, and refusals."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_weights_that_no_device_holds_are_refused_with_the_place_of_their_sizes(
 
 
 def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
-    """The out-of-memory page and the headroom use it; a start on a CPU does not predict."""
+    """The out-of-memory page and the headroom use these predictions. On a CPU there are none."""
     counted = []
 
     def stand_in(_settings, _config, launch, work, choice, _counts):
@@ -189,7 +189,7 @@ def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(confi
 
 
 def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
-    """Layers trained whole are float32 there too (FineTuneTrainer)."""
+    """Layers in lora_modules_to_save are also trained in float32 (FineTuneTrainer)."""
     lora = {"use_peft": "true", "load_in_4bit": "true", "lora_modules_to_save": "lm_head"}
     base = {"model_config": None, "model_name_or_path": "m", "dtype": "bfloat16"}
     given = settings(parse_fine_tuning, **base, **lora)

@@ -1,4 +1,4 @@
-"""Counting one layer of each kind equals counting all, and what torch counts and allocates."""
+"""The count from one layer of each kind equals that of all layers, and torch's own counts."""
 
 import copy
 from collections import Counter
@@ -32,7 +32,7 @@ def most(config, choice, **changes) -> int:
 
 
 def peak_by_torch(model, given) -> int:
-    """Return the peak besides the weights that torch's tracker counts, through all layers."""
+    """Return the peak bytes, without the weights, that torch's tracker counts in all layers."""
     inputs = memory_trace._fake_batch(given)
     tracker = MemTracker()
     tracker.track_external(model)
@@ -51,7 +51,7 @@ def peak_by_torch(model, given) -> int:
     [(LLAMA, "none", None), (GEMMA, "full", torch.bfloat16), (MIXTRAL, "none", torch.bfloat16)],
 )
 def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
-    """The tracker runs every layer, and takes 20 to 300 times as long."""
+    """The tracker runs every layer. It takes 20 to 300 times as long as our count."""
     seen = []
     ours = memory_trace._go_through
 
@@ -67,7 +67,7 @@ def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["none", "full"])
 def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
-    """A layer dequantizes its weights when it computes, so the largest layer's size is added."""
+    """While a layer computes, its weights are dequantized: the prediction adds one layer."""
     config = AutoConfig.for_model(
         "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=3, vocab_size=512,
         num_attention_heads=4, dtype="bfloat16",
@@ -108,7 +108,7 @@ def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(mo
 
 @pytest.mark.slow
 def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
-    """Recomputation is counted as without the compiler."""
+    """With recomputation the count is the same with and without the compiler."""
     found = most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED)
     assert found < 0.9 * most(GEMMA, "none", autocast=torch.bfloat16)
     assert most(LLAMA, "selective", kernels=COMPILED) == most(LLAMA, "selective")
@@ -128,7 +128,7 @@ def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch):
 
 @pytest.mark.slow
 def test_the_cut_keeps_what_a_compiled_layer_keeps():
-    """Compare the count with torch's allocator after a forward pass."""
+    """Compare the count after a forward pass with the bytes that torch's profiler reports."""
     config = copy.deepcopy(LLAMA)
     config._attn_implementation = "sdpa"
     layer = LlamaDecoderLayer(config, 0).train()
@@ -176,7 +176,7 @@ def test_gradients_of_an_earlier_micro_batch_are_there_from_the_start():
 
 
 def test_gradients_are_copied_to_be_added_over_the_ranks():
-    """A layer's buffer exists during the backward pass of the layer below it."""
+    """The copy of a layer's gradients lives during the backward pass of the layer below."""
     layers = [Stretch("backward 1", 6, Counter({"x": 6}), 6), Stretch("backward 0", 6, peak=7)]
     layers[1].change["x"] = 6
     assert most_alive(layers, 2, held=0) == (10, 3)

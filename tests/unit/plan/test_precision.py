@@ -1,4 +1,4 @@
-"""The types of products and states are known, and logged, before a run starts."""
+"""The plan chooses and reports the types of weights, computations and Adam's states."""
 
 from dataclasses import replace
 

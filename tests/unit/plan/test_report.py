@@ -1,4 +1,4 @@
-"""A dry run prints what will happen, and refuses a strategy that the CPU does not have."""
+"""A dry run prints what will happen, and refuses a GPU strategy on a CPU."""
 
 import logging
 import os
@@ -58,11 +58,11 @@ def test_every_kind_of_save_is_reported(report):
 
 
 def test_a_strategy_for_gpus_is_refused_on_a_cpu(report, monkeypatch):
-    # A dry run on a login node uses the CPU by itself, which is not the user's fault.
+    # A dry run on a login node uses the CPU although the user did not ask for it.
     report()
     with pytest.raises(ConfigurationError, match="fsdp2 needs GPUs, but use_cpu"):
         report(use_cpu="true")
-    # With WORLD_SIZE set, accelerate would wait for seven others.
+    # With WORLD_SIZE set, accelerate would wait for seven other processes.
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(ConfigurationError, match="ACCELERATE_USE_CPU asks for the CPU"):

@@ -1,4 +1,4 @@
-"""--suggest prints settings that fit, are the fastest by the forecast, and keep the batch."""
+"""--suggest prints the fastest settings that fit, by the forecast, and keeps the global batch."""
 
 import logging
 import re
@@ -31,7 +31,7 @@ WIDE = AutoConfig.for_model(
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Plan a run on four GPUs with this many MiB."""
+    """Return a function that makes the planner of a run on four GPUs of `memory_mib` MiB each."""
     for name in ("WORLD_SIZE", "ACCELERATE_CONFIG", "STOKER_GPU_MEMORY_GIB"):
         monkeypatch.delenv(name, raising=False)
 
@@ -48,7 +48,7 @@ def plan(monkeypatch):
 
 
 def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
-    # Whole weights on each GPU (16 bytes each) do not fit. A quarter, with recomputation, does.
+    # 16 bytes per parameter do not fit a GPU. A quarter of them fits with recomputation.
     planner = plan(200)
     found = list(planner.candidates(FOUR))
     assert {one.strategy for one in found} == {"fsdp2"}
@@ -66,7 +66,7 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
     ]
     assert re.fullmatch(rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+", lines[6])
     assert planner.settings.run.global_batch_size == 16
-    # Pasted into the recipe, they have the prediction of the table.
+    # Pasted into the recipe, the settings have the same prediction as in the table.
     again = plan(200, per_device_train_batch_size=best.micro_batch)
     assert again.candidate(FOUR, best.micro_batch, best.recomputed) == best
 

@@ -14,7 +14,7 @@ from utils.config.strategy import SUBMITTING
 from utils.submit import check as checking
 
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
-# Each command records its arguments; python and sbatch end as the test says.
+# Each command records its arguments. python and sbatch end with the exit codes of the test.
 STUB = """\
 #!/bin/bash
 name=${0##*/}
@@ -35,7 +35,7 @@ ENDINGS = {"SBATCH_ANSWER": "123", "SBATCH_CODE": "0", "PYTHON_CODE": "0"}
 
 @pytest.fixture
 def stubs(tmp_path):
-    """Call slurm/submit.sh with commands that only record their arguments."""
+    """Return a function that calls slurm/submit.sh with commands that only record arguments."""
     directory = tmp_path / "stubs"
     directory.mkdir()
     for name in ("python", "sbatch", "squeue", "scontrol", "scancel"):
@@ -97,7 +97,7 @@ SHOWN = {
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Check a job with this output of squeue, in the repository."""
+    """Return a function that checks a job whose fields in squeue are given."""
     monkeypatch.chdir(ROOT)
     for name in [name for name in os.environ if name.startswith(("SBATCH_", "STOKER_"))]:
         monkeypatch.delenv(name)
@@ -177,7 +177,7 @@ def test_jobs_that_cannot_work_are_refused(check):
 
 def test_gpus_are_read_however_they_were_asked_for():
     for shown, gpus in [
-        ({"tres-per-node": "gres:gpu:1,gres:gpu:h100:4"}, 4),  # the head's, then --gres
+        ({"tres-per-node": "gres:gpu:1,gres:gpu:h100:4"}, 4),  # of an #SBATCH line, then of --gres
         ({"tres-per-node": "gres/gpu:a100:8(S:0)"}, 8),
         ({"tres-per-node": "gres:gpu,license:3"}, 1),
         ({"tres-per-node": "N/A"}, 0),

@@ -60,7 +60,7 @@ def test_all_faults_are_named_with_their_line(sweep_file):
             read_sweep(sweep_file(text))
     with pytest.raises(ConfigurationError) as caught:
         read_sweep(sweep_file("scripts: a\ngrid: {output_dir: [a]}\n", rest="script: absent.py\n"))
-    # scripts; no such script, no output_dir; the grid's
+    # the unknown key, the absent script, no output_dir, and output_dir in the grid
     assert len(caught.value.problems) == 4
 
 
