@@ -5,9 +5,7 @@ from unittest import mock
 
 import torch
 
-TITLE = (
-    "Attention of documents of one length, 6 heads of 64, bf16; Stoker: in float32 at each length"
-)
+TITLE = "Attention of documents of one length, 6 heads of 64, bf16; Stoker computes it in float32"
 UNIT = "tokens"
 SIZES = (16, 64, 128, 192, 256, 384, 512)
 TOKENS, HEADS, HEAD_DIM = 2048, 6, 64

@@ -16,22 +16,50 @@ DOCUMENT = ROOT / "docs" / "internals" / "proofs.md"
 BEGIN, END = "<!-- exactness figures: make figures -->", "<!-- end of exactness figures -->"
 
 PROOFS = {
-    "resume_equality": "Runs cut after every step and resumed, against the uninterrupted ones",
+    "resume_equality": "Runs interrupted after each step and resumed, against uninterrupted ones",
     "kill_points": "SIGKILL at each call that changes the run directory; survived: the next start "
-    "needs nobody, and the run ends with the uninterrupted one's weights",
-    "storage_refusals": "No space (ENOSPC) or a failing disk (EIO) at each of those calls",
+    "needs no human, and the run ends with the weights of an uninterrupted run",
+    "storage_refusals": "No space (ENOSPC) or a failing disk (EIO) at each of these calls",
     "random_kills": "Two ranks, killed at random moments",
     "damage": "Damages to each file of a checkpoint: emptied, cut, lengthened, bits flipped, "
     "deleted, linked, swapped, taken from another step",
     "world_sizes": "One run on 1, 2 and 4 ranks in any order",
-    "two_jobs": "Two jobs started at once on one directory, and again where both find a killed "
-    "run, on one host and on two",
-    "verification_cost": "What checksums of a checkpoint of 1 GB cost: ours, torch's CRC-32, none",
-    "full_disks": "File systems of many sizes: how the run ended there; wrong: a checkpoint lost "
-    "or not whole, or other weights at the end, once there was room",
+    "two_jobs": "Two jobs started at once on one directory, new or with a killed run to resume; "
+    "stale lock: the first job is killed or suspended, and the second one finishes the run",
+    "verification_cost": "Cost of checksums for a checkpoint of 1 GB: SHA-256 (ours), torch's "
+    "CRC-32, none",
+    "full_disks": "Runs on file systems of many sizes, and how they ended; wrong: after room was "
+    "made, a checkpoint was lost or damaged, or the final weights differed",
     "soak": "An hour of jobs on a Slurm of two nodes, one interruption a minute (`make soak`); "
-    "lost seconds: from the last step before to the first one after, with the wait for Slurm",
+    "lost s: seconds from the last step before an interruption to the first step after it",
     "async_save": "How long training stands still for a save",
+}
+# Columns that come first; the others follow in the order of the result file.
+FIRST = (
+    *(
+        "cases",
+        "points",
+        "tried",
+        "runs",
+        "runs_ended_as_the_undisturbed_one",
+        "kills",
+        "of_rank_0",
+    ),
+    *("of_rank_1", "of_rank_0_and_rank_1"),
+)
+WORDS = {
+    "verification_at_start_cpu_s": "verification at start, CPU s",
+    "checkpoint_gb": "checkpoint, GB",
+    "checkpoint_mb": "checkpoint, MB",
+    "save_with_digests_s": "save with SHA-256, s",
+    "save_with_crc32_of_torch_s": "save with torch's CRC-32, s",
+    "save_without_checksums_s": "save without checksums, s",
+    "digests_instead_of_crc32_add": "SHA-256 instead of CRC-32 adds, share of a save (median)",
+    "digests_instead_of_crc32_add_low": "its 95 % interval, lower end",
+    "digests_instead_of_crc32_add_high": "its 95 % interval, upper end",
+    "digests_alone_add": "SHA-256 instead of no checksum adds, share of a save (median)",
+    "digests_alone_add_low": "its 95 % interval, lower end",
+    "digests_alone_add_high": "its 95 % interval, upper end",
 }
 CIRCUMSTANCES = ("made_by", "date", "commit", "hardware", "python", "torch", "transformers")
 
@@ -62,7 +90,9 @@ def _table(content: Mapping[str, Any]) -> str:
     flat = {key: value for key, value in content.items() if not isinstance(value, dict | list)}
     lines = []
     if nested:
-        columns = list(dict.fromkeys(key for row in nested.values() for key in _scalars(row)))
+        found = dict.fromkeys(key for row in nested.values() for key in _scalars(row))
+        first = [key for key in FIRST if key in found]
+        columns = list(dict.fromkeys([*first, *found]))
         lines += [_row(["", *map(_words, columns)]), _row(["---"] * (len(columns) + 1))]
         for key, row in nested.items():
             lines.append(_row([_words(key), *(_figure(row.get(column, "")) for column in columns)]))
@@ -81,7 +111,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _words(key: str) -> str:
-    return key.replace("_", " ")
+    return WORDS.get(key, key.replace("_", " "))
 
 
 def _figure(value: Any) -> str:

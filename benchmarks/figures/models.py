@@ -32,7 +32,7 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
         f"them packed; the largest difference from transformers' own loss is {worst:.0e}."
     )
     yield ""
-    yield "| model | year | architecture | pretraining | SFT | LoRA | packed | why not |"
+    yield "| model | year | architecture | pretraining | SFT | LoRA | packed (on a CPU) | why not |"
     yield "|---|---|---|---|---|---|---|---|"
     for model in models:
         ways = [model[way] for way in ("pretraining", "sft", "lora", "packed")]

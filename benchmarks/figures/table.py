@@ -22,10 +22,11 @@ def table(result: Mapping[str, Any]) -> str:
     lines.insert(1, "|" + "---|" * width)
     for name, by in result.get("costs", {}).items():
         parts = [
-            f"{cost['median']:+.2f} % by {kind} ({cost['low']:+.2f} to {cost['high']:+.2f})"
+            f"{_signed(cost['median'])} % by {kind} "
+            f"({_signed(cost['low'])} to {_signed(cost['high'])})"
             for kind, cost in by.items()
         ]
-        lines.append(f"\nA step takes longer than {name}: {', '.join(parts)}.")
+        lines.append(f"\nStep time of Stoker compared with {name}: {', '.join(parts)}.")
     for name, one in result.get("compared", {}).items():
         if "callbacks_share_of_main_thread" in (notes := one.get("notes", {})):
             share, each = notes["callbacks_share_of_main_thread"], notes["callbacks_us_a_step"]
@@ -102,6 +103,10 @@ def _probe_rows(probes: Mapping[str, Any]) -> list[list[str]]:
         ],
         ["copy, bytes read and written", f"{_tera(copy['bytes_per_second'])}B/s"],
     ]
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"  # -0.00 becomes +0.00
 
 
 def _tera(value: float) -> str:

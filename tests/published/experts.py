@@ -212,5 +212,5 @@ EXPERTS = [
         sliding_window=128, swiglu_limit=10.0, vocab_size=129280), DEEPSEEK, layers=(1, 2, 3),
         cut={"compress_ratios": [0, 4, 128], "compress_rate_hca": 16, "index_head_dim": 16,
         "index_topk": 8, "num_hash_layers": 1, "o_groups": 2, "o_lora_rank": 16, "head_dim": 32},
-        packs=ONE_A_ROW, why="its blocks of tokens reach over packed documents"),
+        packs=ONE_A_ROW, why="its token blocks cross document boundaries"),
 ]  # fmt: skip

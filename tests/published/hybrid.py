@@ -208,7 +208,7 @@ HYBRID = [
         {"<|endoftext|>": 0, "<|padding|>": 1, "<|end|>": 2},
         cut={"hidden_size": 128, "embedding_dim": 128, "num_heads": 2, "num_blocks": 2,
         "num_hidden_layers": 2, "autocast_kernel_dtype": "float32"},
-        packs=ONE_A_ROW, why="its recurrent layers read on from document to document"),
+        packs=ONE_A_ROW, why="its recurrent layers carry their state into the next document"),
 ]  # fmt: skip
 
 VISION = dict(

@@ -27,7 +27,8 @@ class RunArguments:
     """How the run as a whole is done."""
 
     global_batch_size: int = setting(
-        help="sequences per optimizer step over all ranks; gradient accumulation follows"
+        help="sequences per optimizer step over all ranks, from which gradient accumulation "
+        "follows; required unless per_device_train_batch_size is given"
     )
     max_tokens: float | str | None = setting(
         None,
@@ -39,13 +40,14 @@ class RunArguments:
     )
     strategy: str = setting(
         "auto",
-        "how processes share the model: auto (DDP where there are several), single_gpu, multi_gpu, "
+        "how processes share the model: auto (DDP if there are several), single_gpu, multi_gpu, "
         "fsdp2, zero1, zero2, zero3, cpu (files of accelerate_configs/), or the path of an "
-        "accelerate config; the launchers read it, ACCELERATE_CONFIG wins over it",
+        "accelerate config; the launchers read this setting, and ACCELERATE_CONFIG overrides it",
     )
     assume: str | None = setting(
         None,
-        "dry run as if on these GPUs: 8xH100-80GB, 2x8xA100-40GB (nodes x GPUs), 8x48GB (of any)",
+        "dry run as if on these GPUs: 8xH100-80GB, 2x8xA100-40GB (nodes x GPUs), 8x48GB (GPUs of "
+        "any type)",
     )
     suggest: bool = setting(
         False, "dry run: also print the fastest strategy, micro-batch and recomputation that fit"
@@ -64,45 +66,49 @@ class RunArguments:
     )
     early_stopping_patience: int | None = setting(
         None,
-        "end the run when metric_for_best_model has not improved in so many evaluations in a row; "
-        "null: never",
+        "end the run when metric_for_best_model has not improved in this many evaluations in a "
+        "row; null: never",
     )
     early_stopping_threshold: float = setting(
-        0.0, "by how much the metric has to improve on its best value to count for early stopping"
+        0.0, "early stopping counts only improvements of the metric that are larger than this"
     )
     ema_decay: float | None = setting(
         None,
         "average the weights exponentially with this decay, such as 0.999: final/ holds the "
-        "average; 4 bytes a parameter; null: off",
+        "average; takes 4 bytes a parameter; null: off",
     )
     sample_prompts: list[str] = setting(
         [],
-        "prompts that the model continues, greedily, at each evaluation: texts, or .txt and .jsonl "
-        "files with one a line; if sft_train.py trains on chats, they are asked as such",
+        "prompts that the model continues, greedily, at each evaluation: texts, or .txt and "
+        ".jsonl files with one prompt per line; if sft_train.py trains on chats, each prompt is "
+        "put into the chat template",
     )
     profile_steps: str | None = setting(
         None,
-        "profile these steps on rank 0, as 10:13 for 10, 11 and 12: a trace for ui.perfetto.dev "
-        "and the ten dearest kernels, in profile/; null: none",
+        "profile these steps on rank 0 (10:13 means 10, 11 and 12): writes a trace for "
+        "ui.perfetto.dev and a table of the ten slowest kernels into profile/; null: none",
     )
-    sample_max_new_tokens: int = setting(64, "tokens that each of sample_prompts gets at most")
+    sample_max_new_tokens: int = setting(64, "the most new tokens for each of sample_prompts")
     accept_changes: list[str] = setting(
-        [], "changed settings with which this run resumes although they make it another run"
+        [],
+        "names of changed settings to accept when the run resumes, although they alter its result",
     )
     async_save: bool = setting(
-        False, "write checkpoints in the background: training waits for a copy in /dev/shm alone"
+        False, "write checkpoints in the background: training waits only for the copy to /dev/shm"
     )
     lm_eval_tasks: list[str] = setting(
         [], "benchmarks of lm-evaluation-harness to run on final/ at the end, on one GPU"
     )
     optim_states: str | None = setting(
         None,
-        "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter; null: as the weights are",
+        "type of AdamW's two moments: 8, 4 or about 2 bytes a parameter; null: the type of the "
+        "weights",
         choices=("float32", "bfloat16", "int8"),
     )
     stochastic_rounding: bool = setting(
         False,
-        "with dtype: bfloat16, round weights up or down at random: else small updates are lost",
+        "with dtype: bfloat16, round weights up or down at random; without it small updates are "
+        "lost",
     )
 
 
@@ -111,8 +117,8 @@ class DataArguments:
     """The token datasets and how they become sequences."""
 
     train_data: list[str] = setting(
-        help="token datasets to train on, DIR or DIR=weight (all or none weighted, by share of the "
-        "samples)"
+        help="token datasets to train on, DIR or DIR=weight; give weights to all or none: A=3 B=1 "
+        "takes three samples of A for one of B"
     )
     sequence_length: int = setting(help="tokens per packed sequence")
     eval_data: list[str] = setting(
@@ -120,11 +126,13 @@ class DataArguments:
     )
     max_eval_sequences: int | None = setting(
         None,
-        "evaluate each split on at most so many packed sequences, always the same ones; null: all",
+        "evaluate each split on at most this many packed sequences, always the same ones; null: "
+        "all",
     )
     packing: str = setting(
         "best_fit",
-        "best_fit keeps documents whole, concat puts them end to end, none: a sequence for each",
+        "best_fit keeps documents whole, concat puts them end to end, none gives each its own "
+        "sequence",
         choices=("best_fit", "concat", "none"),
     )
     on_overlong: str = setting(
@@ -133,7 +141,9 @@ class DataArguments:
         choices=("error", "truncate", "drop"),
     )
     tokenizer_name_or_path: str | None = setting(
-        None, "tokenizer directory; null: the one beside the training data, else the model's own"
+        None,
+        "tokenizer directory; null: the tokenizer beside the training data, or else the model's "
+        "own",
     )
 
 
@@ -142,24 +152,27 @@ class ModelArguments(ModelConfig):
     """The model and LoRA, as trl.ModelConfig names them; from scratch with `model_config`."""
 
     model_name_or_path: str | None = setting(
-        None, "model directory or Hub name whose weights to start from"
+        None, "start from the weights of this model: directory or name on the Hub"
     )
     model_config: str | None = setting(
         None,
-        "JSON or YAML file with a transformers configuration: start from random weights instead of "
-        "model_name_or_path, or from those of init_from",
+        "JSON or YAML file with a transformers configuration: start from random weights, not from "
+        "model_name_or_path; with init_from, start from its weights",
     )
     init_from: str | None = setting(
         None,
-        "an earlier stage whose weights to start from: directory of a run, checkpoint or model",
+        "start from the weights of an earlier stage: directory of a run, checkpoint or model",
     )
     init_optimizer: bool = setting(
-        False, "take over Adam's state from init_from, a checkpoint, under a new schedule"
+        False,
+        "also start with Adam's state from init_from, which must be a checkpoint; the schedule is "
+        "new",
     )
     pad_embeddings_to_multiple_of: int | None = setting(
         None,
-        "round the rows of the embedding up, to 64 or 128 for faster products; the added ones are "
-        "no tokens. null: 64 where tokens are added, else as they are",
+        "round the number of rows of the embedding up to a multiple of this: 64 or 128 give "
+        "faster products; the added rows are no tokens. null: 64 if tokens are added, otherwise "
+        "no rounding",
     )
     dtype: str | None = setting(
         None,
@@ -168,26 +181,26 @@ class ModelArguments(ModelConfig):
     )
     save_dtype: str = setting(
         "auto",
-        "type of the weights in final/; auto: that of the model the run began with",
+        "type of the weights in final/; auto: the type of the model that the run began with",
         choices=DTYPES,
     )
     attn_implementation: str | None = setting(
         "auto",
-        "attention kernel; auto takes the fastest one here that keeps packed documents apart",
+        "attention kernel; auto takes the fastest available one that keeps packed documents apart",
         choices=(
             *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3", "eager"),
         ),
     )
     loss_head: str = setting(
         "auto",
-        "fused computes the loss some tokens at a time, which saves memory; auto takes it where a "
-        "test at the start finds the same loss as of logits",
+        "fused computes the loss for some tokens at a time, which saves memory; auto takes fused "
+        "if a test at the start finds the same loss as with logits",
         choices=("auto", "fused", "logits"),
     )
     compile: bool | None = setting(
         None,
-        "compile the model layer by layer: faster steps after a slow first one; null: on where a "
-        "GPU trains a dense model",
+        "compile the model layer by layer: faster steps after a slow first one; null: on if a GPU "
+        "trains a dense model",
     )
 
 
@@ -209,7 +222,9 @@ class _ChangedDefaults:
     )
     # SFTConfig would turn bf16 on if it is not set. On a GPU the user decides.
     bf16: bool | None = setting(
-        None, "bfloat16 mixed precision; null: on where a CPU with AMX or AVX512-BF16 trains"
+        None,
+        "bfloat16 mixed precision; null: as in the accelerate config, or else on if a CPU with "
+        "AMX or AVX512-BF16 trains",
     )
     # transformers only knows true (our full). RunPlan.training_arguments gives Trainer a boolean.
     activation_checkpointing: bool | str | None = setting(
@@ -220,8 +235,8 @@ class _ChangedDefaults:
     )
     resume_from_checkpoint: str | bool | None = setting(
         None,
-        "a checkpoint from elsewhere to resume in a new output_dir; a run resumes from its own "
-        "checkpoints by itself",
+        "a checkpoint of another directory, to resume its run in a new output_dir; a run resumes "
+        "from its own checkpoints by itself",
     )
     push_to_hub: bool = setting(
         False, "upload final/ to the Hub at the end of the run, with HF_WRITE_TOKEN"
@@ -234,7 +249,7 @@ class _ChangedDefaults:
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
     # HangWatch acts earlier if hang_timeout_s is at most 2000. Its report says more than torch's.
-    ddp_timeout: int = setting(7200, "seconds after which torch gives a collective up")
+    ddp_timeout: int = setting(7200, "seconds after which torch aborts a collective")
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
 

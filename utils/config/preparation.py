@@ -37,18 +37,19 @@ class PreparationArguments:
     output_dir: str = setting(help="folder for the tokenizer and one dataset per split")
     eval_sources: list[str | dict[str, Any]] = setting(
         [],
-        "named evaluation splits as NAME=PATH (of a folder with splits, the one of that name); a "
-        "name given again adds a path to it; in a recipe also mappings, with name",
+        "evaluation splits as NAME=PATH (from a folder with splits: the split of that name); a "
+        "repeated name adds a path to its split; in a recipe also mappings with the key name",
     )
     models: list[str] = setting(
         [],
-        "models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) whose weights and tokenizer to "
-        "fetch as well, so that jobs without a network find them; of weights, safetensors alone",
+        "also fetch these models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) with tokenizer, "
+        "so that jobs without a network find them; weights only as safetensors",
     )
     offline_dir: str | None = setting(
         None,
-        "folder to fetch everything into that the settings name of the Hub, for machines without a "
-        "network, to which it is HF_HOME; it is checked there, and nothing is prepared",
+        "fetch everything of the Hub that the settings name into this folder, check that it loads "
+        "without a network, and prepare nothing; machines without a network use the folder as "
+        "HF_HOME",
     )
     format: str = setting(
         "auto",
@@ -63,30 +64,31 @@ class PreparationArguments:
     )
     tokenizer_backend: str = setting(
         "auto",
-        "what tokenizes texts (chats are rendered by the tokenizer itself): tokenizers, or "
-        "gigatoken, many times faster; auto takes gigatoken if it is installed and gives the same "
-        "ids, which is checked at the start",
+        "what tokenizes texts (chats always use the tokenizer itself): tokenizers, or gigatoken, "
+        "many times faster; auto takes gigatoken if it is installed and gives the same ids, which "
+        "is checked at the start",
         choices=("auto", "tokenizers", "gigatoken"),
     )
     add_tokens: list[str] = setting(
         [],
-        "tokens to add to the tokenizer: training appends a vector for each to the model's "
-        "embedding, which starts as the mean of the others",
+        "tokens to add to the tokenizer: training appends a row for each to the model's "
+        "embedding; a new row starts as the mean of the others",
     )
     chat_template: str | None = setting(None, "Jinja file; null: the tokenizer's own template")
     chat_template_kwargs: dict[str, Any] | None = setting(
         None,
-        "variables that the chat template gets in this data and later, in samples, chat.py and "
-        "final/, such as '{\"enable_thinking\": false}': they become its defaults; those of a "
-        "source or of a row's column win",
+        "variables for the chat template, such as '{\"enable_thinking\": false}', in this data; "
+        "they become the template's defaults for samples, chat.py and final/; variables of a "
+        "source or of a row's column override them",
     )
     template_date: str | None = setting(
         None,
-        "YYYY-MM-DD that a chat template prints where it prints today's date; null: the day of the "
-        "newest source file, the same for every shard. It is recorded",
+        "date (YYYY-MM-DD) for a chat template that prints today's date; null: the day of the "
+        "newest source file, the same for every shard; stoker.json records it",
     )
     sequence_length: int | None = setting(
-        None, "tokens; on_overlong says what happens to longer chats. null: no limit"
+        None,
+        "the most tokens of a chat; on_overlong says what happens to longer chats. null: no limit",
     )
     on_overlong: str = setting(
         "error",
@@ -102,14 +104,16 @@ class PreparationArguments:
     validation_fraction: float = setting(
         0.0, "share of the documents, chosen by their content, that goes to the split 'validation'"
     )
-    seed: int = setting(0, "key of the choice of held-out documents")
+    seed: int = setting(0, "key of the hash that chooses held-out documents")
     num_proc: int = setting(
         1,
-        "cores to use: worker processes, or threads of one where the work is little; the output "
-        "does not depend on it",
+        "cores to use: worker processes, or threads of one process if there is little work; the "
+        "output does not depend on it",
     )
     shard: str | None = setting(
-        None, "I/N, I from 0: do only this share of the work (job arrays); then run with merge N"
+        None,
+        "I/N, with I from 0: do only this share of the work (job arrays); afterwards run with "
+        "merge N",
     )
     merge: int | None = setting(
         None, "check that all N shards are complete and assemble the datasets"
