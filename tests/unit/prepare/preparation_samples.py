@@ -15,7 +15,7 @@ from utils.data.packing import Segments
 from utils.data.token_dataset import TokenDataset
 from utils.prepare.pipeline import Preparation
 
-CHATML = str(Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja")
+CHATML = str(Path(__file__).parents[3] / "recipes" / "chat_templates" / "chatml.jinja")
 WORDS = [
     *("def", "return", "value", "list", "of", "the", "a", "to", "for", "if", "in", "is", "not"),
     *("x", "y", "z", "self", "name", "path", "12", "345"),

@@ -118,7 +118,7 @@ KINDS = {
 SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 ORIGINALS = [path for path in SHIPPED if not path.stem.endswith("_training")]
 TRAINING = [path for path in SHIPPED if path.stem.endswith("_training")]
-CHATML = Path(__file__).parents[4] / "recipes" / "chat_templates" / "chatml.jinja"
+CHATML = Path(__file__).parents[3] / "recipes" / "chat_templates" / "chatml.jinja"
 # Allowed between a turn's start and its words: tags and channels, but no role.
 GLUE = re.compile(r"</?think>|<\|?channel\|?>|(?:final|analysis|thought|to=(?:self|user))\b|\s")
 REASONS = (

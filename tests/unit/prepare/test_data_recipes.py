@@ -7,7 +7,7 @@ import preparation_samples as samples
 import pytest
 from stand_in_hub import CHATS
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path for path in ROOT.glob("recipes/data/*.yaml") if "demo" not in path.name)
 
 

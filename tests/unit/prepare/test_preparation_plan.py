@@ -119,7 +119,7 @@ def test_an_entry_that_cannot_be_read_says_why(source):
 
 
 def test_the_documented_recipes_are_read():
-    text = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     local, hub, thoughts = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     given = PreparationArguments(output_dir="out", **yaml.safe_load(thoughts))
     plain, thinking = sources_of(given)

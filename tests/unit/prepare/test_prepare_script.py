@@ -16,7 +16,7 @@ from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemor
 from utils.prepare import units
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).parents[4]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def run(*command):
