@@ -159,7 +159,7 @@ def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
             raise ValueError("is a local path; models names those to download, as OWNER/NAME")
         return None
     revision = cache.resolve("model", found[1], found[2], ask=True)
-    files = list_model_files(found[1], revision.resolved, weights)
+    files = list_model_files(cache, found[1], revision.resolved, weights)
     return Download("model", found[1], "" if weights else ", tokenizer", revision, files)
 
 

@@ -231,14 +231,21 @@ def files_of_split(
 # --- questions to the Hub
 
 
-def list_model_files(name: str, commit: str, weights: bool) -> list[str]:
+def list_model_files(cache: HubCache, name: str, commit: str, weights: bool) -> list[str]:
     """Return the files that load a model: configuration, tokenizer and `weights`.
 
-    Raises ValueError if there are no weights as safetensors.
+    Asks the Hub only if the cache has no list of the commit's files. Raises ValueError if there are
+    no weights as safetensors.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    paths = [PurePosixPath(each) for each in HfApi().list_repo_files(name, revision=commit)]
+    try:
+        tree = get_cached_repo_tree(name, revision=commit, cache_dir=cache.folder)
+        names = [file.path for file in tree]
+    except CachedRepoTreeNotFoundError:
+        names = HfApi().list_repo_files(name, revision=commit)
+    paths = [PurePosixPath(each) for each in names]
     paths = [path for path in paths if str(path.parent) in _FOLDERS_OF_A_MODEL]
     small = [str(path) for path in paths if path.suffix in _SMALL_FILES]
     if not weights:

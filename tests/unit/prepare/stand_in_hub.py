@@ -18,7 +18,7 @@ import preparation_samples as samples
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 CHANGED = "2026-11-03T08:00:00.000Z"  # when each file was committed
 TOKEN = "hf_thisTokenOpensTheGate0000"
 
@@ -40,12 +40,16 @@ class Repository:
 
 
 class StandInHub:
-    """Repositories by datasets/OWNER/NAME or models/OWNER/NAME. `asked` lists the requests."""
+    """Repositories by `datasets/OWNER/NAME` or `models/OWNER/NAME`; `asked` lists the requests.
+
+    While it `fails`, it answers each request with an error of the server.
+    """
 
     def __init__(self, url: str):
         self.url = url
         self.repositories: dict[str, Repository] = {}
         self.asked: list[str] = []
+        self.fails = False
 
     def add(self, name: str, files: dict[str, bytes], ref: str = "main", **options) -> str:
         """Publish files on a branch; return the commit."""
@@ -72,7 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         self.hub.asked.append(f"{self.command} {unquote(self.path)}")
-        if parts[0] == "api":
+        if self.hub.fails:
+            self._refuse(500, "InternalError")
+        elif parts[0] == "api":
             self._api(parts[1:], parse_qs(url.query), body)
         else:
             self._file(parts)

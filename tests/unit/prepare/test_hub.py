@@ -90,6 +90,21 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
         assert found["preparation"]["settings_sha256"] == origin["settings_sha256"]
 
 
+def test_with_everything_in_the_cache_a_hub_that_fails_changes_nothing(
+    hub, preparer, recipe, tmp_path
+):
+    words = ["--config", recipe(SMOLTALK), "--models", QWEN, "--output_dir"]
+    assert preparer(*words, tmp_path / "a")[0] == 0
+    hub.fails = True
+    code, told = preparer(*words, tmp_path / "failing")
+    hub.fails = False
+    assert code == 0, told
+    unreachable = Preparer(NOBODY, preparer.home)
+    code, told = unreachable(*words, tmp_path / "unreachable")
+    unreachable.close()
+    assert code == 0, told
+
+
 def test_revisions_files_and_splits_that_a_source_names(hub, preparer, recipe, tmp_path):
     old = publish(hub, "lab/data", {"default": {"train": "data/train-*"}}, CHATS[:5])
     hub.repositories["datasets/lab/data"].refs["v1"] = old
