@@ -73,6 +73,18 @@ def test_a_bad_archive_is_replaced_and_no_room_is_a_line(tmp_path, caplog, small
     assert not list(small_disk.rglob("*.tar*"))
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, None])
+def test_nothing_of_an_archive_with_a_link_or_a_name_outside_is_extracted(tmp_path, caplog, kind):
+    archive_path().parent.mkdir(parents=True)
+    with tarfile.open(archive_path(), "w") as tar:
+        tar.addfile(tarfile.TarInfo("file"))
+        member = tarfile.TarInfo("link" if kind else "folder/../file")
+        member.type, member.linkname = kind or tarfile.REGTYPE, "file"
+        tar.addfile(member)
+    assert job(tmp_path / "1") == {}
+    assert "cannot be read" in caplog.text
+
+
 @mock.patch.dict(os.environ)
 def test_caches_are_private_to_the_job_unless_the_user_placed_them(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
