@@ -157,7 +157,7 @@ class RunRecord:
 
     @cached_property
     def _copies(self) -> Path | None:
-        """The folder with the newest copies that are as they were committed."""
+        """The folder with the newest copies that are as they were committed and can be parsed."""
         names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
         for _, checkpoint in numbered_checkpoints(self.directory):
             try:
@@ -165,8 +165,13 @@ class RunRecord:
                 digests = file_digests(checkpoint / name for name in names)
             except (DamagedCheckpointError, ConfigurationError, OSError):
                 continue  # a resume reports what is wrong with this checkpoint
-            if digests == [files[name].sha256 if name in files else None for name in names]:
-                return checkpoint / RECORD
+            if digests != [files[name].sha256 if name in files else None for name in names]:
+                continue
+            copies = RunRecord(checkpoint / RECORD)
+            config, _ = copies._read(CONFIG, _parse_config)
+            provenance, _ = copies._read(PROVENANCE, _parse_provenance)
+            if config is not None and provenance is not None:
+                return copies.directory
         return None
 
     @cached_property
@@ -179,7 +184,7 @@ class RunRecord:
         copy = _parse_provenance((self._copies / PROVENANCE).read_text(encoding="utf-8"))
         count = len(copy["starts"])
         if own is not None:
-            same_run = own.get("run_id") == copy["run_id"]
+            same_run = own.get("run_id") == copy.get("run_id")
             if same_run and own["starts"][:count] == copy["starts"]:
                 return own, ""
             if not same_run and own["starts"][:1] != copy["starts"][:1]:

@@ -71,6 +71,42 @@ def test_without_a_whole_copy_damage_is_an_error_that_names_the_weights(run):
         record.starts  # noqa: B018 - reading it is what is tested
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("provenance.json", "{}"),
+        ("provenance.json", json.dumps({"run_id": "../x", "starts": []})),
+        ("provenance.json", json.dumps({"run_id": RUN, "starts": [{"argv": 1}]})),
+        ("config.yaml", "["),
+    ],
+)
+def test_a_committed_copy_that_cannot_be_parsed_is_no_copy(run, name, content, is_damaged):
+    """A save goes on, and a page shows the run."""
+    whole = (run / name).read_text()
+    (run / name).write_text(content)
+    (write_files(run, 3) / "run").mkdir()
+    for each in ("config.yaml", "provenance.json"):
+        shutil.copy(run / each, run / "checkpoint-3/run")
+    commit(run, 3)
+    if not is_damaged:
+        (run / name).write_text(whole)
+    record = RunRecord(run)
+    assert bool(record.damage) == is_damaged
+    assert record._copies == run / "checkpoint-2/run"
+    copy_record(run, write_files(run, 4))
+    assert RunRecord(run).settings == {"seed": 1}
+
+
+def test_a_copy_without_a_run_id_is_read(run):
+    (run / "provenance.json").write_text(json.dumps({"starts": STARTS}))
+    (write_files(run, 3) / "run").mkdir()
+    for name in ("config.yaml", "provenance.json"):
+        shutil.copy(run / name, run / "checkpoint-3/run")
+    commit(run, 3)
+    assert RunRecord(run).damage == {}
+
+
 def test_a_new_directory_has_no_record(tmp_path):
     record = RunRecord(tmp_path)
     assert not record.exists
