@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face Hub: the datasets, tokenizer and models that the settings name.
 
 `fetch` fills the Hub's cache where there is a network. `fill_offline_dir` fills a folder that jobs
-without a network use as HF_HOME, and loads everything from the folder once to check it.
+without a network use as HF_HOME, and checks that it holds what they need.
 """
 
 import glob
@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,7 @@ def _missing_files(arguments: PreparationArguments, cache: HubCache) -> tuple[li
     named: list[tuple[Kind, str, Any]] = [
         ("dataset", path, source) for source in sources_of(arguments) for path in source.paths
     ]
-    with_weights = {arguments.tokenizer_name_or_path: False} | dict.fromkeys(arguments.models, True)
-    named += [("model", *model) for model in with_weights.items()]
+    named += [("model", *model) for model in _models(arguments).items()]
     sizes: dict[tuple[str, str], int] = {}  # by commit and file
     downloads: list[Download] = []
     problems = []
@@ -129,6 +129,11 @@ def _missing_files(arguments: PreparationArguments, cache: HubCache) -> tuple[li
     if problems:
         raise ConfigurationError(problems)
     return downloads, sum(sizes.values())
+
+
+def _models(arguments: PreparationArguments) -> dict[str, bool]:
+    """Return the names of the tokenizer and the models, and whether the weights are needed."""
+    return {arguments.tokenizer_name_or_path: False} | dict.fromkeys(arguments.models, True)
 
 
 def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
@@ -235,9 +240,11 @@ def describe_fault(kind: Kind, given: str, error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Fetch into `offline_dir`, and check that everything loads from that folder alone.
+    """Fetch into `offline_dir`, and check that the folder holds what a job needs.
 
-    Raises ConfigurationError for a download that fails, or a file that does not load.
+    All files have to be there. The tokenizer and the models' configurations are loaded, without a
+    request to the Hub. Raises ConfigurationError for a download that fails, and for a file that is
+    missing or does not load.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoConfig
@@ -248,25 +255,65 @@ def fill_offline_dir(arguments: PreparationArguments) -> None:
             "command where there is a network, with HF_HUB_OFFLINE=0"
         )
     fetch(arguments)
-    cache = HubCache(arguments)
-    tokenizer = str(_local_folder(cache, arguments.tokenizer_name_or_path))
-    plan = plan_preparation(arguments)
-    given_tokenizer(replace(arguments, tokenizer_name_or_path=tokenizer), plan)
-    for model in arguments.models:
-        with foreign(model, "its configuration cannot be loaded"):
-            AutoConfig.from_pretrained(_local_folder(cache, model), trust_remote_code=False)
     home = Path(str(arguments.offline_dir)).absolute()
+    folders = _complete_folders(arguments, home)
+    with _offline_mode():
+        tokenizer = str(folders[arguments.tokenizer_name_or_path])
+        plan = plan_preparation(arguments)
+        given_tokenizer(replace(arguments, tokenizer_name_or_path=tokenizer), plan)
+        for model in arguments.models:
+            with foreign(model, "its configuration cannot be loaded"):
+                AutoConfig.from_pretrained(folders[model], trust_remote_code=False)
     logger.info(
-        f"{home} holds everything, as checked without a network. Nothing is prepared yet. If jobs "
-        "cannot read it there, copy it (rsync -a); name it in slurm/cluster.env:\n"
-        f"  export HF_HOME={home}"
+        f"{home} holds everything: all files are there, and the tokenizer and configurations load "
+        "without a request to the Hub. Nothing is prepared yet. If jobs cannot read it there, copy "
+        f"it (rsync -a); name it in slurm/cluster.env:\n  export HF_HOME={home}"
     )
 
 
-def _local_folder(cache: HubCache, given: str) -> Path:
-    """Return the folder of a model's or tokenizer's files: in the cache, or the local folder."""
+@contextmanager
+def _offline_mode() -> Iterator[None]:
+    """Let the Hub's client refuse all requests in a with block, as HF_HUB_OFFLINE=1 does."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _complete_folders(arguments: PreparationArguments, home: Path) -> dict[str, Path]:
+    """Return the folder of the tokenizer and of each model.
+
+    Raises ConfigurationError with those that are not in the cache, or lack one of their files.
+    """
+    cache = HubCache(arguments)
+    folders: dict[str, Path] = {}
+    problems = []
+    for given, weights in _models(arguments).items():
+        try:
+            folders[given] = _complete_folder(cache, given, weights)
+        except Exception as error:
+            problems.append(f"{given}: {describe_fault('model', given, error)}")
+    if problems:
+        advice = f"offline_dir: {home} does not hold what a job needs, see above: run the command "
+        advice += "again where there is a network, it fetches what is missing"
+        raise ConfigurationError([*problems, advice])
+    return folders
+
+
+def _complete_folder(cache: HubCache, given: str, weights: bool) -> Path:
+    """Return the folder of a model or tokenizer: in the cache, or the local folder.
+
+    Raises FileNotFoundError if one of its files is missing, and the errors of the Hub's client.
+    """
     found = _MODEL.fullmatch(given)
     if found is None or Path(given).exists():
         return Path(given)
     revision = cache.resolve("model", found[1], found[2], ask=False)
-    return cache.snapshot("model", found[1], revision.resolved)
+    folder = cache.snapshot("model", found[1], revision.resolved)
+    files = list_model_files(cache, found[1], revision.resolved, weights)
+    if missing := [name for name in files if not (folder / name).exists()]:
+        raise FileNotFoundError(f"{len(missing)} of {len(files)} files are missing: {missing[0]}")
+    return folder

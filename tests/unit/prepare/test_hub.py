@@ -10,9 +10,12 @@ from pathlib import Path
 import datasets
 import preparation_samples as samples
 import pytest
+from huggingface_hub import HfApi, constants, is_offline_mode
+from huggingface_hub.errors import OfflineModeIsEnabled
 from stand_in_hub import CHATS, TOKEN, Preparer, parquet, publish
 
-from utils.config.errors import StorageError
+from utils.config.errors import ConfigurationError, StorageError
+from utils.config.preparation import PreparationArguments
 from utils.prepare import fetch
 
 NOBODY = "http://127.0.0.1:9"  # nothing answers at this port
@@ -246,6 +249,33 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
         file.write_text(content)
         assert code == 2, name
         assert f"{name} is not JSON" in told
+
+
+def test_a_folder_for_jobs_that_lacks_something_is_refused(hub, preparer, recipe, tmp_path):
+    words = ["--config", recipe(SMOLTALK), "--output_dir", tmp_path / "out"]
+    unreachable = Preparer(NOBODY, tmp_path / "home")
+    code, told = unreachable(*words, "--offline_dir", tmp_path / "empty")
+    unreachable.close()
+    assert code == 2, told
+    assert "empty does not hold what a job needs" in told
+    assert f"{QWEN}: the Hub cannot be reached" in told
+
+    home = tmp_path / "jobs"
+    assert preparer(*words, "--models", QWEN, "--offline_dir", home)[0] == 0
+    next((home / "hub").glob(f"*/snapshots/*/{WEIGHTS}")).unlink()
+    arguments = PreparationArguments(
+        sources=[], output_dir="out", tokenizer_name_or_path=QWEN, models=[QWEN],
+        offline_dir=str(home),
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=f"files are missing: {WEIGHTS}"):
+        fetch._complete_folders(arguments, home)
+
+
+def test_the_check_of_a_folder_for_jobs_sends_no_request(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with fetch._offline_mode(), pytest.raises(OfflineModeIsEnabled):
+        HfApi(NOBODY).model_info(QWEN)
+    assert not is_offline_mode()
 
 
 def test_what_has_no_room_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):
