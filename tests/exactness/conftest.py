@@ -33,9 +33,9 @@ def exhaustive(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """Return a dict, by the name of a proof, that the tests fill with figures.
+    """Return a function from the name of a proof to a dict that the tests fill with figures.
 
-    They are printed after the module. An exhaustive run writes them to
+    The figures are printed after the module. An exhaustive run writes them to
     benchmarks/results/exactness/NAME.json, which the documents quote.
     """
     found: dict[str, dict[str, Any]] = {}

@@ -2,8 +2,9 @@
 
 strace stops a process at its n-th call of a kind and kills it there, or makes the call fail. A
 recording lists the calls that change something below a directory. By default strace only follows
-the main thread, which does all of the writing (killed_child.py arranges that, test_kill_points.py
-proves it). With -f it follows every thread and counts the calls of each separately.
+the main thread, because this thread does all of the writing (killed_child.py arranges this,
+test_kill_points.py proves it). With -f strace follows every thread and counts the calls of each
+thread separately.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ _CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)"
 KILL = "KILL"
 PID = "{pid}"  # in strace's flags: the id of the traced process
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
-# When multiprocessing starts a process, it asks for the exit codes of all others. If two threads
-# ask at the same time, the second gets nothing and reports 255.
+# When multiprocessing starts a process, it asks for the exit codes of all other processes. If two
+# threads ask at the same time, the second thread gets nothing and reports 255.
 _ONE_READER = threading.Lock()
 
 
@@ -50,9 +51,9 @@ _ONE_READER = threading.Lock()
 class Call:
     """A call that changes something below a directory.
 
-    `file` is relative to the directory. `occurrence` counts its thread's calls of this name on that
-    file. For files with random names `number` counts its thread's calls of this name on any file.
-    `aside`: the call is from another thread than the first.
+    `file` is relative to the directory. `occurrence` counts the thread's calls of this name on this
+    file. For files with random names `number` counts the thread's calls of this name on any file.
+    `aside`: the call is not from the first thread.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Call:
         what = "signal=KILL" if what == KILL else f"error={what}"
         random = "tmp*" in self.file  # the file's name is not known in advance
         when = self.number if random else self.occurrence
-        # A draft is named after its process.
+        # The name of a temporary file has the host and the id of its process.
         file = directory / self.file.replace("*", f"{socket.gethostname()}.{PID}")
         selected = [] if random else ["-P", str(file)]
         inject = f"inject={self.name}:{what}:when={when}"
@@ -79,7 +80,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start ended: a negative exit code is a signal."""
+    """The end of a start. A negative exit code is the number of a signal."""
 
     exit_code: int
     output: str
@@ -88,7 +89,7 @@ class Ending:
 
 
 class Starts:
-    """Starts programs of killed_child.py; their output goes to files in `scratch`."""
+    """Starts programs of killed_child.py and writes their output to files in `scratch`."""
 
     def __init__(self, scratch: Path):
         self.scratch = scratch
@@ -99,7 +100,7 @@ class Starts:
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, FOLDERS))
 
     def run(self, program: str, argv: Sequence[str], **options: Any) -> Ending:
-        """Run a program to its end; the option `strace` are flags to trace it with."""
+        """Run a program to its end. The option `strace` has the flags for a trace."""
         with self.running(program, argv, **options) as child:
             pass
         return child.ending
@@ -108,7 +109,7 @@ class Starts:
     def running(
         self, program: str, argv: Sequence[str], strace: Sequence[str] | None = None, **options: Any
     ) -> Iterator["Child"]:
-        """Run a program in a with block, and wait for the program at its end."""
+        """Run a program during a with block, and wait for the program at the end of the block."""
         self.count += 1
         child = Child(
             self.context, self.scratch / f"{program}-{self.count}", program, argv, options
@@ -123,10 +124,10 @@ class Starts:
         self, argv: Sequence[str], strace: Mapping[int, Sequence[str]] | None = None,
         config: str = "multi_gpu", **options: Any,
     ) -> Iterator[list["Child"]]:  # fmt: skip
-        """Run `stoker` in two ranks in a with block, and wait for both; `strace` has flags by rank.
+        """Run `stoker` in two ranks during a with block, and wait for both at its end.
 
-        `config` is a name in accelerate_configs. If one rank dies, the other must end without being
-        killed.
+        `strace` has flags by rank. `config` is a name in accelerate_configs. If one rank dies, the
+        other rank must end by itself.
         """
         port = free_port()
         arguments = launch_options(config, 2, port)
@@ -195,7 +196,7 @@ def changes_below(directory: Path, trace: str) -> list[Call]:
     for event in made:
         at = event.thread, event.name
         file = _file(event.arguments, directory)
-        # Count every call, as strace does, but leave out calls that change nothing.
+        # Count every call, as strace does, but return only calls that change something.
         counts.update([at] if file is None else [at, (*at, file)])
         if file is not None and _changes(event.name, event.arguments):
             aside = event.thread != made[0].thread
@@ -204,9 +205,9 @@ def changes_below(directory: Path, trace: str) -> list[Call]:
 
 
 def hit(call: Call, directory: Path, ending: Ending) -> bool:
-    """Return whether this call is the last one of a killed start, or one of the failed calls.
+    """Return whether this call is the last call of a killed start, or one of the failed calls.
 
-    strace counts calls per thread, so the call with the same number fails in every thread.
+    strace counts calls per thread. The call with this number therefore fails in every thread.
     """
     made = entered(ending.trace)
     struck = made[-1:]
@@ -228,14 +229,14 @@ def _changes(name: str, arguments: str) -> bool:
 
 
 def _file(arguments: str, directory: Path) -> str | None:
-    """Return the file below a directory that a call names or has open, as strace -P sees it."""
+    """Return the file below a directory that a call names or has open, as strace -P finds it."""
     found = re.search(re.escape(str(directory)) + r"(?:/([^\">]*))?[\">]", arguments)
     return _CHANGING.sub("*", found[1] or "") if found else None
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call with its thread (empty in a recording of one thread) and its first and last line."""
+    """A call with its thread ("" in a recording of one thread) and its lines of begin and end."""
 
     thread: str
     name: str

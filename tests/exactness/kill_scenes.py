@@ -27,11 +27,11 @@ FAILED = "the next start failed:"
 
 @dataclass
 class Scene:
-    """A start to be disturbed, which begins in `prepared` and ends as `whole`.
+    """A start to be disturbed. It begins in a copy of `prepared` and should end like `whole`.
 
     `prepared` None means an empty directory. `argv` makes the command line for a run directory.
-    `first_only`: only use calls before the first checkpoint. With two ranks one of them is
-    disturbed. `threads`: use the calls of all threads.
+    `first_only`: only use calls before the first checkpoint. With two ranks one rank is disturbed.
+    `threads`: use the calls of all threads.
     """
 
     starts: Starts
@@ -41,7 +41,7 @@ class Scene:
     whole: Path
     options: dict[str, Any] = field(default_factory=dict)
     first_only: bool = False
-    rank: int | None = None  # the disturbed one of two ranks; None: there is only one rank
+    rank: int | None = None  # the disturbed rank of two; None if there is only one rank
     config: str = "multi_gpu"  # accelerate config of two ranks
     steps: int = STEPS
     kept: int = KEPT
@@ -50,7 +50,7 @@ class Scene:
     recorded: dict[str, int] = field(default_factory=dict)  # the calls' numbers
 
     def fresh(self, directory: Path) -> Path:
-        """Make a run directory as the start finds it."""
+        """Make the run directory in which the start begins."""
         shutil.rmtree(directory, ignore_errors=True)
         if self.prepared is not None:
             shutil.copytree(self.prepared, directory)
@@ -65,7 +65,7 @@ class Scene:
         with self.starts.ranks(argv, traced, self.config, **self.options) as ranks:
             pass
         disturbed = ranks[self.rank].ending
-        if not flags:  # the log is rank 0's
+        if not flags:  # the log is that of rank 0
             return Ending(max(rank.ending.exit_code for rank in ranks), ranks[0].ending.output)
         return disturbed
 
@@ -83,17 +83,17 @@ class Scene:
         return calls
 
     def disturbed_at(self, call: Call, directory: Path, what: str) -> Ending:
-        """KILL the start at a call, or make the call fail, and keep its directory.
+        """KILL the start at a call, or make the call fail, and keep the start's directory.
 
-        A call on a file with a random name is found by counting all calls of its kind. A start may
-        open one file more or less before it, so several numbers are tried.
+        If the file has a random name, the call is found by counting all calls of this kind. A start
+        may open one file more or less before this call, so several numbers are tried.
         """
         aim = call
         for _ in range(ATTEMPTS):
             ending = self.start(self.fresh(directory), aim.injecting(directory, what))
             if hit(call, directory, ending):
                 return ending
-            # By how many calls this start differed from the recording before the call.
+            # How many more calls than the recording this start made before this call.
             shifts = [
                 one.number - self.recorded[str(one)]
                 for one in changes_below(directory, ending.trace)
@@ -103,7 +103,7 @@ class Scene:
         raise AssertionError(f"{call} was missed: {ending}")
 
     def started_again(self, directory: Path, saved: Sequence[int] = ()) -> list[str]:
-        """Start the same command again; return faults. It must resume from the last of `saved`."""
+        """Start the same command again; return faults. It must resume at the last of `saved`."""
         again = self.start(directory)
         if again.exit_code != 0:
             return [f"{FAILED} {again.exit_code} {again.output[-3000:]}"]
@@ -125,7 +125,8 @@ class Scene:
     def losses_of_checkpoints(self, directory: Path, ended: bool = False) -> list[str]:
         """Return the committed checkpoints that are missing or changed, except by rotation.
 
-        With `ended` the start ran to its end and must have left everything that a whole run leaves.
+        `ended` means that the start ran to its end. It must then have left all files of a whole
+        run.
         """
         before = committed(self.prepared) if self.prepared else []
         left = committed(directory)
@@ -147,8 +148,8 @@ def lawful_states(
 ) -> list[list[int]]:
     """Return the sets of committed checkpoints that may exist at some moment, as lists of steps.
 
-    Every save adds one. After it the oldest is deleted if there are more than `kept`. If the save
-    has no room, the oldest is deleted before it, but two always stay.
+    Every save adds a checkpoint. Then the oldest is deleted if there are more than `kept`. If
+    there is no room for a save, the oldest is deleted before the save, but two always stay.
     """
     states = [list(before)]
 
@@ -174,7 +175,7 @@ def digest(path: Path) -> str | None:
 
 
 def committed(directory: Path) -> list[int]:
-    """Return the steps of the committed checkpoints that are intact, after reading all of them."""
+    """Return the steps of the committed checkpoints that are intact. Reads all their files."""
     try:
         provenance = json.loads((directory / "provenance.json").read_text())
     except FileNotFoundError:
@@ -187,7 +188,7 @@ def committed(directory: Path) -> list[int]:
 
 
 def sample(calls: list[Call], count: int) -> list[Call]:
-    """Return `count` calls spread over the list with both ends; a single one is the middle."""
+    """Return `count` calls spread over the list, with both ends, or the middle one for 1."""
     if count == 1:
         return [calls[len(calls) // 2]]
     if len(calls) <= count:

@@ -58,7 +58,7 @@ class InOneThread(concurrent.futures.Executor):
 def child(go: Connection, output: str, program: str, argv: list[str], options: dict) -> None:
     """Wait for `go`, then run a program to its end and exit with its exit code.
 
-    The option `step_delay_s` makes its steps long, `die_at` kills it at the beginning of a step.
+    The option `step_delay_s` makes steps long. `die_at` kills the process at the begin of a step.
     """
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
@@ -75,7 +75,7 @@ def child(go: Connection, output: str, program: str, argv: list[str], options: d
         code = PROGRAMS[program](argv, options)
     except BaseException:
         traceback.print_exc()
-    # The interpreter's own ending, which a multiprocessing child would skip.
+    # End as the interpreter does. A child of multiprocessing would skip these functions.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
@@ -115,7 +115,7 @@ def stoker(argv: list[str], options: dict) -> int:
 
 
 def pretend_host(name: str) -> None:
-    """Make the run's lock look as if it was taken on another machine, with a heartbeat."""
+    """Make the run lock, with its heartbeat, look as if it was taken on another machine."""
     os.environ["SLURMD_NODENAME"] = name
     own, readlink = Path("/proc/self/ns/pid"), Path.readlink
     Path.readlink = lambda path: Path(f"pid:[{name}]") if path == own else readlink(path)
@@ -125,7 +125,7 @@ def pretend_host(name: str) -> None:
 def name_probes_alike() -> None:
     """Give temporary files the same names in every start.
 
-    Two starts at the same time would confuse their files.
+    Two starts at the same time would then overwrite each other's files.
     """
     utils.run.preflight.secrets = types.SimpleNamespace(token_hex=lambda _: "same")
 

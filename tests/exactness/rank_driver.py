@@ -2,11 +2,12 @@
 
     rank_driver.py PLAN.json
 
-Sharing the processes saves the seconds of a launch. Each start has its own Accelerator, model,
-optimizer and loaders. PLAN has `workspace` and `starts`. A start has `run`, `cut` (null, or [WHOLE,
-STEP]: the run to cut and the step) and either `case` and `changes` (settings) or the settings of
-plain Trainer, see stock_trainer.py. Its outcome is written to RUN.json. RUN.R.json gets the rows of
-each (step, micro-batch) that rank R trained on, recorded at the model's inputs.
+Starts share the processes, because each launch takes seconds. Each start has its own Accelerator,
+model, optimizer and loaders. PLAN has `workspace` and `starts`. A start has `run`, `cut` (null, or
+[WHOLE, STEP]: the run to cut and the step) and either `case` and `changes` (settings) or the
+settings of plain Trainer, see stock_trainer.py. The outcome of a start is written to RUN.json.
+RUN.R.json has the sequences of each (step, micro-batch) that rank R trained on, recorded at the
+model's inputs.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ def drive(
 
 
 def found(start: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
-    """Return the outcome of a finished start, or the rows that a rank trained on."""
+    """Return the outcome of a finished start, or the sequences that a rank trained on."""
     run = Path(start["run"])
     name = f"{run.name}.json" if rank is None else f"{run.name}.{rank}.json"
     return json.loads(run.with_name(name).read_text())
@@ -83,9 +84,10 @@ def do(item: dict[str, Any], workspace: Path) -> None:
 
 @contextlib.contextmanager
 def recorded(judge_early: bool) -> Iterator[dict[int, list[list[str]]]]:
-    """Record the rows of each step; with `judge_early` only the first two steps can be the best.
+    """Record the sequences of each step.
 
-    Otherwise the last step would always be the best, because losses fall.
+    With `judge_early` only the first two steps can become the best step. Otherwise the last step
+    would always be the best, because losses fall.
     """
     train, judge = Trainer.training_step, Trainer._determine_best_metric
     seen: dict[int, list[list[str]]] = defaultdict(list)
@@ -122,7 +124,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Exit as utils/launch/script.py does: a library's thread sometimes aborts a rank at its end.
+    # Exit as utils/launch/script.py does. In a usual exit a library's thread sometimes aborts.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

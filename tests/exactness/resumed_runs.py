@@ -1,4 +1,7 @@
-"""Runs that are cut at every step: their settings, the cut, and the comparison of two runs."""
+"""Runs that are interrupted at every step: settings, interruption, and comparison of two runs.
+
+To cut a run at a step means to make a run directory as if the run was killed after this step.
+"""
 
 import hashlib
 import itertools
@@ -29,7 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 4),
     "workers": (0, 2),
 }
-# The fields of a log that must agree; the others are times and memory.
+# The fields of a log that must agree. All other fields are times and memory.
 COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
 EVALUATED = (*(f"eval_heldout_{n}" for n in ("loss", "perplexity", "accuracy", "tokens")), "epoch")
 
@@ -53,7 +56,7 @@ class Case:
         return "pretrain" if self.kind == "pretrain" else "sft_train"
 
     def argv(self, workspace: Path, output_dir: Path, **changes: object) -> list[str]:
-        """Return the command line of the run, which does not depend on the cut."""
+        """Return the command line, which is the same for the whole run and the resumed run."""
         dropout = f"dropout_{self.dropout}"
         micro_batch_size = 2
         settings: dict[str, object] = {
@@ -109,7 +112,7 @@ def every_case(strategy: str) -> list[Case]:
 def cut(whole: Path, step: int, run: Path) -> None:
     """Make a run directory as if `whole` had been killed right after this step's save.
 
-    The journal is complete, as if later steps without a checkpoint had been logged.
+    The journal has all steps of `whole`, as if later steps had been logged but not saved.
     """
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
@@ -145,7 +148,7 @@ def outcome(run: Path) -> dict[str, Any]:
 def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
     """Return a digest of the values of every file with tensors in a checkpoint.
 
-    It hashes values and not bytes, because loaded values are pickled differently.
+    Values are hashed, because equal values may have other bytes when they are pickled again.
     """
     found = {}
     for path in sorted(checkpoint.rglob("*")):
@@ -160,14 +163,14 @@ def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
 
 
 def sharded(directory: Path) -> dict[str, Any]:
-    """Load a directory of torch.distributed.checkpoint, with all tensors whole."""
+    """Load a directory of torch.distributed.checkpoint, and join the shards of each tensor."""
     with tempfile.NamedTemporaryFile() as whole:
         dcp_to_torch_save(directory, whole.name)
         return torch.load(whole.name, weights_only=False)
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of nested values; tensors count by type, shape and bytes."""
+    """Return the SHA-256 of nested values. For a tensor, hash its type, shape and bytes."""
     whole = hashlib.sha256()
     for part in _parts(value):
         whole.update(part)

@@ -24,7 +24,7 @@ def rows(workspace: Path) -> datasets.Dataset:
 
 
 def masked_rows(workspace: Path) -> datasets.Dataset:
-    """Return the workspace's chats, one per row, padded, with labels for loss tokens only."""
+    """Return the workspace's chats, one per sequence, padded, with labels only for loss tokens."""
     chats = datasets.load_from_disk(str(workspace / "chats"))
 
     def pad(chat: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -45,7 +45,7 @@ def make_trainer(
 ) -> Trainer:
     """Return a trainer of the workspace's model that logs and saves at every step.
 
-    `kind` is one of resumed_runs.CHOICES: whole rows, masked rows, or masked rows with LoRA.
+    `kind` is one of resumed_runs.CHOICES: data of `rows`, of `masked_rows`, or these with LoRA.
     """
     torch.manual_seed(42)
     config = AutoConfig.from_pretrained(workspace / f"dropout_{dropout}")
@@ -68,7 +68,7 @@ def make_trainer(
 
 
 def start(workspace: Path, run: str, cut: tuple[str, int] | None, **settings: Any) -> dict:
-    """Train to the end, from the beginning or from the checkpoint of `cut`, a run and its step.
+    """Train to the end, from the beginning or from the checkpoint that `cut` (run, step) names.
 
     Return METRICS of each step ("train") and, on the first rank only, the digests of the last
     checkpoint's tensors ("checkpoint").

@@ -28,7 +28,7 @@ SETTINGS = {"per_device_train_batch_size": 1, "save_steps": 2}
 def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
     strategy, pretraining, tmp_path
 ):
-    """Kill a rank while it copies a checkpoint, then fill the disk during a copy, then finish."""
+    """Kill a rank while it copies a checkpoint. Fill the disk in the next start, then finish."""
     whole, run, memory = (tmp_path / name for name in ("whole", "run", "memory"))
     memory.mkdir()
     background = pretraining(run, **SETTINGS, async_save="true")
@@ -65,7 +65,8 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
 def test_what_a_save_in_the_background_spares(figures, pretraining, tmp_path):
     """Measure stalls and step times with a checkpoint of 200 MB every two steps (medians of five).
 
-    Copying and hashing compete with training for the cores here; beside GPUs the cores are idle.
+    Here copying and hashing compete with training for the cores. In training on GPUs most cores are
+    idle.
     """
     size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 5}
     model = tiny.make_model_config(tmp_path / "model.json", **size, num_key_value_heads=4)
@@ -84,7 +85,8 @@ def test_what_a_save_in_the_background_spares(figures, pretraining, tmp_path):
         assert len(saves) == 6
         found["checkpoint_mb"] = round(saves[0]["size_bytes"] / 1e6)
         for key in ("stall_s", "write_s"):
-            # No step follows the last save, and only the first save creates what later saves reuse.
+            # Leave out the first save, which creates files that later saves reuse, and the last
+            # save, which no step follows.
             values = [save[key] for save in saves[1:]]
             found[f"{name}_{key}"] = round(statistics.median(values), 3)
     assert found["async_stall_s"] < found["sync_stall_s"]

@@ -100,8 +100,8 @@ DAMAGES: dict[str, Damage] = {
 def cases(checkpoint: Path) -> Iterator[tuple[str, str]]:
     """Yield (file, damage) for each file of a checkpoint and each damage that changes it.
 
-    A file that is equal at every step is not changed by taking another step's, and an empty file
-    has no bit to flip.
+    Another step's file is no damage if the file is equal at every step. An empty file has no bit to
+    flip.
     """
     for path in sorted(checkpoint.rglob("*")):
         if not path.is_file():
@@ -155,7 +155,7 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
         DAMAGES[kind](copy / "checkpoint-4" / name)
         caplog.clear()
         taken = resume_point(copy, run_id)
-        # Without its manifest it is not a checkpoint. Every other damage must be named.
+        # A directory without a manifest is not a checkpoint. All other damage must be reported.
         aside = "incomplete" if (name, kind) == (MANIFEST, "deleted") else "damaged"
         said = f"set aside as {aside}.checkpoint-4" in caplog.text and (
             aside == "incomplete" or Path(name).name in caplog.text
@@ -172,7 +172,7 @@ def test_every_damage_is_found_and_the_checkpoint_before_is_taken(
 
 @pytest.mark.parametrize("kinds", [["deleted"], pytest.param(list(DAMAGES), marks=EXHAUSTIVE)])
 def test_plain_trainer_takes_the_highest_number_as_it_is(kinds, models, tmp_path, figures):
-    """Count what the same damages do to transformers' Trainer with its own resume."""
+    """Count how transformers' Trainer with its own resume ends after the same damages."""
     whole = tmp_path / "whole"
     stock_trainer.make_trainer(models, whole, max_steps=4).train()
     ends = Counter({"resumed silently": 0, "next start failed": 0})

@@ -1,7 +1,7 @@
 """With deterministic kernels a resumed run equals the uninterrupted one, on a GPU if there is one.
 
-On a CPU all kernels in use are deterministic anyway, so the setting must change nothing. On a GPU
-these tests are the proofs of docs/exactness.md, eager and compiled.
+On a CPU all used kernels are deterministic without the setting, so it must change nothing. On a GPU
+these tests are the proofs of docs/exactness.md, with eager and with compiled layers.
 """
 
 import shutil

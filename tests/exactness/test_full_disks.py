@@ -1,7 +1,7 @@
 """A run on disks of many sizes ends well, or with exit code 74 and every checkpoint intact.
 
-With more room the same command resumes to the uninterrupted run's end, bit for bit. A run that was
-killed inside a save resumes on every disk that was large enough for the undisturbed run.
+With more free space the same command resumes and ends like the uninterrupted run, bit for bit. A
+run that was killed in a save resumes on every disk that was large enough for the undisturbed run.
 """
 
 import functools
@@ -62,12 +62,12 @@ def undisturbed(pretraining, tmp_path_factory) -> Undisturbed:
     one, final, both = (
         taken_bytes(path) / 1024 for path in (checkpoints[0], whole / "final", whole)
     )
-    # The finished model is written when the room for a save is free again.
+    # The finished model needs no extra space: the space for a save is free again by then.
     return Undisturbed(scene, one, both - final - len(checkpoints) * one)
 
 
 def harmed(run: Path, ending: Ending) -> list[str]:
-    """Return faults in what a start left: fewer than two checkpoints, or incomplete ones."""
+    """Return the faults of a run directory: fewer than two checkpoints, or damaged ones."""
     whole = committed(run)
     named = [step for step, path in numbered_checkpoints(run) if (path / MANIFEST).exists()]
     saved = sum(" committed (" in line for line in ending.output.splitlines())
@@ -82,7 +82,7 @@ def harmed(run: Path, ending: Ending) -> list[str]:
 
 
 def tried(scene: Scene, disk) -> tuple[str, list[str]]:
-    """Start on a disk, then again on a larger one; return the first ending and all faults."""
+    """Start on a disk, then again on a larger disk; return the first ending and all faults."""
     run = disk.path / "run"
     ending = scene.start(run)
     wrong = harmed(run, ending)
@@ -133,12 +133,12 @@ def test_a_disk_with_few_files_left_harms_nothing(keep, undisturbed, disks, exha
     kind = "no limit" if keep == "null" else "limit of 2"
     assert_harmless(figures, f"few inodes, {kind}", ends, wrong)
     if exhaustive:
-        assert set(ends) == {"ended well", "ended with 74"}  # the number of inodes is not predicted
+        assert set(ends) == {"ended well", "ended with 74"}  # the check does not predict inodes
 
 
 @pytest.mark.parametrize("keep", [2, 3])
 def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbed, disks, figures):
-    """With room for half a checkpoint, a limit of 3 allows a deletion and a limit of 2 none."""
+    """The disk has room for half a checkpoint. Only a limit of 3 allows to delete the oldest."""
     scene = undisturbed.scene(keep=keep)
     disk = disks(PLENTY_KIB, PLENTY_FILES)
     run = disk.path / "run"
@@ -156,7 +156,7 @@ def test_a_run_continues_if_its_oldest_checkpoint_may_make_room(keep, undisturbe
     assert end == ("ended well" if keep == 3 else "refused with 74")
 
 
-# Kill in the first save, in a save beside two checkpoints, and in their deletions.
+# Kill a start in its first save, in a save while two checkpoints exist, and in their deletions.
 KILLS = [
     Call("fsync", "checkpoint-1/model.safetensors", 1, 0),
     Call("mkdir", "checkpoint-3", 1, 0),

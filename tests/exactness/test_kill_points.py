@@ -1,9 +1,9 @@
 """Kills a start at each call that changes its run directory, or makes the storage refuse that call.
 
-The starts are: one that begins a run; one that resumes, saves, rotates and exports; one that first
-sets aside what killed starts left; one that saves in the background; and starts of two ranks. The
-next start must need no human and end like the undisturbed one. No committed checkpoint may be lost,
-except those that rotation deletes.
+There are starts that begin a run; that resume, save, rotate and export; that first set aside the
+leftovers of killed starts; that save in the background; and starts of two ranks. The next start
+must need no human and must end like the undisturbed start. No committed checkpoint may be lost,
+except by rotation.
 """
 
 import collections
@@ -26,12 +26,12 @@ from utils.config.errors import ExitCode
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive
 
-# The number of calls of a scene that `make test` tries.
+# The number of calls of each scene that `make test` tries.
 SAMPLED = {"resuming": 6, "beginning": 3, "recovering": 3, "background": 3}
 SAMPLED_REFUSALS = {"resuming": 4, "beginning": 2, "recovering": 2, "background": 2}
 LAST = f"checkpoint-{STEPS}"
 LONGER = 8  # steps
-AT_ONCE = 2  # starts
+AT_ONCE = 2  # starts at the same time
 ENDS = ("survived", "next_start_failed", "ended_with_other_weights")
 
 
@@ -56,7 +56,10 @@ def command(pretraining) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def resuming(starts, command, slots) -> Scene:
-    """Prepare checkpoints of steps 2 and 4, killed in step 6; the start saves, rotates, exports."""
+    """Prepare a run with checkpoints of steps 2 and 4 that was killed in step 6.
+
+    The start resumes, saves, rotates and exports.
+    """
     whole, prepared = slots / "whole", slots / "prepared"
     ending = starts.run("stoker", command(whole))
     assert ending.exit_code == ExitCode.DONE, ending.output
@@ -82,7 +85,7 @@ def longer(starts, command, slots) -> Path:
 def recovering(starts, command, longer, slots) -> Scene:
     """Prepare checkpoints of steps 2, 4 and 6, an uncommitted step 8, and leftovers of kills.
 
-    The start must set step 8 aside, and delete it and step 2 to have room for a save.
+    The start must set step 8 aside, and delete steps 8 and 2 to have room for a save.
     """
     prepared = slots / "prepared_to_recover"
     argv = functools.partial(command, max_steps=LONGER, save_total_limit=3)
@@ -155,7 +158,7 @@ def stock(starts, models, slots) -> Scene:
 
 
 def in_slots(slots: Path, work: Callable, items: list) -> list:
-    """Do the work for each item in a separate directory, some in parallel; return all results."""
+    """Do the work for each item in a directory of `slots`, in parallel; return all results."""
     free = [slots / f"slot-{number}" for number in range(AT_ONCE)]
 
     def do(item):
@@ -170,7 +173,7 @@ def in_slots(slots: Path, work: Callable, items: list) -> list:
 
 
 def swept(scene: Scene, most: int, exhaustive: bool, slots: Path) -> tuple[list[Call], dict, list]:
-    """Kill a scene at its calls, or at a sample; return the calls, the figures and the faults."""
+    """Kill the start of a scene at all calls or a sample; return calls, figures and faults."""
     calls = scene.record(slots / "slot-0")
     chosen = calls if exhaustive else sample(calls, most)
 
@@ -222,9 +225,9 @@ def errors_of(call: Call) -> list[str]:
 
 @pytest.mark.parametrize("name", list(SAMPLED_REFUSALS))
 def test_storage_that_refuses_any_call_harms_nothing(name, request, slots, exhaustive, figures):
-    """A start whose storage fails ends with 74, or continues if it does not need that file.
+    """If storage refuses a call, the start ends with 74, or continues if it can.
 
-    The next start ends like the undisturbed one; only rotation deletes a committed checkpoint.
+    The next start ends like the undisturbed start. Only rotation deletes a committed checkpoint.
     """
     scene = request.getfixturevalue(name)
     calls = scene.record(slots / "slot-0")
@@ -281,7 +284,7 @@ def test_what_plain_trainer_makes_of_the_same(stock, slots, exhaustive, figures)
 
 @pytest.mark.parametrize("config", [None, pytest.param("fsdp2", marks=EXHAUSTIVE)])
 def test_no_thread_but_the_main_one_changes_the_run_directory(config, resuming, of_two, slots):
-    """Otherwise trying all calls of the main thread would not try all calls."""
+    """If other threads changed it too, the tests of the main thread's calls would be incomplete."""
     for scene in of_two(config) if config else [resuming]:
         directory = scene.fresh(slots / "slot-0")
         ending = scene.start(directory, ["-f", *RECORDING])
@@ -294,15 +297,15 @@ def test_no_thread_but_the_main_one_changes_the_run_directory(config, resuming, 
 def test_all_is_on_stable_storage_before_the_manifest_is(resuming, slots):
     """Check the order of writes, which matters after a power loss but not after SIGKILL.
 
-    In a save with all its threads each file is flushed after its last change, and each folder after
-    its last entry, before the manifest's name appears. Only then is anything deleted.
+    In all threads of a save, each file is flushed after its last change, and each folder after its
+    last new entry. Only then does the manifest get its name. Deletions come last.
     """
     directory = resuming.fresh(slots / "slot-0")
     argv = resuming.argv(directory)
     ending = resuming.starts.run("stoker", argv, strace=["-f", *RECORDING], one_thread=False)
     assert ending.exit_code == ExitCode.DONE, ending.output
     assert not unordered(directory, ending.trace)
-    # Check the check: it fails without any single fsync.
+    # Check the check itself: it must fail if any fsync is left out.
     lines = ending.trace.splitlines()
     flushes = [
         place
@@ -334,7 +337,7 @@ def unordered(run: Path, trace: str) -> list[str]:
         )
 
     wrong = []
-    draft = Path(named.arguments.split('"')[1]).name  # the manifest before its rename
+    draft = Path(named.arguments.split('"')[1]).name  # the manifest's name before its rename
     for name in [*files, draft]:
         path = checkpoint / name
         if not flushed(path, last_change(path, before), named.began):
@@ -364,7 +367,7 @@ def first(made: list[Event], name: str, about: str) -> Event:
 
 
 def last_change(path: Path, made: list[Event], names: tuple[str, ...] = WRITING) -> int:
-    """Return where the last call ended that wrote or renamed a file; there must be one."""
+    """Return the place in `made` of the last call that wrote or renamed a file."""
     return max(
         event.ended
         for event in made

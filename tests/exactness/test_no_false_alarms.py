@@ -1,7 +1,7 @@
 """The hang watch raises no false alarm in a run of two ranks that uses many features.
 
-The run takes an hour, or STOKER_WATCH_MINUTES. It evaluates two splits, generates samples, saves in
-the background, and stops and resumes every minute, with a hang timeout of a few seconds.
+The run takes an hour, or STOKER_WATCH_MINUTES minutes. It evaluates two splits, generates samples,
+saves in the background, and stops and resumes every minute. The hang timeout is a few seconds.
 """
 
 import os
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 MINUTES = float(os.environ.get("STOKER_WATCH_MINUTES", "60"))
 TIMEOUT_S = 5
-LIFE_S = min(60, 15 * MINUTES)  # a short trial resumes too
+LIFE_S = min(60, 15 * MINUTES)  # seconds until a stop; even a short trial stops and resumes
 ENVIRONMENT = CPU_ENVIRONMENT["multi_gpu"] | {"STOKER_TEST_STEP_DELAY_S": "0.5"}
 
 

@@ -1,4 +1,4 @@
-"""A run of two ranks, killed at random times again and again: each start resumes without help.
+"""A run of two ranks is killed again and again at random times. Each start resumes without help.
 
 Most starts are forked from a process that has imported everything, so that kills hit the run and
 not the imports. Some are started by accelerate's launcher, which is killed with its ranks.
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 36
 ALMOST_DONE = 18  # no kills after this step, because the run could end first
-MOST_STEPS = 8  # of a life
+MOST_STEPS = 8  # between two kills
 START_UP_S = 2.0
 # Save at each step, so that many kills hit a save.
 SETTINGS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2}
@@ -43,7 +43,7 @@ EXACT = [
     *(f"checkpoint-{STEPS}/{name}" for name in ("model.safetensors", "optimizer.pt")),
     *(f"checkpoint-{STEPS}/rng_state_{rank}.pth" for rank in range(2)),
 ]
-# Number of kills of one rank or both; number of them under a launcher that is killed too.
+# Number of kills of one rank or both ranks, and number of kills of a launcher with its ranks.
 SAMPLED, EXHAUSTIVE = (3, 1), (50, 10)
 
 
@@ -60,7 +60,7 @@ def wait_for_steps(log: Path, steps: int, ended: Callable[[], bool]) -> None:
 def kill_ranks(
     starts: Starts, argv: list[str], run: Path, chance: random.Random, victims: list[int]
 ) -> str:
-    """Start two ranks and kill `ranks` at a random time, also during start-up; return the log."""
+    """Start two ranks and kill `victims` at a random time, also during start-up; return the log."""
     steps = chance.randrange(-2, MOST_STEPS)
     with starts.ranks(argv, step_delay_s=STEP_DELAY_S) as ranks:
         if steps > 0:
@@ -116,7 +116,7 @@ def test_the_end_is_the_same_after_random_kills(pretraining, models, tmp_path, e
         if re.search("(configuration|storage|cluster) error|no progress", said):
             failures.append(said)
         found = re.search(r"resuming from \S+/checkpoint-(\d+)", said)
-        if found:  # this start got as far as the search for a checkpoint
+        if found:  # this start lived until it had searched for a checkpoint
             assert [int(found[1])] == before[-1:], said
             counts["resumed"] += 1
         left = committed(run)
@@ -131,7 +131,7 @@ def test_the_end_is_the_same_after_random_kills(pretraining, models, tmp_path, e
 
 
 def ends_as(starts: Starts, argv: list[str], run: Path, whole: Path) -> bool:
-    """Let a run end; return whether it equals the undisturbed one, bit for bit."""
+    """Start a run until its end; return whether it equals the undisturbed run, bit for bit."""
     with starts.ranks(argv) as ranks:
         pass
     assert [rank.ending.exit_code for rank in ranks] == [0, 0], ranks[0].ending.output

@@ -1,4 +1,4 @@
-"""A run that is cut at any step and resumed equals the uninterrupted run, bit for bit.
+"""A run that is interrupted at any step and resumed equals the uninterrupted run, bit for bit.
 
 The tests compare loss, gradient norm, learning rate, tokens seen and epoch of every step; every
 evaluation; the best metric and checkpoint; and at the end all weights, optimizer and scheduler
@@ -64,7 +64,7 @@ def test_resumed_equals_uninterrupted(strategy, models, tmp_path, exhaustive, fi
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=EXHAUSTIVE)])
 def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, figures):
-    """Measure the same cuts with transformers' Trainer, its own loader and its own resume."""
+    """Measure the same interruptions with transformers' Trainer, its own loader and resume."""
     cases = every_case("ddp") if exhaustive else [Case("ddp", "lora", 0.1, 4, 0)]
     cuts = EVERY_CUT if exhaustive else (3, 6)
     items = []
@@ -103,8 +103,8 @@ def test_plain_trainer_on_the_same_rows(ranks, models, tmp_path, exhaustive, fig
 def test_killed_and_then_stopped_equals_uninterrupted(killed, models, tmp_path, figures):
     """Send SIGKILL to one rank between two checkpoints, then STOP in the next start.
 
-    A launcher with one rank does the same as `python pretrain.py`, so undisturbed starts of one
-    rank run in this process without a launcher.
+    Undisturbed starts of one rank run in this process without a launcher, because a launcher with
+    one rank does the same as `python pretrain.py`.
     """
     case, ranks = Case(killed, "pretrain", 0.1, 1, 0), RANKS[killed]
     whole, run = tmp_path / "whole", tmp_path / "run"

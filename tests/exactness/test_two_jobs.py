@@ -1,4 +1,4 @@
-"""Two jobs on one run directory: the second is refused, and neither harms the run."""
+"""Two jobs use one run directory: the second job is refused, and neither job harms the run."""
 
 import contextlib
 import os
@@ -29,14 +29,14 @@ def starts(tmp_path):
     ("row", "first", "second"),
     [
         pytest.param("stoker", ("n8", "n8"), ("n8", "n8"), marks=pytest.mark.exhaustive),
-        # A host cannot see the other's processes, only its heartbeat.
+        # A host cannot see processes of another host, only the heartbeat of the run lock.
         ("stoker on two hosts", ("n8", "n9"), ("n6", "n7")),
     ],
 )
 def test_one_of_two_simultaneous_starts_trains(
     row, first, second, starts, pretraining, tmp_path, figures
 ):
-    """Both start in a directory that does not exist yet, and again with a killed run in it."""
+    """Both jobs start in a directory that does not exist yet, and again in that of a killed run."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     counts = figures(FIGURES).setdefault(row, {})
     with two_at_once(starts, pretraining(run), counts, *first) as trains:
@@ -57,7 +57,7 @@ def test_one_of_two_simultaneous_starts_trains(
 def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
     end, starts, pretraining, tmp_path, figures
 ):
-    """The process was killed, or suspended for so long that another job finished the run."""
+    """The locking process was killed, or suspended until another job had finished the run."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     argv = pretraining(run)
     with starts.running("stoker", argv, step_delay_s=0.7, host="n8") as owner:
@@ -111,7 +111,7 @@ def test_plain_trainer_lets_both_train(starts, models, tmp_path, figures):
 
 @contextlib.contextmanager
 def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: str):
-    """Start two jobs; return the one that trains after the other was refused; count in `row`."""
+    """Start two jobs. Return the job that trains after the refusal of the other; count in `row`."""
     run = argv[argv.index("--output_dir") + 1]
     with contextlib.ExitStack() as stack:
         both = [
@@ -136,7 +136,7 @@ def two_at_once(starts: Starts, argv: list[str], row: dict[str, int], *hosts: st
 
 
 def test_a_run_that_ended_has_left_its_directory(starts, pretraining, tmp_path):
-    """Also in a process that continues, such as a notebook."""
+    """The lock is also released in a process that continues, such as a notebook."""
     import pretrain
 
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Proof 6: the cost of a 1 GB checkpoint's digests, in the saves of a run and at its start."""
+"""Proof 6: the time for the digests of a 1 GB checkpoint, in a run's saves and at its start."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
-# 82 million parameters, 12 bytes each: float32 weights and the two states of AdamW.
+# 82 million parameters of 12 bytes each: a float32 weight and two states of AdamW.
 MODEL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
-ROUNDS, WARM_UP = 24, 1  # a single round varies by 10 %
+ROUNDS, WARM_UP = 24, 1  # many rounds, because a single round varies by 10 %
 REPEATS = 9
 # Kinds of saves: ours; torch's, with a CRC-32 per tensor; and without any checksum.
 KINDS = ("digests", "crc32", "no checksums")
@@ -30,13 +30,13 @@ ORDERS = list(itertools.permutations(KINDS))
 
 
 def kind_of(step: int) -> str:
-    """Return the kind of save for a step: each round has every kind, in varying order."""
+    """Return the kind of save for a step. Each round has every kind, in varying order."""
     number, place = divmod(step - 1, len(KINDS))
     return ORDERS[number % len(ORDERS)][place]
 
 
 def let_saves_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each save use its kind; a save begins when the previous one is on the disk."""
+    """Make each save use the kind of its step, and begin after the last save is on the disk."""
     real, begin = files.file_digests, Checkpoints.begin
     saving = 0
 
@@ -71,7 +71,7 @@ def test_what_digests_add_to_a_save(pretraining, tmp_path, monkeypatch, figures)
     for line in lines[len(KINDS) * WARM_UP : -1]:
         took[kind_of(line["step"])].append(line["stall_s"])
     median_s = {kind: statistics.median(seconds) for kind, seconds in took.items()}
-    # The extra time of the save with digests, relative to the others of its round.
+    # The extra time of the save with digests, relative to the other saves of the same round.
     added = {
         kind: statistics.median(a / b - 1 for a, b in zip(took["digests"], took[kind], strict=True))
         for kind in KINDS[1:]

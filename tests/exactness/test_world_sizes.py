@@ -1,7 +1,7 @@
 """One run on 1, 2 and 4 ranks in any order: the same samples in the same global batches.
 
-The rows of each rank are recorded at the model's inputs, in the ranks of real launches. Losses
-agree to rounding, because sums over ranks are added in another order.
+The sequences of each rank are recorded at the model's inputs, in the ranks of real launches. Losses
+agree up to rounding, because sums over ranks are added in another order.
 """
 
 import itertools
@@ -20,9 +20,10 @@ GLOBAL_BATCH_SIZE = 8
 SETTINGS = {
     "global_batch_size": GLOBAL_BATCH_SIZE,
     "per_device_train_batch_size": 1,
-    # Both cuts are between two logs, so the next log averages losses from both numbers of ranks.
+    # Both changes are between two logs, so the next log averages losses from two numbers of ranks.
     "logging_steps": 2,
-    # The last number of ranks also loads the checkpoint of the first, see the driver.
+    # The best checkpoint is one of the first steps (see rank_driver.py), so the last number of
+    # ranks loads a checkpoint of the first number of ranks.
     "eval_steps": 1,
     "load_best_model_at_end": "true",
 }
@@ -36,7 +37,7 @@ FIGURES = "world_sizes"
 
 @dataclass(frozen=True)
 class Start:
-    """A start, named by the numbers of ranks of the run so far; the last is its own."""
+    """A start, named by the numbers of ranks of the run so far. Its own number is the last."""
 
     ranks: tuple[int, ...]
     directory: Path
@@ -59,12 +60,12 @@ class Start:
         return found({"run": self.run})
 
     def micro_batches(self) -> dict[int, list[list[list[str]]]]:
-        """Return the rows by step, rank and micro-batch."""
+        """Return the sequences by step, rank and micro-batch."""
         by_rank = [found({"run": self.run}, rank) for rank in range(self.ranks[-1])]
         return {int(step): [own[step] for own in by_rank] for step in by_rank[0]}
 
     def global_batches(self) -> dict[int, list[str]]:
-        """Return the rows by step in the order of samples: by micro-batch, then by rank."""
+        """Return the sequences by step in the order of samples: by micro-batch, then by rank."""
         return {
             step: [
                 row
@@ -77,14 +78,14 @@ class Start:
 
 
 def every_start(orders: list[tuple[int, ...]], directory: Path) -> list[Start]:
-    """Return all prefixes of these orders, the shorter ones first."""
+    """Return the starts of all prefixes of these orders, with short prefixes first."""
     lengths = range(1, len(orders[0]) + 1)
     begun = dict.fromkeys(order[:length] for length in lengths for order in orders)
     return [Start(ranks, directory) for ranks in begun]
 
 
 def launches(starts: list[Start]) -> list[list[Start]]:
-    """Group all starts, in order, by the launch that can run them."""
+    """Group all starts by launches with the same number of ranks, in an order that can run."""
 
     def launch(start: Start) -> tuple[int, int]:
         return len(start.ranks), start.ranks[-1]
@@ -111,7 +112,7 @@ def test_any_order_of_world_sizes_is_one_run(
 ):
     orders = orders if exhaustive else SAMPLE[strategy]
     starts = every_start(orders, tmp_path)
-    # Resume twice from one checkpoint; new ranks have random states that no earlier rank had.
+    # Resume twice from one checkpoint. New ranks have random states that no earlier rank had.
     first, second = orders[0][:2]
     with_dropout = exhaustive or strategy == "ddp"
     repeated_from = [Start((first,), tmp_path, 0.1)] if with_dropout else []
@@ -201,7 +202,7 @@ def assert_the_same_samples(starts: list[Start]) -> None:
 
 
 def compare(starts: list[Start], reference: dict) -> dict[str, float]:
-    """Return the largest differences of any start from the first; exact figures must be equal."""
+    """Return the largest differences from the first start. Exact figures must be equal."""
     pairs = [(reference, start.outcome()) for start in starts[1:]]
     exact = largest_differences(pairs, ("learning_rate", "tokens_seen", "epoch"))
     assert not any(exact.values()), exact

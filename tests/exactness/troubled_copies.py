@@ -1,8 +1,8 @@
 """`pretrain.py` with trouble in a background copy: STOKER_TEST_COPY=KIND:RANK:STEP.
 
-When that rank has copied a part of that step's checkpoint, it is killed (kill) or its disk is full
-(full); with `none` nothing happens. STOKER_TEST_MEMORY is the staging directory. In the usual place
-any other run on this host would remove what a killed run left.
+After RANK has copied a part of the checkpoint of STEP, KIND happens: kill (the rank is killed),
+full (its disk is full) or none. STOKER_TEST_MEMORY is the staging directory. In the usual staging
+directory another run on this host would remove the leftovers of a killed run.
 """
 
 import errno

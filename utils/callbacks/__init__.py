@@ -1,4 +1,4 @@
-"""Callbacks: what happens at the events of training beside it; utils/run/finish.py orders them.
+"""Callbacks that act at events of training; utils/run/finish.py creates them.
 
 progress       the phase, step and micro-batch of this rank, for pages and views
 journal        metrics.jsonl and the log's lines
@@ -10,7 +10,7 @@ profiler       a trace of some steps, and a table of their most expensive kernel
 stop           stops or saves at the same step on all ranks: signals, files, the time limit
 evaluation     early stopping, and samples of what the model says
 nonfinite      ends a run whose loss, gradient or weights are not finite
-watchdog       ends a run in which nothing moves any more
-hang_page      hang.txt: where all ranks stood then, and in which collective
+watchdog       ends a run that hangs
+hang_page      hang.txt: the stacks and collectives of all ranks in a hang
 stragglers     a rank's own time, and the rank that the others wait for
 """

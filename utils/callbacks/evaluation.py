@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Raised on all ranks before a step: the checkpoint is one at which the run has ended."""
+    """Raised on all ranks before a step: early stopping has ended the run at this checkpoint."""
 
 
 class EarlyStopping(TrainerCallback):
     """Ends the run when metric_for_best_model did not improve in `patience` evaluations in a row.
 
-    transformers' EarlyStoppingCallback judges. As a callback of Trainer it would judge splits one
-    by one, count evaluations that a stop interrupts and forget its count on resume. Instead, the
-    trainer calls `take_evaluation` with the metrics of all splits.
+    transformers' EarlyStoppingCallback judges evaluations. As a callback of Trainer it would judge
+    splits one by one, count evaluations that a stop interrupts and forget its count on resume.
+    Instead, the trainer calls `take_evaluation` with the metrics of all splits.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -49,7 +49,7 @@ class EarlyStopping(TrainerCallback):
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over."""
+        """Return whether the run is over."""
         return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """End a run that had ended at its checkpoint, or that its owed evaluation has ended."""
+        """End a resumed run that is over at its checkpoint, or after its postponed evaluation."""
         if self.ended:
             raise FinishedEarlyError
 
@@ -84,7 +84,7 @@ class EarlyStopping(TrainerCallback):
     def on_epoch_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Do nothing more: Trainer takes leaving its loop for the end of an epoch."""
+        """Cancel further actions. Trainer calls this after leaving its loop, as after an epoch."""
         if self.ended:
             control.should_log = control.should_evaluate = control.should_save = False
 
@@ -92,16 +92,17 @@ class EarlyStopping(TrainerCallback):
 class Samples:
     """Completions of fixed prompts at each evaluation, for people to read: log, journal and wandb.
 
-    Each token is the most likely one, by plain attention. All ranks generate the same text, because
-    they gather the weights together under FSDP2 and ZeRO-3. Training is not affected: no random
-    number is drawn, compiled layers run as written, and the model gets its attention back.
+    Each token is the most likely one, computed with plain attention. All ranks generate the same
+    text, because FSDP2 and ZeRO-3 gather the weights on all ranks together. Training is not
+    affected: no random number is drawn, compiled layers run uncompiled, and the model's attention
+    is restored.
     """
 
     def __init__(self, prompts: "Sequence[Prompt]", max_new_tokens: int, journal: Journal):
         self.prompts, self.max_new_tokens, self.journal = prompts, max_new_tokens, journal
 
     def generate(self, trainer: Any) -> None:
-        """Generate a completion of each prompt and write all down; collective over ranks."""
+        """Generate a completion of each prompt and log all of them; collective over ranks."""
         if not self.prompts:
             return
         tokenizer, rows = trainer.processing_class, []
@@ -135,7 +136,7 @@ def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
     trains, packed = model.training, attention not in ("sdpa", "eager")
     settings = copy.deepcopy(trainer.generation)
     settings.update(**dict.fromkeys(SAMPLING), max_length=None, max_new_tokens=max_new_tokens)
-    settings.do_sample, settings.use_cache = False, True  # both off or on in published settings
+    settings.do_sample, settings.use_cache = False, True  # published settings may differ
     tokenizer = trainer.processing_class
     settings.pad_token_id = next(
         (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0

@@ -16,10 +16,12 @@ from utils.host.notes import Note, place, thread_frames
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
-# Functions of torch's flight recorder; torch's version decides which one has NCCL's and gloo's.
+# Functions of torch's flight recorder. torch's version decides which function has the collectives
+# of NCCL and of gloo.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 MISMATCH = ": MISMATCH, ranks do different things"
-_SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")  # threads beside the main one
+# Files of threads that are shown beside the main thread.
+_SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 
 def leave_record(output_dir: Path, note: Note, phase: str) -> None:
@@ -28,7 +30,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
         if thread.name == "MainThread" or any(line.startswith(_SHOWN) for line in lines):
-            # Without the frames in which Python starts the thread.
+            # Leave out the frames in which Python starts the thread.
             stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
     entries = collectives()
     known = {
@@ -44,7 +46,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Return the ranks' records since `since`, in seconds since 1970."""
+    """Return by rank the records left after `since`, a time in seconds since 1970."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
@@ -68,7 +70,7 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
         types = "/".join(sorted(set(entry["input_dtypes"])))
         text = f"#{entry['collective_seq_id']} {operation} of {types} [{sizes}]"
         group = groups.setdefault(f"{backend} group {' '.join(entry['process_group'])}", {})
-        if entry["retired"] or entry["state"] == "completed":  # gloo marks them by the first alone
+        if entry["retired"] or entry["state"] == "completed":  # gloo sets only the first
             group["completed"] = text
         else:
             group.setdefault("pending", text)
@@ -83,7 +85,7 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
         pending = {stands["pending"] for stands in at.values() if "pending" in stands}
         if not pending:
             continue
-        # One number, but other operations or sizes: the ranks' programs have parted.
+        # If one sequence number has several operations or sizes, the ranks do different things.
         parted = len({text.split()[0] for text in pending}) < len(pending)
         lines.append(f"  {group}{MISMATCH * parted}")
         places: dict[str, list[int]] = {}
@@ -97,7 +99,7 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
 def write_page(
     output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
 ) -> None:
-    """Write the page; ranks that stand alike share a part. Raises OSError."""
+    """Write hang.txt, with one part for all ranks in the same state. Raises OSError."""
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
     if any(MISMATCH in line for line in under_way):

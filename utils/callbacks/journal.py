@@ -1,6 +1,6 @@
 """The journal of a run: one JSON line per log event in metrics.jsonl, one readable line to the log.
 
-utils/host/journal_file.py says how the file is read.
+utils/host/journal_file.py reads the file.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ __all__ = ["Journal", "read_journal", "readable_line"]
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 2**26  # of the end of a journal: more would keep the other ranks waiting
+READ_BYTES = 2**26  # read at the end of a journal; reading more would keep other ranks waiting
 
 
 class Journal(TrainerCallback):
-    """Writes every log event on rank 0, as docs/metrics.md says; silent on other ranks.
+    """Writes every log event, described in docs/metrics.md, on rank 0. Other ranks write nothing.
 
-    `memory` measures all ranks. `stopped` tells whether the run ended early. `limit_s` returns the
-    seconds until the job's time limit; None: there is no limit.
+    `memory` measures all ranks. `stopped` returns whether the run ended early. `limit_s` returns
+    the seconds until the job's time limit, or None without a limit.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Note the start."""
+        """Write an event for this start."""
         if not state.is_world_process_zero:
             return
         self._end_last_line()
@@ -60,9 +60,9 @@ class Journal(TrainerCallback):
         self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     def _end_last_line(self) -> None:
-        """End the last line: a process may have died while it wrote it.
+        """End the last line, because a process may have died while it wrote this line.
 
-        Damaged lines stay. A journal that cannot be written to is set aside.
+        Damaged lines stay in the file. A journal that cannot be written to is renamed.
         """
         try:
             with self.path.open("ab+") as file:
@@ -79,22 +79,22 @@ class Journal(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Write one event; its kind follows from Trainer's keys. Collective for an evaluation."""
+        """Write one event, whose kind follows from Trainer's keys; collective in an evaluation."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()
         if not state.is_world_process_zero or not logs:
             return
-        self._write_saves()  # that were written in the background meanwhile
+        self._write_saves()  # checkpoints that were written in the background meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
         line["max_steps"] = state.max_steps
         if losses:
             split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
             line |= {"event": "eval", "split": split or None}
         elif "train_runtime" in logs:
-            # A summary comes once, of a run that is finished.
+            # Only a finished run has a summary.
             line["event"] = "stopped" if self.stopped() else "summary"
-            line["resumed_at"] = self.resumed_at  # the start that its time and rates measure
+            line["resumed_at"] = self.resumed_at  # time and rates count from this step
         if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank
             if "slowest_rank" in logs:
@@ -104,7 +104,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Measure memory, collective over ranks; write an event of each new checkpoint."""
+        """Measure memory and write an event for each new checkpoint; collective over ranks."""
         memory = self.memory.measure()
         if state.is_world_process_zero:
             self.memory_of[state.global_step] = memory
@@ -117,7 +117,7 @@ class Journal(TrainerCallback):
             self.saves_written += 1
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, unless another job owns the run directory (the lock logged it)."""
+        """Append a line, unless another job owns the run directory (the run lock logged this)."""
         if known_loss(self.path.parent) is not None:
             return
         text = strict_json({**line, "time": round(time.time(), 3)})
@@ -125,7 +125,7 @@ class Journal(TrainerCallback):
             file.write(text + "\n")
 
 
-# Formats of figures, of one width for most runs, so that lines are columns.
+# Formats of figures. Most have a fixed width, so that the figures of all lines are in columns.
 _FIGURES = {
     "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
@@ -139,15 +139,15 @@ _FIGURES = {
     "memory_free_gib": "{:.1f} free",
     "train_loss": "mean loss {:.4f}",
 }
-SLOW_LOADER = 0.01  # of a step; larger shares are shown
-SLOW_RANK = 0.03
+SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
+SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
     """Return an event of the journal as a line of the log.
 
-    `eta` is the time of the remaining steps, without evaluations and saves. The time until the
-    job's limit, `limit_s`, follows it.
+    `eta` is the time of the remaining steps, without evaluations and saves. `limit_s`, the time
+    until the job's limit, is shown behind it.
     """
     event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":

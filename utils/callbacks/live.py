@@ -1,4 +1,4 @@
-"""On a terminal, a view below the log's lines, which stay as they are: progress, losses, now."""
+"""A live view on a terminal, below the log's lines: progress, losses and the current phase."""
 
 import atexit
 import contextlib
@@ -28,10 +28,10 @@ LONG_S = 5.0  # a phase that takes longer shows its time
 
 
 class LiveView(TrainerCallback):
-    """Draws the progress and the last log in rich's thread: it computes and waits for nothing.
+    """Draws the progress and the last log in rich's thread. Drawing waits for no device or rank.
 
-    `limit_s` is Journal's. `disable_tqdm` turns the view off. It stays until `close`, or until the
-    process ends.
+    `limit_s` is the same as in Journal. `disable_tqdm` turns the view off. The view stays until
+    `close`, or until the process ends.
     """
 
     def __init__(self, progress: Progress, limit_s: Callable[[], float | None]):
@@ -44,18 +44,18 @@ class LiveView(TrainerCallback):
         if args.disable_tqdm or args.process_index or not fits_terminal():
             return
         self.state = state
-        for logs in state.log_history:  # of the starts before
+        for logs in state.log_history:  # logs of earlier starts
             self.on_log(logs=logs)
-        # Soft: the terminal wraps log lines, not rich.
+        # With soft_wrap the terminal wraps log lines, and rich does not.
         console, before = Console(highlight=False, soft_wrap=True), sys.stdout
         self.live.enter_context(Live(  # redraws take a millisecond or two of a CPU core
             console=console, get_renderable=self._drawn, refresh_per_second=2, transient=True,
             redirect_stderr=sys.stderr.isatty(),
         ))  # fmt: skip
-        console.show_cursor(True)  # a process that is killed could not bring it back
+        console.show_cursor(True)  # a killed process could not show it again
         for handler in logging.root.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
-                handler.setStream(sys.stdout)  # which is rich's now
+                handler.setStream(sys.stdout)  # now rich's stream
                 self.live.callback(handler.setStream, before)
         atexit.register(self.live.close)  # after an error or Ctrl-C
 
@@ -76,7 +76,7 @@ class LiveView(TrainerCallback):
             doing += f" {now.split} {now.batches_done}/{now.batches}"
         if (since_s := time.monotonic() - now.since) > LONG_S:
             doing += f", for {duration(since_s)}"
-        values = list(self.losses)  # a log may come meanwhile
+        values = list(self.losses)  # a copy: another thread may append a loss
         low = min(values, default=0.0)
         scale = (len(LEVELS) - 1) / ((max(values, default=low) - low) or 1.0)
         losses = "".join(LEVELS[round((value - low) * scale)] for value in values)
@@ -90,6 +90,6 @@ class LiveView(TrainerCallback):
 
 
 def fits_terminal() -> bool:
-    """Whether stdout is a terminal that can redraw lines and show LEVELS."""
+    """Return whether stdout is a terminal that can redraw lines and show LEVELS."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     return sys.stdout.isatty() and not dumb and sys.stdout.encoding.lower().startswith("utf")

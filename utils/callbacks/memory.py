@@ -16,31 +16,33 @@ from utils.host.machine import host_name
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-LEFT = ("memory_free_gib", "memory_headroom_gib")  # the least is the worst
+LEFT = ("memory_free_gib", "memory_headroom_gib")  # the worst rank has the least
 
 
 class MemoryMonitor(TrainerCallback):
     """Memory in GiB of the worst rank, most used or least free; `by_rank` has all ranks and hosts.
 
-    torch's allocator counts the device memory. Host memory is that of this process without its
-    workers. A peak is that of training, of a split's evaluation or of a save, since the last line.
-    `sequence_bytes` is the predicted memory of one more sequence in a micro-batch.
+    torch's allocator counts the device memory. Host memory is the memory of this process without
+    its workers. A peak belongs to training, to the evaluation of a split or to a save, and counts
+    from the last line of the journal. `sequence_bytes` is the predicted memory of one more sequence
+    in a micro-batch.
     """
 
-    by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line
-    peak_bytes = logs = 0  # of training since its last line, before an evaluation or a save
+    by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line of the journal
+    # The training peak that an evaluation or a save would reset; the number of training logs.
+    peak_bytes = logs = 0
 
     def __init__(self, sequence_bytes: int = 0) -> None:
         self.sequence_bytes = sequence_bytes
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Start the peak here: loading the model is no part of training."""
+        """Begin to measure the peak here, so that loading the model does not count."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
 
     def _new_peak(self) -> int:
-        """Begin a new peak; return the last one in bytes, 0 on a CPU."""
+        """Begin a new peak measurement; return the last peak in bytes, 0 on a CPU."""
         if self.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -58,16 +60,16 @@ class MemoryMonitor(TrainerCallback):
         self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
         if self.logs == 2 and self.sequence_bytes and self.device.type == "cuda":
-            logger.info("memory: %s", self.headroom())  # by the peak of all steps to come
+            logger.info("memory: %s", self.headroom())  # later steps have the same peak
         figures = {name: [one[name] for one in self.by_rank] for name in self.by_rank[0]}
         del figures["rank"], figures["host"]
         return {name: (min if name in LEFT else max)(each) for name, each in figures.items()}
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Return all ranks' memory, the peak since the last line or `before`; collective."""
+        """Return all ranks' memory; the peak is at least `before` bytes. Collective over ranks."""
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which may lag behind
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
         own: dict[str, float] = {
             "host_rss_gib": resident, "host_peak_rss_gib": max(peak, resident)
         }  # fmt: skip
@@ -77,7 +79,7 @@ class MemoryMonitor(TrainerCallback):
             own |= {"memory_allocated_gib": torch.cuda.memory_allocated(self.device)}
             own |= {"memory_reserved_gib": reserved, "memory_peak_gib": peak_bytes}
             own |= {"memory_free_gib": free, "memory_total_gib": total}
-            # The rest is CUDA's and other processes'.
+            # CUDA itself and other processes use the rest.
             own["memory_headroom_gib"] = free + reserved - peak_bytes
         own = {name: size_bytes / GIB for name, size_bytes in own.items()}
         ranks = gathered((host_name(), own))
@@ -90,7 +92,7 @@ class MemoryMonitor(TrainerCallback):
         """Return the memory that the fullest GPU has left, and the micro-batch that would fit."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
-        fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: for error
+        fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: a margin
         fitting = f"{fits} would fit, " if fits > self.rows else ""
         where = f"{room:.1f} GiB of {total:.1f} on rank {least['rank']} ({least['host']})"
         return f"headroom {where}: micro-batch {fitting}{fits + 1} would not (predicted)"

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class MixtureShares(TrainerCallback):
     """Tokens and epochs of each source of a mixture, from step 0 over all starts.
 
-    Sources have the short names of utils/data/loader.py. The weights of `train_data` are shares of
-    the sequences. Shares of the tokens differ if sources fill their sequences differently. A run on
-    one dataset gets no figures.
+    Sources have the short names of utils/data/loader.py. The weights in `train_data` are shares of
+    the sequences. Shares of the tokens differ if some sources have more padding. A run on one
+    dataset gets no figures.
     """
 
     @override
@@ -60,21 +60,21 @@ class Throughput(TrainerCallback):
     """Speed over the steps since the last training log, without evaluations and saves.
 
     The clock is read after the log's own wait for the device, so no step between two logs waits.
-    Before an evaluation or a save the device is waited for, as these would do anyway.
+    Before an evaluation or a save this callback waits for the device, which these would do anyway.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.first_step_time_s: float | None = None
-        self.window_step: int | None = None  # until the first step of this start is done
-        self.flops_per_token = 0.0  # of the model, both passes; 0 where they cannot be counted
-        self.mfu_per_rate: float | None = None  # MFU of one token a second and device
+        self.window_step: int | None = None  # None until this start's first step is done
+        self.flops_per_token = 0.0  # of the model, both passes; 0 if they cannot be counted
+        self.mfu_per_rate: float | None = None  # MFU of one token per second and device
         self.graphs = self.graphs_before = 0
-        self.own: OwnTime | None = None  # of several ranks
+        self.own: OwnTime | None = None  # None with one rank
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Take the loader over."""
+        """Keep the loader; prepare to count FLOPs and this rank's own time."""
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         if "model" in kwargs:
@@ -85,7 +85,7 @@ class Throughput(TrainerCallback):
         self.elapsed_s = 0.0
 
     def _count_flops(self, model: Any, device: torch.device) -> None:
-        """Count and log the model FLOPs of a token; MFU needs the known peak of the device."""
+        """Count and log the model FLOPs per token. Without a known peak there is no MFU."""
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
@@ -109,7 +109,7 @@ class Throughput(TrainerCallback):
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the step's time; begin the window after the first one."""
+        """Count the step's time. After the first step of this start, begin the window."""
         self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
         if interrupted and args.device.type == "cuda":
@@ -117,7 +117,7 @@ class Throughput(TrainerCallback):
         self._count_time()
         # Count here. Counting at the log line would block the GPU for ten steps' worth of work.
         tokens = self.loader.tokens_seen.count(self.step)
-        state.total_flos = self.flops_per_token * tokens  # which Trainer saves and logs
+        state.total_flos = self.flops_per_token * tokens  # Trainer saves and logs it
         if first:
             if self.own:
                 self.own.take()
@@ -131,7 +131,7 @@ class Throughput(TrainerCallback):
         self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
-        """Do not count the evaluation of a split, or the writing of a checkpoint."""
+        """Restart the clock, so that the evaluation of a split or a save does not count."""
         self.counted_until, self.graphs_before = self.clock(), _compiled_graphs()
 
     on_evaluate = on_save = _leave_out
@@ -170,6 +170,6 @@ class Throughput(TrainerCallback):
 
 
 def _compiled_graphs() -> int:
-    """Return how many graphs torch has compiled in this process, or taken from its cache."""
+    """Return how many graphs torch has compiled in this process or loaded from its cache."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

@@ -37,48 +37,48 @@ class NonFiniteGuard(TrainerCallback):
     """Ends the run when a loss or gradient of any rank is not finite.
 
     The trainer calls `take_loss` and `take_step` with each loss and gradient norm, and `settle`
-    before it evaluates or saves. The figures come from the device when they are ready, and the
-    ranks agree a step later, so no step waits.
+    before it evaluates or saves. The host reads these figures when the device has computed them,
+    and the ranks agree a step later, so no step waits.
 
-    judges_gradients: False where a loss scaler (fp16) handles gradients that overflow.
+    judges_gradients: False if a loss scaler (fp16) handles gradients that overflow.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]):
         self.output_dir = Path(output_dir)
         self.judges_gradients = True
         self.agreement: Agreement | None = None  # while training
-        self.losses: list[torch.Tensor] = []  # of the step under way
-        # Step, its figures on their way from the device (losses, gradient norm; float32), and the
-        # event after which they are complete (None: they are).
+        self.losses: list[torch.Tensor] = []  # of the current step
+        # Step, its figures (losses, gradient norm; float32) that are being copied from the device,
+        # and the event after which the copy is complete (None on a CPU).
         self.on_their_way: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
         self.findings: list[Finding] = []  # of this rank
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Connect to the other ranks."""
+        """Set up the agreement with the other ranks."""
         self.rank, self.device = args.process_index, args.device
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.last_step = state.global_step - 1
         self.agreement = Agreement(args.ddp_timeout)
 
     def take_loss(self, loss: torch.Tensor) -> None:
-        """Note a micro-batch's loss."""
-        # A copy: a compiled model may use the memory of its output again.
+        """Store a micro-batch's loss."""
+        # A copy, because a compiled model may reuse the memory of its output.
         self.losses.append(loss.detach().float().clone())
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
-        """Note the gradient norm of a step (counted from 0), and send its figures on their way."""
+        """Store the gradient norm of a step, counted from 0, and start to copy its figures."""
         if not self.losses:
-            return  # Trainer's end of an epoch, after a step that was taken already
+            return  # at the end of an epoch Trainer calls again for the same step
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
-        if hasattr(norm, "full_tensor"):  # FSDP2's, summed up over ranks here, on the device
+        if hasattr(norm, "full_tensor"):  # FSDP2: sum over ranks here, on the device
             norm = norm.full_tensor()
         figures = [
             torch.as_tensor(figure, device=self.device).float().reshape(())
             for figure in (*self.losses, norm)
         ]
         values, self.losses = torch.stack(figures), []
-        values = values.to("cpu", non_blocking=True)  # into pinned memory, where there is a GPU
+        values = values.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
         ready = None
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
@@ -87,7 +87,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Act on what the ranks agreed on about earlier steps, without waiting for the device."""
+        """End the run if a rank has a finding of an earlier step; does not wait for the device."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():
@@ -97,7 +97,7 @@ class NonFiniteGuard(TrainerCallback):
     def settle(self, model: nn.Module | None = None) -> None:
         """Check all steps and the weights; collective. Raises NotFiniteError on all ranks."""
         if self.agreement is None:
-            return  # training is over, and was settled
+            return  # training has ended, and all steps are checked
         self._read(wait=True)
         weights = [] if model is None else spoilt_weights(model)
         if weights and not self.findings:
@@ -109,7 +109,7 @@ class NonFiniteGuard(TrainerCallback):
             raise NotFiniteError(message)
 
     def _read(self, wait: bool) -> None:
-        """Judge the figures that have arrived, in the order of the steps."""
+        """Check the figures whose copies are complete, in the order of the steps."""
         while self.on_their_way:
             step, values, ready = self.on_their_way[0]
             if ready is not None and wait:
@@ -149,7 +149,7 @@ def spoilt_weights(model: nn.Module) -> list[str]:
             part = part.to_local()
         if parameter.requires_grad and part.numel():
             names.append(name.removeprefix("module."))
-            # The largest absolute value: without a temporary of the weight's size, NaN if one is.
+            # The largest absolute value. It is NaN if an element is, and needs no large temporary.
             largest.append(torch.linalg.vector_norm(part.detach(), math.inf).float())
     if not largest:
         return []
@@ -158,10 +158,10 @@ def spoilt_weights(model: nn.Module) -> list[str]:
 
 
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
-    """Write nonfinite-step-N.json of the first step found into the run directory; describe it.
+    """Write nonfinite-step-N.json for the first step found; return the message for the user.
 
-    It lists the documents of the micro-batches with a loss that is not finite. If only the gradient
-    or a weight is not, it lists those of the global batch.
+    The file lists the documents of the micro-batches with a loss that is not finite. If only the
+    gradient or a weight is not finite, it lists the documents of the global batch.
     """
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]
@@ -196,7 +196,7 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     try:
         replace_text(path, strict_json(facts, indent=1) + "\n")
         where = f"all of them: {path}"
-    except OSError as error:  # the finding is what matters
+    except OSError as error:  # the message matters more
         where = f"the list of all could not be written: {error}"
     return (
         f"step {step + 1}: {causes[0]}{more}.\n"

@@ -1,4 +1,4 @@
-"""Memory that ran out, of a GPU or the host: a page tells what took it and what would help."""
+"""The page of a run that ran out of GPU or host memory: what uses it, and what would help."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ from utils.host.atomic_files import replace_text
 from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
 from utils.host.notes import memory_cause, memory_owner, place
 
-# Words of the page and of metrics.jsonl. Most of finishing is writing final/.
+# Names of phases on the page and in metrics.jsonl. To finish a run is mostly to write final/.
 WORDS = {
     Phase.START: "load", Phase.LOAD: "load", Phase.FIRST_STEP: "train", Phase.TRAIN: "train",
     Phase.EVALUATE: "eval", Phase.SAVE: "save", Phase.FINISH: "save",
@@ -41,7 +41,7 @@ def memory_page(trainer: Any) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
-        # torch's handler raises wherever this process is when a data worker ends; all end now.
+        # All data workers end now. torch's handler would raise an error in this process for each.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         cause = memory_cause(error, killed=memory_kills() > kills)
         if cause is None:
@@ -55,7 +55,10 @@ def memory_page(trainer: Any) -> Iterator[None]:
 
 
 def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
-    """Write RUN/out-of-memory-rankN.txt, release what the error holds, return the last words."""
+    """Write RUN/out-of-memory-rankN.txt and return the message for the user.
+
+    Clears the frames of the tracebacks, which hold tensors.
+    """
     progress, rank, owner = trainer.callbacks.progress, global_rank(), memory_owner(cause)
     phase = WORDS[progress.phase]
     where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
@@ -69,7 +72,7 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
         try:
             parts.append(part(*args))
             replace_text(page, "\n\n".join(parts))  # a launcher may end this process soon
-        except Exception as failure:  # memory is short, the disk may be
+        except Exception as failure:  # memory is short, and the disk may be full
             parts.append(f"(a part is missing: {failure!r})")
 
     if device == "cuda":
@@ -111,7 +114,7 @@ def _batch(trainer: Any, progress: Progress) -> str:
 
 
 def _named(trainer: Any, frames: list[tuple[FrameType, int]]) -> Iterator[tuple[Any, str, str]]:
-    """Yield all that may be a tensor with its kind and origin, the best known first."""
+    """Yield (value, kind, origin) of all values that may be tensors, those with names first."""
     names = {weight: name for name, weight in trainer.model.named_parameters()}
     for weight, name in names.items():
         yield weight, WEIGHTS, name
@@ -128,11 +131,11 @@ def _named(trainer: Any, frames: list[tuple[FrameType, int]]) -> Iterator[tuple[
 
 
 def _tensors(named: Iterator[tuple[Any, str, str]], device: str, sizes: Counter[str]) -> str:
-    """Return memory by kind, as `sizes` gets it, and the largest tensors on the device."""
+    """Return tables of memory by kind and of the largest tensors; add bytes by kind to `sizes`."""
     found: dict[int, tuple[int, str, str]] = {}  # by address
     for value, kind, origin in named:
-        with contextlib.suppress(AttributeError, RuntimeError):  # no tensor, or one without data
-            local = getattr(value, "_local_tensor", value)  # FSDP2's: this rank's rows
+        with contextlib.suppress(AttributeError, RuntimeError):  # not a tensor, or without data
+            local = getattr(value, "_local_tensor", value)  # under FSDP2 this rank's rows
             storage = local.untyped_storage()
             if local.device.type == device and (address := storage.data_ptr()):
                 text = f"{str(local.dtype)[6:]} {tuple(local.shape)}  {origin}"
@@ -160,7 +163,11 @@ def _tensors(named: Iterator[tuple[Any, str, str]], device: str, sizes: Counter[
 
 
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> str:
-    """Return the changes that help most, as predicted at the start or by the `others` alive."""
+    """Return the changes of settings that would save most memory.
+
+    In training the savings are those predicted at the start. In an evaluation they are a share of
+    `others`, the bytes of tensors that are no weights, gradients or optimizer states.
+    """
     args, plan, on_host, lines = trainer.args, trainer.memory, device == "cpu", []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:
         less = readable(others * (rows - rows // 2) // rows)
@@ -169,7 +176,7 @@ def _what_helps(trainer: Any, phase: str, device: str, others: int) -> str:
         rows, own = args.per_device_train_batch_size, plan.predicted_bytes[plan.choice]
         predicted, smaller = plan.predicted_bytes.items(), range(1, rows)
         changes = {f"--activation_checkpointing {name}": size for name, size in predicted}
-        for fewer in [size for size in smaller if rows % size == 0]:  # divides as rows does
+        for fewer in [size for size in smaller if rows % size == 0]:  # the global batch stays
             size = own - (rows - fewer) * plan.sequence_bytes
             changes[f"--per_device_train_batch_size {fewer}"] = size
         if args.world_size > 1 and not trainer.is_fsdp_enabled:

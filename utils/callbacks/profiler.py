@@ -14,26 +14,26 @@ from utils.host.atomic_files import replace_text
 logger = logging.getLogger(__name__)
 
 ROWS = 10
-NAME_LENGTH = 90  # characters of a kernel: templates name theirs in thousands
+NAME_LENGTH = 90  # characters of a kernel's name; names of C++ templates have thousands
 
 
 class ProfilerWindow(TrainerCallback):
     """Profiles the steps first, ..., stop - 1 on rank 0, into `output_dir`/profile.
 
-    torch's profiler runs for these steps only. Each step has a mark in the trace. Evaluations and
-    saves between the steps count in the table, which says so. A profiler that does not work here is
-    a warning.
+    torch's profiler runs for these steps only. Each step has a mark in the trace. The table
+    includes evaluations and saves between the steps, and says so. If the profiler does not work
+    here, the run only logs a warning.
     """
 
     def __init__(self, first: int, stop: int, output_dir: Path):
         self.first, self.stop, self.directory = first, stop, output_dir / "profile"
         self.profiler: Any = None
-        self.mark: Any = None  # around the step under way
+        self.mark: Any = None  # around the current step
         self.remarks = ""
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Leave out the steps before this start."""
+        """Leave out steps of the window that earlier starts have done."""
         self.device, begun = args.device, state.global_step + 1
         self.first = max(self.first, begun)
         self.records = state.is_world_process_zero
@@ -97,8 +97,8 @@ class ProfilerWindow(TrainerCallback):
             return
         profiler, self.profiler, self.stop = self.profiler, None, 0
         if self.device.type == "cpu" and torch.distributed.is_initialized():
-            # DDP has the gradients before gloo's threads end their events, in memory that
-            # profiler.stop() frees. A barrier waits for all earlier work of this group.
+            # gloo's threads may still write the ends of their events after DDP has the gradients,
+            # but profiler.stop() frees this memory. A barrier waits for all earlier work.
             torch.distributed.barrier()
         if profiler is None:
             return
@@ -111,7 +111,7 @@ class ProfilerWindow(TrainerCallback):
             sort_by = f"self_{self.device.type}_time_total"
             kind = DeviceType.CUDA if self.device.type == "cuda" else DeviceType.CPU
             averages = profiler.key_averages()
-            # Marks such as ours of the steps last longer than any kernel.
+            # Leave out marks such as ours of the steps, which last longer than any kernel.
             averages[:] = [
                 one for one in averages if one.device_type == kind and not one.is_user_annotation
             ]

@@ -14,7 +14,7 @@ class Phase(StrEnum):
 
     START = "starting"
     LOAD = "loading a checkpoint"
-    FIRST_STEP = "in its first step"  # of this start: it compiles and allocates
+    FIRST_STEP = "in its first step"  # this start's first step, which compiles and allocates
     TRAIN = "training"
     EVALUATE = "evaluating"
     SAVE = "saving"
@@ -25,10 +25,11 @@ class Phase(StrEnum):
 class Progress:
     """The phase of a run on this rank; the trainer writes it, pages and views read it.
 
-    step    the step under way in training, else the last step that is done
-    since   when the phase began, by time.monotonic()
-    shape   (sequences, tokens) of the last micro-batch, and how many of its tokens are real
-    split   the held-out split being evaluated, with its micro-batches done and in all
+    step         the current step in training, otherwise the last finished step
+    since        when the phase began, by time.monotonic()
+    shape        (sequences, tokens) of the last micro-batch
+    real_tokens  its tokens without padding
+    split        the held-out split being evaluated, with batches_done of its batches
     """
 
     phase: Phase = Phase.START
@@ -42,7 +43,7 @@ class Progress:
     first_step: int | None = None  # of this start
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Begin a phase; the next heartbeat of the run lock tells it to status.py."""
+        """Begin a phase. status.py reads it from the next heartbeat of the run lock."""
         self.phase, self.step, self.since, self.split = phase, step, time.monotonic(), ""
         note_phase(phase)
 
@@ -53,7 +54,7 @@ class Progress:
         self.begin(Phase.FIRST_STEP if step == self.first_step else Phase.TRAIN, step)
 
     def begin_batch(self, batch: dict[str, torch.Tensor]) -> None:
-        """Note the shape of a micro-batch, which is still on the host."""
+        """Store the shape of a micro-batch, which is still on the host."""
         sequences, tokens = batch["input_ids"].shape
         self.shape = sequences, tokens
         self.real_tokens = int(batch["sequence_tokens"].sum())

@@ -22,14 +22,15 @@ from utils.launch.slurm import job_end_time
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0
-# Numbers of which the ranks agree on the largest. STOPPING + rank: this rank was asked.
+# Each rank names a number, and all ranks act on the largest. STOPPING + rank: this rank was asked
+# to stop.
 NOTHING, SAVING, STOPPING = range(3)
 FAILED = 2**30
 
-# The longest of so many events counts: a slow one long ago says little about the next.
+# The next event may take as long as the longest of the last so many. Older ones predict little.
 RECENT_EVENTS = 100
 LONGEST_MARGIN_S = 30.0
-# Parallel file systems write faster; the first save replaces the guess.
+# A low guess for parallel file systems. The first save replaces it by a measurement.
 GUESSED_BYTES_PER_S = 200e6
 SHORTEST_GUESS_S = 5.0
 
@@ -37,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Raised on all ranks at the same batch: the run stops and owes this evaluation."""
+    """Raised on all ranks at the same batch: the run stops, and evaluates after it resumes."""
 
 
 class Deadline:
     """The end of the job's time limit, compared with how long steps and saves take.
 
-    Two steps are allowed for: the one in which the ranks agree, and the one before it, in which
-    rank 0 did not look. A save that is being written in the background is allowed for as well.
-    `total_s` is the time left at `now`.
+    The run stops while there is time for a save and two steps: the step in which the ranks agree,
+    and the step before, in which rank 0 did not look at the clock. A save that is still being
+    written in the background needs time as well. `total_s` is the time left at `now`.
     """
 
     def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
@@ -53,13 +54,13 @@ class Deadline:
         self.ends_at = now + self.total_s
         self.margin_s = min(LONGEST_MARGIN_S, self.total_s / 10)
         guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
-        # A guess must not use a short job up: its first save is early, and measured.
+        # The guess must not stop a short job too early. Its first save comes soon and is measured.
         self.guessed_save_s = min(guess_s, self.total_s / 10)
-        # A step, an evaluation batch, or what else lies between two looks.
+        # Times of steps, evaluation batches and other events between two looks at the clock.
         self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
 
     def reason(self, now: float) -> str | None:
-        """Return why it is time to stop; None: it is not yet."""
+        """Return why the run must stop now, or None."""
         left_s, step_s = self.ends_at - now, max(self.steps_s)
         saves_s = (save.stall_s + save.write_s for save in self.checkpoints.saves)
         save_s = max(saves_s, default=self.guessed_save_s)
@@ -74,15 +75,15 @@ class Deadline:
 class StopWatch(TrainerCallback):
     """Stops or saves at the end of a step or evaluation batch if any rank was asked to.
 
-    STOP in the run directory, a signal to any rank and the time limit end the run with a
-    checkpoint. SAVE in the run directory, and a last checkpoint older than `save_minutes` (0: any
-    age), write a checkpoint, and the run continues. A stop during an evaluation interrupts it
-    (`EvaluationInterrupted`): the resumed run does all of it first. An evaluation that is due at
-    the step of a stop is owed as well. A failure in the background is raised on all ranks. Each
-    rank looks for signals and for its own failure, once a second; the rest is for rank 0.
+    A file STOP in the run directory, a signal to any rank or the time limit end the run with a
+    checkpoint. A file SAVE, or a last checkpoint older than `save_minutes` (0: never), write a
+    checkpoint, and the run continues. A stop interrupts an evaluation (`EvaluationInterrupted`), or
+    replaces an evaluation that is due at the same step. The resumed run then begins with the whole
+    evaluation. A failure of a background save is raised on all ranks. Once a second each rank looks
+    for signals and for its own failure; rank 0 looks for all other reasons.
 
     stopped           whether the run ended early
-    evaluation_due    whether the evaluation of the current step is owed
+    evaluation_due    whether a resumed run must evaluate the current step first
     unscheduled_save  whether only this callback asked for the save of the current step
     """
 
@@ -101,11 +102,11 @@ class StopWatch(TrainerCallback):
         self.stopped = self.evaluation_due = self.unscheduled_save = False
         self.agreement: Agreement | None = None  # while training
         self.deadline: Deadline | None = None  # of rank 0
-        self.found, self.reason = NOTHING, ""  # what this rank is asked to do, and by what
+        self.found, self.reason = NOTHING, ""  # what this rank is asked to do, and why
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
         self.last_event: float | None = None
-        self.first_step = True  # of this start: allocation and compilation predict no other step
+        self.first_step = True  # it allocates and compiles, so its time predicts no other step
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the values that the checkpoint holds."""
@@ -119,7 +120,7 @@ class StopWatch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
     ) -> None:
-        """Connect to the other ranks; let a resumed run begin with the evaluation that it owes."""
+        """Set up the agreement of ranks. Evaluate first if a stop postponed an evaluation."""
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is for the first start
             state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps
@@ -143,12 +144,12 @@ class StopWatch(TrainerCallback):
         self._begin_turn(self.agreement)
 
     def limit_s(self) -> float | None:
-        """Return the seconds until the job's time limit; None: the job has no limit."""
+        """Return the seconds until the job's time limit, or None without a limit."""
         return None if self.deadline is None else max(self.deadline.ends_at - self.clock(), 0.0)
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Forget the save of the step before, as `control` does."""
+        """Reset `unscheduled_save`, as Trainer resets `control`."""
         self.unscheduled_save = False
 
     @override
@@ -161,14 +162,14 @@ class StopWatch(TrainerCallback):
             self.first_step, self.last_event = False, self.clock()
         agreed = self._take_turn()
         last = state.global_step >= state.max_steps
-        # With this strategy the last step's evaluation is asked for after this event.
+        # With this strategy Trainer asks for the last step's evaluation only after this event.
         due = control.should_evaluate or (last and args.eval_strategy == IntervalStrategy.EPOCH)
         if agreed >= STOPPING and last and not due:
             if self.rank == 0:
                 logger.info("finishing, not stopping: step %d is the last", self.step)
             self._consume(STOP)
         elif agreed >= STOPPING:
-            self.evaluation_due = due  # there may be no time for it: the resumed run begins with it
+            self.evaluation_due = due  # there may be no time now: the resumed run evaluates first
             self._stop(agreed, f"step {self.step}", control)
         if self.stopped or self.save_due:
             self._ask_for_save(args, state, control)
@@ -177,7 +178,10 @@ class StopWatch(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Interrupt the evaluation, or save after it; every rank has equally many batches."""
+        """Interrupt the evaluation, or save after it.
+
+        All ranks have equally many batches, so they agree at the same batch.
+        """
         if self.agreement is None:
             return  # the evaluation of a finished run
         agreed = self._take_turn()
@@ -190,7 +194,7 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return what the ranks agreed on in the last turn, and begin the next one."""
+        """Return what the ranks agreed on in the last round, and begin the next round."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None
@@ -200,7 +204,7 @@ class StopWatch(TrainerCallback):
         if agreed >= FAILED:
             self.progress.begin(Phase.SAVE, self.step)
             self.checkpoints.finish()  # raises
-        # A checkpoint that was written since the request fulfils it.
+        # If a checkpoint was written since this round began, the request is fulfilled.
         if agreed == SAVING and not self.save_due:
             self._consume(SAVE)
             self.save_due = not self.saved_since_turn
@@ -215,7 +219,7 @@ class StopWatch(TrainerCallback):
         self.saved_since_turn = False
 
     def _look(self) -> int:
-        """Return NOTHING, SAVING, STOPPING + this rank, or FAILED; a request to stop stays."""
+        """Return NOTHING, SAVING, STOPPING + this rank, or FAILED. A request to stop is final."""
         if self.checkpoints.failed:
             return FAILED
         now = self.clock()
@@ -237,7 +241,7 @@ class StopWatch(TrainerCallback):
 
     def _files(self) -> set[str]:
         try:
-            # Listed, not asked for by name: NFS remembers for a while that a file was not there.
+            # List the directory: for a single name NFS caches for a while that it was missing.
             return {path.name for path in self.checkpoints.output_dir.iterdir()}
         except OSError as error:
             if not self.warned:
@@ -265,7 +269,7 @@ class StopWatch(TrainerCallback):
     def _ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Let Trainer write a checkpoint at this step, due by schedule or not."""
+        """Let Trainer write a checkpoint at this step; store whether it was scheduled anyway."""
         last = state.global_step >= state.max_steps
         scheduled = control.should_save or (last and args.save_strategy == SaveStrategy.EPOCH)
         self.unscheduled_save |= not scheduled
@@ -275,37 +279,37 @@ class StopWatch(TrainerCallback):
     def on_epoch_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Do nothing more: Trainer takes leaving its loop for the end of an epoch."""
+        """Cancel further actions. Trainer calls this after leaving its loop, as after an epoch."""
         if self.stopped:
             control.should_log = control.should_evaluate = control.should_save = False
 
     @override
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Note that a request to save is fulfilled; the time of a save is no step's time."""
+        """Note that a request to save is fulfilled. The time of a save does not count as a step."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
     def _count_event(self, *_: Any, **__: Any) -> None:
-        """Measure the time since the last event; the first event ends the start-up."""
+        """Measure the time since the last event; before the first event nothing is measured."""
         before, self.last_event = self.last_event, self.clock()
         if self.deadline is not None and before is not None:
             self.deadline.steps_s.append(self.last_event - before)
 
-    # A log waits for the device, where the time of steps on a GPU shows.
+    # A log waits for the device, so it measures the time of steps on a GPU.
     on_log = on_evaluate = _count_event
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Wait for the turn under way before the group goes; collective over ranks."""
+        """Complete the current round and close the ranks' group; collective over ranks."""
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None
 
 
 def remove_stale_requests(output_dir: Path) -> None:
-    """Remove STOP and SAVE from before this start, with a warning: they meant an earlier start."""
+    """Remove STOP and SAVE files that were meant for an earlier start, with a warning."""
     for name in (STOP, SAVE):
         path = output_dir / name
         if path.is_dir():

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-PROBE_S = 10.0  # between two measurements of the fixed product
+PROBE_S = 10.0  # between two timings of the fixed matrix product
 
 
 class OwnTime:
     """Seconds that a rank computes, without its waits for other ranks.
 
-    Under DDP these are the forward passes, and the backward passes from the loss to the embedding:
-    no collective delays them. FSDP and DeepSpeed wait for other ranks in both, so each rank times a
-    fixed product now and then. On a GPU, CUDA events measure and are read once they have passed.
+    Under DDP these are the forward passes, and the backward passes from the loss to the embedding,
+    which no collective delays. Under FSDP and DeepSpeed both passes wait for other ranks, so each
+    rank times a fixed matrix product now and then instead. On a GPU the times come from CUDA
+    events, read after the device has reached them.
     """
 
     def __init__(self, model: Any, device: torch.device):
@@ -25,7 +26,7 @@ class OwnTime:
         self.seconds, self.product_s, self.probed = 0.0, 0.0, -PROBE_S
         self.sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
         if not self.sharded:
-            # On the bare model: DDP's own forward begins with a broadcast of buffers.
+            # Hook the model inside DDP: DDP's own forward begins with a broadcast of buffers.
             model.register_forward_pre_hook(self._begin)
             model.register_forward_hook(self._forward_ends)
             model.get_input_embeddings().register_forward_hook(self._embedded)
@@ -36,7 +37,7 @@ class OwnTime:
             output["loss"].register_hook(self._begin)
 
     def _embedded(self, embedding: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
-        if embedding.training and output.requires_grad:  # else forward passes alone are counted
+        if embedding.training and output.requires_grad:  # else count only forward passes
             output.register_hook(self._end)
 
     def _now(self) -> Any:
@@ -56,7 +57,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and those of the fixed product (0: none)."""
+        """Return the seconds computed since the last call, and those of the product (0: none)."""
         own_s, self.seconds = self.seconds, 0.0
         if self.sharded and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))
@@ -64,7 +65,7 @@ class OwnTime:
         return own_s, self.product_s
 
     def _product_s(self) -> float:
-        """Time 0.2 TFLOP on a GPU, in 16 MiB, where a log has waited for the device already."""
+        """Time a product: on a GPU 0.2 TFLOP in 16 MiB, after the log has waited for the device."""
         size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
         factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
         for _ in range(runs):
@@ -78,7 +79,7 @@ def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, fl
     """Return the rank that waits least for others, and the share of a step that others lose by it.
 
     `ranks` holds the elapsed time of each rank, its wait for batches, and the result of
-    `OwnTime.take`. If products were timed, the rank with the slowest one counts as always busy.
+    `OwnTime.take`. If products were timed, the rank with the slowest product counts as always busy.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

@@ -1,4 +1,4 @@
-"""Ends a run in which nothing moves any more, and says which rank stands where."""
+"""Ends a run that makes no progress, and reports where each rank hangs."""
 
 import faulthandler
 import os
@@ -31,25 +31,26 @@ from utils.host.run_lock import known_loss
 from utils.launch.verdict import hang_verdict
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
-LONGEST_GAP_S = 10.0  # a longer one between two looks: the process itself was stopped meanwhile
-OTHERS_LIMIT_S = 2.0  # for the other ranks to say where they stand
-LAST_WORDS_LIMIT_S = 15.0  # storage and log may be what hangs
+LONGEST_GAP_S = 10.0  # after a longer gap between two looks, the process itself was suspended
+OTHERS_LIMIT_S = 2.0  # to wait for the records of the other ranks
+LAST_WORDS_LIMIT_S = 15.0  # for the report, because storage or log may be what hangs
 
 
 class HangWatch(TrainerCallback):
-    """Ends the process with exit code 76 when nothing moved for ``timeout_s`` (0: never).
+    """Ends the process with exit code 76 after ``timeout_s`` without progress (0: never).
 
-    Every event of training is a beat, and a thread watches for beats. All phases but a usual step
-    may take three times as long. Without beats, each rank leaves its stack in the log, a note and a
-    record. The first rank to give up writes the verdict: the rank that the others wait for. The
-    lowest rank writes hang.txt from all records. A rank that is silent for half the time joins when
-    another one has given up.
+    Every event of training is a beat, and a thread watches for beats. All phases except a usual
+    step may take three times as long. A rank without beats gives up: it logs its stack and writes a
+    note (utils/host/notes.py) and a record (hang_page.py). A rank that is silent for half the time
+    gives up as well when another rank has given up. The verdict names the rank that the others wait
+    for. The lowest rank writes hang.txt from all records.
 
     The watch runs from ``on_train_begin`` until ``leave`` or the watch of a later run. All ranks
-    beat equally often, so their counts can be compared. ``hosts`` has the host name of each rank.
+    have the same events, so their counts of beats can be compared. ``hosts`` has the host name of
+    each rank.
     """
 
-    current: ClassVar["HangWatch | None"] = None  # of this process
+    current: ClassVar["HangWatch | None"] = None  # the watch of this process
     ending = threading.Lock()  # held from giving up to the end of the process
 
     def __init__(
@@ -81,7 +82,7 @@ class HangWatch(TrainerCallback):
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
     def _beat(self, *event: Any, **_: Any) -> None:
-        """Note that something moved. Costs nothing: the thread reads the clock."""
+        """Count an event. This takes no time, because only the thread reads the clock."""
         _args, state, *_control = event
         self.step = state.global_step
         self.beats += 1
@@ -92,15 +93,18 @@ class HangWatch(TrainerCallback):
 
     @classmethod
     def leave(cls) -> None:
-        """Watch no more; a rank that gives up just now does not fail for its lost peers instead."""
+        """Stop watching.
+
+        If this rank is giving up, block until the process ends, so that the hang is reported.
+        """
         with cls.ending:
             cls.current = None
 
     def look(self) -> float:
         """Return the time without a beat as a share of the allowed time; 1 and more is a hang.
 
-        The thread calls it again and again. Time in which the process was stopped as a whole
-        (SIGSTOP, a suspended job) does not count.
+        The thread calls this repeatedly. Time in which the whole process was suspended (SIGSTOP, a
+        suspended job) does not count.
         """
         now = self.clock()
         if self.beats != self.beats_seen:
@@ -122,11 +126,11 @@ class HangWatch(TrainerCallback):
             time.sleep(min(1.0, self.timeout_s / 20))
 
     def _give_up(self) -> None:
-        """Say where this rank stands and which one is at fault, and end the process."""
+        """Report where this rank hangs and which rank is at fault, then end the process."""
         limit = threading.Timer(LAST_WORDS_LIMIT_S, self.end, [ExitCode.LOST_RANK])
         limit.daemon = True
         limit.start()
-        # While torch's recorder is stuck in the driver no thread of Python runs, that one neither.
+        # If torch's recorder is stuck in the driver, no Python thread runs, nor does the timer.
         faulthandler.dump_traceback_later(LAST_WORDS_LIMIT_S + 5, exit=True, file=2)
         frames = thread_frames(self.thread)
         text = (
@@ -136,7 +140,7 @@ class HangWatch(TrainerCallback):
         known = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
         note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
         self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
-        # Nothing may keep the process: neither storage nor what torch's recorder turns out to hold.
+        # No error of the storage or of torch's recorder may keep this process from ending.
         self._try(lambda: leave_record(self.output_dir, note, self.progress.phase))
         self._try(self._judge)
         limit.cancel()
@@ -150,7 +154,7 @@ class HangWatch(TrainerCallback):
             self._say(f"{PAGE} is not written, or without this rank: {error!r}")
 
     def _judge(self) -> None:
-        """Write the verdict of what all ranks left, and the page; the lowest of them says it."""
+        """Write the verdict on all ranks' records and notes. The lowest rank writes hang.txt."""
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
@@ -159,16 +163,16 @@ class HangWatch(TrainerCallback):
         left = [*(Note(**record["note"]) for record in records.values()), *_notes()]
         notes = list({note.rank: note for note in left}.values())
         if not notes:
-            return  # neither storage takes any: the lines above have to do
+            return  # no storage accepts notes: only the lines above are logged
         verdict = redact(hang_verdict(notes, self.hosts))
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
             self._say(verdict)
-            if known_loss(self.output_dir) is None:  # else another job has the directory by now
+            if known_loss(self.output_dir) is None:  # else another job owns the directory
                 write_page(self.output_dir, verdict, self.step, self.hosts, records)
                 self._say(f"where each rank stood: {self.output_dir / PAGE}")
-        else:
-            time.sleep(OTHERS_LIMIT_S / 2)  # that rank speaks: a launcher ends all with the first
+        else:  # let that rank write first: a launcher ends all ranks when one ends
+            time.sleep(OTHERS_LIMIT_S / 2)
 
     def _say(self, text: str) -> None:
         origin = f"{host_name()} rank {self.rank}  "
@@ -180,4 +184,4 @@ def _notes() -> list[Note]:
     try:
         return read_notes(directory) if directory is not None else []
     except OSError:
-        return []  # each rank then speaks for itself, as without a directory
+        return []  # judge without notes, as if there were no directory

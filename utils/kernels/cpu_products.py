@@ -9,7 +9,7 @@ from torch import nn
 from utils.config.precision import has_amx
 from utils.host.machine import cpu_fact
 
-# torch's names: exact float32 products, or oneDNN's.
+# torch's names of precisions: exact float32 products, or oneDNN's products.
 _EXACT, _ONEDNN = "highest", "medium"
 _CACHE_LINE = 64  # bytes
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
@@ -19,9 +19,9 @@ def settle_products() -> str | None:
     """Use oneDNN for float32 products in this process if MKL is slow; return a line for the log.
 
     MKL's AVX-512 kernels are only fast on Intel's processors: a float32 step on an AMD EPYC takes
-    1.8 times as long with them. The precision "medium" allows torch to round factors to bfloat16.
-    oneDNN only does that with AMX, and a check here verifies that it does not. A precision that the
-    user set is not changed.
+    1.8 times as long with them. The precision "medium" selects oneDNN but allows it to round
+    factors to bfloat16. oneDNN rounds only on a CPU with AMX; a check here verifies that it does
+    not. A precision that the user set is not changed.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -47,7 +47,7 @@ def products_name() -> str:
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Make glibc keep freed memory. Return False if the user configured malloc, or without glibc.
 
-    Otherwise the kernel would clear hundreds of megabytes in each step, a tenth of its time.
+    Otherwise the kernel would clear hundreds of megabytes in each step, a tenth of the step's time.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -59,8 +59,8 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 def align_weights(model: nn.Module) -> None:
     """Copy weights on a CPU whose address is not a multiple of a cache line.
 
-    A weight of a safetensors file can start at any address, and MKL may sum in another order there
-    than at an aligned address, where the weight is after a resume.
+    A weight from a safetensors file can start at any address. After a resume its address is
+    aligned, and MKL may sum in another order there.
     """
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:

@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head for a few tokens at a time, without the logits of all tokens.
 
-The forward pass also computes the gradients, while it has a chunk's logits, so the head needs three
-matrix products instead of four. Buffers are allocated once. If layers are compiled on a GPU, so is
-the softmax, which otherwise reads and writes memory several times.
+The forward pass also computes the gradients while a chunk's logits are in memory, so the head needs
+three matrix products instead of four. Buffers are allocated once. If layers are compiled on a GPU,
+the softmax is compiled too. Otherwise the softmax reads and writes memory several times.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,9 @@ IGNORED = -100
 class Sizes:
     """The sizes of chunks and buffers on a kind of device.
 
-    rows: tokens of a chunk, a multiple of `tile`, with at most `logits` logits. block: logits in
-    float32 at a time. words: the vocabulary is padded with zeros to a multiple of this.
+    rows: maximal tokens of a chunk. tile: the tokens of a chunk are a multiple of this. logits:
+    maximal logits of a chunk. block: logits that are in float32 at a time. words: the vocabulary is
+    padded with zeros to a multiple of this.
     """
 
     rows: int
@@ -36,7 +37,7 @@ class Sizes:
     words: int
 
 
-# A CPU's block fits its cache. Fast products of a GPU need rows of a multiple of 16 bytes: with
+# On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes: with
 # GPT-2's 50,257 words a step took twice as long as with a padded vocabulary.
 SIZES = {
     "cpu": Sizes(rows=1024, tile=64, logits=2**26, block=2**20, words=1),
@@ -66,13 +67,14 @@ def linear_cross_entropy(
     """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
     Also return the loss of each token, float32 (N,), without a gradient, and whether its target has
-    the largest logit, bool (N,). With gradients, which overwrite the logits, that is not known and
-    None.
+    the largest logit, bool (N,). The last result is None if gradients are computed, because they
+    overwrite the logits.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
     Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding. Products have
     autocast's type, or the weight's type without autocast. Everything else is float32, including
-    the sum of the weight's gradient. Waits for no device. compiled: compile the softmax, on a GPU.
+    the sum of the weight's gradient. Does not wait for the device. compiled: compile the softmax if
+    the device is a GPU.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -91,7 +93,7 @@ def _chunk_rows(tokens: int, words: int, sizes: Sizes, compiled: bool) -> int:
     most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
     most = max(1, most // sizes.tile * sizes.tile)
     if compiled:
-        return most  # for any number of tokens, so that only one shape is compiled
+        return most  # whatever the number of tokens, so that only one shape is compiled
     chunks = max(1, -(-tokens // most))
     return min(_whole(max(1, -(-tokens // chunks)), sizes.tile), most)
 
@@ -129,8 +131,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale, *_ = gradients
         assert ctx.gradients is not None, "this loss was differentiated before"
-        # Scale in place, because the weight's gradient is large, and drop our references, so that
-        # autograd adds the gradient of a tied embedding in place as well.
+        # Scale in place, because the weight's gradient is large. Drop our references, so that
+        # autograd can add the gradient of a tied embedding in place.
         made, ctx.gradients = ctx.gradients, None
         scaled = [
             None if own is None else own.mul_(scale).to(dtype)
@@ -140,9 +142,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedHead:
-    """The buffers of one call, and the gradients of the summed loss.
+    """The buffers of one call of `linear_cross_entropy`, and the gradients of the summed loss.
 
-    The weight has W >= V rows. Rows beyond the vocabulary are zeros, and so are their gradients.
+    The weight has W >= V rows. Rows beyond the vocabulary and their gradients are zeros.
     """
 
     def __init__(
@@ -236,8 +238,9 @@ def softmax_derivative(
         wide.copy_(some)
         if cap is not None:
             wide.div_(cap).tanh_().mul_(cap)
-        # Given the logits, torch would allocate a float32 copy.
-        if wide.is_cpu:  # 0.6 of the time; the largest probability is exp(largest) / sum(exp)
+        # `wide` is our float32 copy: given the logits, torch would allocate one.
+        # On a CPU use that the largest probability is exp(largest) / sum(exp): 0.6 of the time.
+        if wide.is_cpu:
             torch.softmax(wide, -1, out=derivative)
             normalizer = wide.amax(-1) - derivative.amax(-1).log()
             losses.append(normalizer - wide.gather(-1, those).squeeze(-1))
@@ -263,7 +266,8 @@ def compiled_softmax_derivative(
     """
     kind = (logits.shape, logits.dtype, cap, differentiate)
     before = None if kind in _checked else logits[:CHECKED_TOKENS].clone()
-    # Not in the compiled function: torch 2.11 on a CPU would read it after it was overwritten.
+    # Not in the compiled function: torch 2.11 on a CPU would read the target's logit there only
+    # after overwriting the logits.
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1).float()
     if cap is not None:
         chosen = chosen.div_(cap).tanh_().mul_(cap)
@@ -290,7 +294,10 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
-    """Return log(sum(exp(logits))) of each token (C,), by one reading and one writing kernel."""
+    """Return log(sum(exp(logits))) of each token (C,). With `differentiate`, overwrite the logits.
+
+    It compiles to one reading and one writing kernel.
+    """
     wide = logits.float()
     if cap is not None:
         wide = cap * torch.tanh(wide / cap)

@@ -10,8 +10,8 @@ from utils.kernels.cpu_products import by_onednn
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-# On a CPU torch's kernel is slower in half precision than in float32 up to the first length, and
-# slower than batched products by oneDNN up to the second.
+# On a CPU torch's kernel is slower in half precision than in float32 for up to SHORT_ON_CPU tokens,
+# and slower than batched products by oneDNN for up to BLOCKED_ON_CPU tokens.
 SHORT_ON_CPU, BLOCKED_ON_CPU = 256, 1024
 QUERIES = 128  # queries of a batched product
 SCORES = 2**21  # float32 scores at a time; they fit a CPU's caches
@@ -30,7 +30,7 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """The other inputs of the scores; `window` includes the query's own token."""
+    """Inputs of the scores besides queries and keys; `window` includes the query's own token."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -39,14 +39,14 @@ class ScoreTerms(NamedTuple):
     sinks: Tensor | None = None
 
 
-# The lengths are only known at run time, so it cannot be compiled.
+# The lengths are known only at run time, so this function cannot be compiled.
 @torch.compiler.disable
 def per_document_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    """Run SDPA in each document of (tokens, heads, dim), with one call for each length.
+    """Run SDPA in each document of (tokens, heads, dim), with one call per document length.
 
-    Reads the lengths on the host, so it waits for the device unless `cu_seq_lens` is on the CPU.
+    The host reads the lengths, so it waits for the device unless `cu_seq_lens` is on the CPU.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
@@ -82,7 +82,7 @@ def _filled(states: Tensor, length: int) -> Tensor:
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend causally within each row: (rows, heads, length, dim), fewer kv heads allowed."""
+    """Attend causally within each row of (rows, heads, length, dim); kv heads may be fewer."""
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
@@ -119,7 +119,7 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attend by oneDNN's batched products; a step on packed chats takes 16 % less time."""
+    """Attend by oneDNN's batched products, with which a step on packed chats is 16 % shorter."""
     heads, length, _ = query.shape[1:]
     # Use few shapes: group documents by powers of two, the largest group first.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
@@ -131,7 +131,7 @@ def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
 
 
 def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend with a block of queries at a time to all keys that it sees."""
+    """Attend for one block of queries at a time, with only the keys that the block sees."""
     rows, heads, length, dim = query.shape
     pairs = rows * key.shape[1]  # (row, key head) pairs, each with several query heads
     query = (query * (dim**-0.5 if scale is None else scale)).reshape(pairs, -1, length, dim)
@@ -141,7 +141,7 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
     for begin, own in zip(range(0, length, QUERIES), query.split(QUERIES, 2), strict=True):
         stop = begin + own.shape[2]
         scores = torch.bmm(own.flatten(1, 2), key[:, :stop].mT).unflatten(1, (-1, stop - begin))
-        with torch.no_grad():  # a constant is added, in place
+        with torch.no_grad():  # adding a constant in place needs no backward pass
             scores[..., begin:] += later[: stop - begin, : stop - begin]
         weights = scores.softmax(-1).flatten(1, 2)
         attended = torch.bmm(weights, value[:, :stop])

@@ -54,7 +54,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel that can run here; `features` are softcap, sinks, dropout."""
+    """A kernel that can run here; `features` are those of softcap, sinks, dropout that it has."""
 
     name: str
     label: str
@@ -84,7 +84,7 @@ PER_DOCUMENT = VarlenKernel(
 def register_packed_varlen(kernel: VarlenKernel) -> None:
     """Register `packed_varlen` with `kernel` for half precision on CUDA.
 
-    Registered without a mask function, so models make no mask. The kernel gets the documents'
+    No mask function is registered, so models build no mask. The kernel gets the documents'
     boundaries from `cu_seq_lens`; padding must be a separate segment.
     """
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
@@ -140,7 +140,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 def find_kernels(
     device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
 ) -> tuple[list[VarlenKernel], list[str]]:
-    """Return the kernels that support `needs` here, best first, and why the others do not.
+    """Return the kernels that support `needs` here, best first, and why other kernels do not.
 
     whole_rows: no sequence of the run has more than one document.
     """
@@ -153,8 +153,8 @@ def find_kernels(
             refusals.append(f"{label} lacks {', '.join(missing)}")
         else:
             usable.append(kernel)
-    # FlashAttention 3 is as fast as cuDNN's kernel. cuDNN's kernel needs half precision, as these
-    # kernels do, so it is only possible if one of them is.
+    # cuDNN's kernel is faster than the two named here, but not than FlashAttention 3. It needs half
+    # precision like these two, so it is possible only if one of them is usable.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
         by_row = load_row_sdpa(needs, packed=usable[0])
         usable = [by_row, *usable] if by_row else usable
@@ -162,7 +162,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Load the CUDA kernels with their labels, best first; a string is a reason not to use one."""
+    """Load the CUDA kernels with their labels, best first. A string says why one is missing."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -252,9 +252,9 @@ def load_torch_varlen() -> VarlenKernel | str:
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
     """Return SDPA over whole sequences by cuDNN's kernel, or None if torch would not choose it.
 
-    It is for sequences of one document, with or without padding after it. No token of the document
-    sees the padding; the padding sees the document but has no loss. Batches with more documents, as
-    in the isolation check, use `packed`.
+    It computes sequences of one document, with or without padding at the end. No token of the
+    document sees the padding. The padding sees the document but has no loss. For sequences of
+    several documents, as in the isolation check, it calls `packed`.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:

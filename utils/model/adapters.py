@@ -33,9 +33,10 @@ from utils.model.architecture import (
 )
 
 ALL = "all-linear"
-# Settings of PEFT that say how large an adapter is.
+# PEFT's settings that determine the size of an adapter.
 SIZES = ("r", "rank_pattern", "num_virtual_tokens", "encoder_hidden_size", "target_modules")
-# Published recipes name the layers of single experts; transformers now has one parameter for all.
+# Published recipes name the linear layers of each expert. transformers now has one parameter for
+# all experts: old name -> new name.
 FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
     "w3": "gate_up_proj", "w2": "down_proj", "down_proj": "down_proj",
@@ -43,19 +44,19 @@ FORMERLY = {
 
 
 class Targets(NamedTuple):
-    """The full names of the modules, and of the experts' parameters, that get adapters."""
+    """Full names of the modules and of the experts' parameters that get adapters."""
 
     modules: list[str]
     parameters: list[str]
-    head: bool  # the last layer is trained whole in addition
+    head: bool  # whether the last layer is trained as well, without an adapter
 
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What LoRA trains in a model.
+    """The parts of a model that LoRA trains.
 
-    model: the model's settings with these targets by their full names, and with the dropout that
-    they allow. report: lines for the log.
+    model: the model settings with the full names of the targets, and with lora_dropout 0 if the
+    targets do not allow dropout. report: lines for the log.
     """
 
     targets: Targets
@@ -69,16 +70,17 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
         freeze_unused(built)
         return built
     from peft import get_peft_model
-    from trl import get_peft_config  # brings datasets and pandas along
+    from trl import get_peft_config  # slow: imports datasets and pandas
 
     adapters: Any = get_peft_config(model)
     return get_peft_model(built, adapters)
 
 
 def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Module:
-    """Return the model with the adapter of a folder or a Hub name; `config_file` has its settings.
+    """Return the model with the adapter at `path`, a folder or a Hub name.
 
-    Raises ConfigurationError for settings that cannot be right, and else what PEFT raises.
+    `config_file` is the adapter's adapter_config.json. Raises ConfigurationError if its settings or
+    weights do not fit. Other errors of PEFT are raised unchanged.
     """
     from peft import PeftModel
 
@@ -90,7 +92,7 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
     _check_adapter_size(model, config_file)
     try:
         with warnings.catch_warnings():
-            # Without its weights the adapter would answer as its base does.
+            # Without the adapter's weights the model would answer like the base model.
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, path)
     except (*MISFITS, UserWarning) as error:
@@ -101,10 +103,10 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
 
 
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
-    """Raise ConfigurationError for an adapter that memory does not hold, before PEFT takes memory.
+    """Raise ConfigurationError if an adapter needs more memory than is free.
 
-    PEFT allocates what the settings name, and reads the weights afterwards. An adapter that cannot
-    be built without memory is left to PEFT.
+    PEFT allocates the sizes that the settings give before it reads the weights. If the adapter
+    cannot be built on the meta device, nothing is raised here: PEFT then reports the error.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -112,7 +114,7 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     with limits(config_file), warnings.catch_warnings(), contextlib.suppress(*MISFITS):
         warnings.simplefilter("ignore")
         config: Any = PeftConfig.from_pretrained(str(config_file.parent))
-        # As from_pretrained builds it: for training PEFT would load the tokenizer that it names.
+        # Build for inference, as from_pretrained does. For training PEFT would load a tokenizer.
         config.inference_mode, config.init_lora_weights = True, False
         built = without_weights(model.config)
         base = sum(one.nbytes for one in built.parameters())
@@ -140,7 +142,7 @@ def _odd_settings(config_file: Path) -> list[str]:
     odd = []
     for name, hint in get_type_hints(kind).items():
         value = settings.get(name)
-        # A dict may stand for an object of PEFT, a list for a tuple.
+        # In JSON a dict may represent an object of PEFT, and a list a tuple.
         stands_for_object = isinstance(value, dict | list) and re.search("peft|tuple", str(hint))
         if name in settings and not stands_for_object:
             try:
@@ -153,10 +155,10 @@ def _odd_settings(config_file: Path) -> list[str]:
 def trained_bytes(
     model: ModelArguments, config: PreTrainedConfig, dtype: torch.dtype, trained: int
 ) -> int:
-    """Return the bytes of the trained weights; their gradients take as many.
+    """Return the bytes of the trained weights. Their gradients take as many bytes.
 
     PEFT keeps adapters in float32 even if the weights are in half precision
-    (autocast_adapter_dtype). Layers that it trains whole (lora_modules_to_save) keep their type,
+    (autocast_adapter_dtype). Layers that PEFT trains whole (lora_modules_to_save) keep their type,
     except with QLoRA, where they are float32.
     """
     if not model.use_peft:
@@ -172,7 +174,8 @@ def trained_bytes(
 def freeze_unused(model: PreTrainedModel) -> list[str]:
     """Freeze the parameters that the loss does not reach; return their names.
 
-    Towers for images and sound, and indexers of sparse attention: DDP would wait for gradients.
+    These are towers for images and sound, and indexers of sparse attention. If they were not
+    frozen, DDP would wait for their gradients.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
@@ -182,10 +185,10 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
-    """Find what LoRA adapts; None without LoRA. Raises ConfigurationError.
+    """Find the layers that LoRA adapts. Return None without LoRA. Raises ConfigurationError.
 
     By default LoRA adapts every linear layer of the text model except the last, and the experts.
-    PEFT adapts the model without weights here, so that what PEFT refuses is refused now.
+    PEFT adapts a model without weights here, so that a refusal comes before the weights load.
     """
     if not model.use_peft:
         return None
@@ -202,7 +205,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     layers = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     missed = [name for name in targets.modules if f"base_model.model.{name}" not in layers]
     if missed:
-        # PEFT takes these names for those of former experts; as parameters it knows them.
+        # PEFT mistakes these names for old names of experts' layers. It accepts their weights as
+        # parameters.
         rest = [name for name in targets.modules if name not in missed]
         weights = [f"{name}.weight" for name in missed]
         model, adapted = _adapt(config, model, rest, targets.parameters + weights)
@@ -231,7 +235,7 @@ def check_model(config: PreTrainedConfig) -> None:
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any]:
-    """Return the model's settings with these targets, and the model as PEFT adapts it."""
+    """Return the model settings with these targets, and the model with PEFT's adapters."""
     named = with_values(
         model, lora_target_modules=list(modules), lora_target_parameters=list(parameters) or None
     )
@@ -245,7 +249,7 @@ def _adapt(
 
 
 def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
-    """Resolve the settings to full names; raises ConfigurationError for names that do not fit."""
+    """Resolve LoRA's settings to full names. Raises ConfigurationError for unknown names."""
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
     asked, named = model.lora_target_modules, model.lora_target_parameters
@@ -280,8 +284,8 @@ def _matched(
 ) -> list[str]:
     """Return the known names that end in a requested name, or match a single requested pattern.
 
-    Add a problem for each requested name without a match. With `had_experts`, former names of
-    experts' layers are no problem.
+    Add a problem for each requested name without a match. With `had_experts`, an old name of an
+    expert's layer (see FORMERLY) is not a problem.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
@@ -303,8 +307,9 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the text model's linear layers, except the last, and of experts' weights.
 
     A layer counts as linear by its forward method: some routers derive from nn.Linear but return
-    more than a tensor. Layers whose weights Mamba's fused kernels read directly are left out, as
-    PEFT refuses them. An expert weight holds all experts: (experts, in, out) or (experts, out, in).
+    more than a tensor. Layers are left out if Mamba's fused kernels read their weights directly,
+    because PEFT refuses these. An expert weight is one tensor for all experts, (experts, in, out)
+    or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

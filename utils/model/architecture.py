@@ -27,7 +27,8 @@ EXPERTS_PER_TOKEN = (
 # of a BERT is not used.
 WITHOUT_GRADIENT = {"indexer", "pooler"}
 LAYER_TYPES = ("layer_types", "layers_block_type")
-# Exceptions of an architecture that cannot be made smaller: sizes that must divide, missing layers.
+# Exceptions that a model's code raises for settings that do not fit each other, such as a width
+# that is not a multiple of the heads.
 MISFITS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
     AssertionError, StrictDataclassError,
@@ -45,15 +46,15 @@ def first_set(owner: Any, names: Sequence[str]) -> Any:
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return settings of single layers that differ from the rest, such as Gemma 4's heads."""
+    """Return, by layer index, settings that only this layer has, such as Gemma 4's heads."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class to train: the whole model's, with its towers for images or sound.
+    """Return the class of the model to train, which includes towers for images or sound.
 
-    Raises ConfigurationError if transformers has no class that learns from text alone.
+    Raises ConfigurationError if transformers has no class that trains on text alone.
     """
     # The mappings have no public name; `_model_mapping` has had this one since transformers 4.
     multimodal = AutoModelForMultimodalLM._model_mapping
@@ -89,7 +90,7 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
 
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
-    """Return why a model cannot learn from text alone, or None if it can."""
+    """Return why a model cannot train on text alone, or None if it can."""
     arguments = inspect.signature(model_class.forward).parameters
     needed = [
         name
@@ -131,15 +132,17 @@ def text_model_of(model: PreTrainedModel) -> Any:
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """Build the model on the meta device, without weights.
 
-    Replaces an attention that the configuration names, because loading it would run its code.
-    Raises any Exception for a model that cannot be built, ConfigurationError for a too large one.
+    The model uses eager attention, because loading an attention that the configuration names could
+    run foreign code. Raises ConfigurationError if the model's buffers do not fit into memory, and
+    any Exception if the model cannot be built.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     name = config.name_or_path or f"a model of type {config.model_type}"
     with limits(f"building {name}"), torch.device("meta"):
         built: Any = causal_lm_class(config)(config)
-    # from_pretrained computes these tables on the CPU, in int64 first, even without weights.
+    # from_pretrained computes the buffers (tables of positions) on the CPU, even without weights,
+    # and in int64 first, so they need more memory for a moment.
     needed, room = 4 * sum(value.nbytes for value in built.buffers()), memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
@@ -150,26 +153,26 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def expert_count(layer: torch.nn.Module) -> int:
-    """Return how many experts a layer holds if one tensor holds a weight of all experts, else 0."""
+    """Return the number of a layer's experts if their weights are stacked in one tensor, else 0."""
     own = layer.parameters(recurse=False)
     stacked = any(len(getattr(weight, "ds_shape", weight.shape)) == 3 for weight in own)
     return (first_set(layer, ("num_experts", "num_routed_experts")) or 0) if stacked else 0
 
 
 def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the routers: the layers whose choice of experts transformers records."""
+    """Return the routers: the layers that choose a token's experts, as transformers lists them."""
     parts = (model, text_model_of(model))
     tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
     recorded: Any = next(filter(None, (table.get("router_logits") for table in tables)), [])
     each = recorded if isinstance(recorded, list | tuple) else [recorded]
     classes: tuple[Any, ...] = tuple(getattr(one, "target_class", one) for one in each)
     found = (module for module in model.modules() if isinstance(module, classes))
-    # Granite's small models have routers without experts.
+    # Granite's small models have routers for zero experts, which have no weights.
     return [router for router in found if any(weight.numel() for weight in router.parameters())]
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether the built model routes tokens to experts; its config does not tell."""
+    """Return whether the built model routes tokens to experts. Its config does not say so."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
@@ -187,7 +190,7 @@ def give_token_types(model: PreTrainedModel) -> None:
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return name parts of the modules inside the text model that text does not pass through.
+    """Return name parts of modules that are inside the text model but that text does not use.
 
     Chameleon and Phi-4 have towers there; Llama 3.2 Vision has layers that attend to images.
     """
@@ -222,5 +225,5 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 
 def gets_gradient(name: str) -> bool:
-    """Return whether the loss reaches the module or parameter of this name in a text model."""
+    """Return whether a text model's module or parameter of this name gets a gradient."""
     return WITHOUT_GRADIENT.isdisjoint(name.split("."))

@@ -24,7 +24,7 @@ MASK_COST = (
     "sequence length"
 )
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
-OPEN = "open"  # the kernel of a run that trains on another machine, which chooses it there
+OPEN = "open"  # kernel not known yet: the run trains on another machine and chooses there
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 PROOFS = {
     "plain": "no document sees the padding behind it",
@@ -56,13 +56,14 @@ def attention_choices(
     dtype: torch.dtype,
     whole_rows: bool = False,
 ) -> Iterator[AttentionChoice]:
-    """Yield the attention for packed training, then alternatives if documents leak in it.
+    """Yield the attention for packed training, then alternatives in case documents leak in it.
 
     `requested` is --attn_implementation; a flash kernel's name means `packed_varlen` with that
     kernel, which is registered here. `needs` is the result of `observe_attention`. `dtype` is the
-    type that training computes in. With `whole_rows` no sequence has more than one document, so the
-    alternatives are plain batches (padding comes last, where no token sees it) and batches without
-    padding. Otherwise the alternative, by default, is a block mask. Raises ConfigurationError.
+    type that training computes in. With `whole_rows` no sequence has more than one document. The
+    alternatives are then plain batches (padding comes last, where no token sees it) and batches
+    without padding. Without `whole_rows` the alternative is a block mask, yielded only if no
+    attention is requested. Raises ConfigurationError.
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)
@@ -79,7 +80,7 @@ def attention_choices(
         )
     recurrent = is_recurrent(model_config)
     yield replace(first, batches="flat") if recurrent else first
-    # Without a mask, SDPA would let PaliGemma's tokens see later tokens.
+    # With SDPA and without a mask, PaliGemma's tokens would see later tokens: try eager as well.
     kinds = ("sdpa", "eager") if own == "sdpa" and name not in ("sdpa", "eager") else (own,)
     for kind in kinds:
         if whole_rows:

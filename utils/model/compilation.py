@@ -1,9 +1,9 @@
 """Activation checkpointing and compilation of a model's layers.
 
 Checkpointing "none" keeps everything that autograd needs. "selective" keeps the outputs of matrix
-products and attention, and computes norms, activation functions, rotations and casts again. "full"
-keeps only the layer's input. No number changes, because the second computation has the same inputs
-and the same random state.
+products and attention, and recomputes norms, activation functions, rotations and casts. "full"
+keeps only the layer's input. The results do not change, because the second computation has the same
+inputs and the same random state.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ from utils.model.architecture import causal_lm_class, has_experts, without_weigh
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
 _PRODUCTS = ("mm", "addmm", "_scaled_mm")
-# The second is transformers' product for experts on devices where torch's does not run.
+# transformers uses the second product on devices that do not support torch's `_grouped_mm`.
 _EXPERT_PRODUCTS = ("_grouped_mm", "grouped_mm_fallback")
 # Parts of operators' names: torch's attention, FlashAttention (whose namespace differs by build)
 # and varlen_attn. Attention without a kernel uses bmm; its scores are too large to keep.
@@ -41,8 +41,8 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 def keep_products(model: PreTrainedModel) -> None:
     """Make activation checkpointing of `model` selective when Trainer enables it.
 
-    Call this before PEFT wraps the model and FSDP2 shards it. Products of experts with a bias
-    (gpt-oss) are computed again, because transformers adds the bias to the kept output in place.
+    Call this before PEFT wraps the model and FSDP2 shards it. If experts have a bias (gpt-oss),
+    their products are recomputed, because transformers adds the bias to the output in place.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -88,10 +88,7 @@ def compile_cache() -> Path:
 
 
 def check_compilation(strategy: str, compiles_here: bool = True) -> None:
-    """Raise ConfigurationError where layers cannot be compiled.
-
-    They cannot under ZeRO-3, nor if this host compiles but has no C++ compiler.
-    """
+    """Raise ConfigurationError under ZeRO-3, or if this host compiles but has no C++ compiler."""
     if strategy == "zero3":
         raise ConfigurationError(
             "--compile true: ZeRO-3 gathers weights in hooks around every module, which torch "
@@ -120,7 +117,7 @@ def compile_layers(model: nn.Module) -> None:
         name = type(model).__name__
         raise ConfigurationError(f"--compile true: {name} is not built of layers; set it to false")
     os.environ.setdefault(CACHE_VARIABLE, str(compile_cache()))
-    # All layers may differ, and each is compiled for training and for evaluation.
+    # At worst all layers differ, and each layer is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch.compiler.config.dynamic_sources = ",".join(OPEN_NUMBERS)
@@ -129,14 +126,14 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def leave_length_open(tensor: torch.Tensor) -> None:
-    """Let compiled layers accept any length of this tensor, the documents' boundaries."""
+    """Let compiled layers accept any length of this tensor, which holds document boundaries."""
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> tuple[bool, str]:
-    """Return whether to compile layers, and the reason for the log; empty: nothing to say.
+    """Return whether to compile layers, and the reason for the log ("" for no log line).
 
     By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
     keeps the decision of its last start, because compiled layers round differently. `elsewhere`
@@ -161,15 +158,18 @@ def choose_compilation(
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
-    """Return why layers are not compiled by default, or None. Other hosts count as able to."""
-    if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton's code in bfloat16
+    """Return why layers are not compiled by default, or None.
+
+    `elsewhere` means that the run trains on another machine; this host is then not checked.
+    """
+    if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton needs 8.0 for bfloat16
         return "the GPU's compute capability is below 8.0"
     if not elsewhere and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if has_experts(without_weights(config)):
         return "each expert of this model gets as many tokens as are routed to it"
     model_class = causal_lm_class(config)
-    if not model_class.supports_gradient_checkpointing:  # which is how layers are marked
+    if not model_class.supports_gradient_checkpointing:  # layers are marked for it
         return f"transformers marks no layers in {model_class.__name__}"
     try:
         check_compilation(launch.strategy, compiles_here=not elsewhere)

@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
 # These keys do not change the model.
 NOTES = (*WRITTEN_BY_LIBRARIES, "_name_or_path", "model_type", "torch_dtype")
-# These would change the model when it is loaded, or make generation fail: --dtype sets the type in
-# training, and transformers does not have the layers that predict several tokens.
+# quantization_config would quantize the model when it is loaded, but --dtype sets the type in
+# training. use_mtp would make generation fail: transformers cannot predict several tokens.
 LEFT_OUT = ("quantization_config", "use_mtp")
-ROWS_MULTIPLE = 64  # of a larger embedding: products of other sizes are slow on GPUs
+ROWS_MULTIPLE = 64  # for the rows of an enlarged embedding: other numbers are slow on GPUs
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     where = f"the model's configuration {path}"
     try:
         text = path.read_text(encoding="utf-8")
-        try:  # as transformers reads JSON, with tabs and Infinity
+        try:  # JSON as transformers reads it: tabs and Infinity are allowed
             values = json.loads(text, object_pairs_hook=_once)
         except json.JSONDecodeError:
             values = {name: value for name, (value, _) in load_mapping(text).items()}
@@ -179,7 +179,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's own tokenizer lacks, so that they have no trained row."""
+    """Return the ids that the model's own tokenizer lacks. They have no trained embedding row."""
     own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -191,8 +191,8 @@ def fit_embedding(
 ) -> None:
     """Enlarge the configuration's vocabulary for new tokens and padding, and log it.
 
-    Some published tokenizers have more tokens than their model (Gemma 3 1B). Those tokens do not
-    count as new: data that uses them is refused.
+    Some published tokenizers have more tokens than their model has rows (Gemma 3 1B). These tokens
+    do not count as new: data that uses them is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
@@ -217,7 +217,7 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:
-        with torch.random.fork_rng(devices=[]):  # transformers draws new rows; we overwrite them
+        with torch.random.fork_rng(devices=[]):  # transformers draws new rows, replaced below
             model.resize_token_embeddings(rows, mean_resizing=False)
     fresh = sorted({*new, *range(before, rows)})
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]

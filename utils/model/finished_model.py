@@ -58,7 +58,8 @@ def finished_generation(
 ) -> GenerationConfig | None:
     """Return generation settings that also stop at the tokens that end answers in this data.
 
-    With `padded` the embedding has rows that are not tokens; they are suppressed.
+    `padded` means that the embedding has rows without a token. Generation suppresses their ids.
+    Returns None if the model cannot generate.
     """
     if not model.can_generate():
         return None
@@ -72,7 +73,8 @@ def finished_generation(
         rows = model.config.get_text_config().vocab_size
         spare = range(vocabulary_size(tokenizer), rows)
         made.suppress_tokens = sorted({*(made.suppress_tokens or ()), *spare}) or None
-    # transformers saves odd settings (a temperature without do_sample) if they are as loaded.
+    # transformers refuses to save inconsistent settings (a temperature without do_sample) unless
+    # their hash shows that they were loaded like this.
     made._original_object_hash = hash(made)
     return made
 
@@ -96,7 +98,7 @@ class PublishedFiles:
 
 
 def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
-    """Read these files from the weights that a run starts from; collective, see `stage_of`."""
+    """Read the published files of the weights that a run starts from; collective (`stage_of`)."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     revision = settings.model.model_revision or "main"
     found: dict[str, bytes] = {}
@@ -112,7 +114,7 @@ def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> Pub
 
 
 def _cached(source: str, name: str, revision: str) -> Path | None:
-    """Return the path of a file of a folder or a Hub model, or None if it has no such file."""
+    """Return the path of a file in a folder or a Hub model, or None if there is no such file."""
     path = source and cached_file(
         source, name, revision=revision,
         _raise_exceptions_for_missing_entries=False,
@@ -122,7 +124,7 @@ def _cached(source: str, name: str, revision: str) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Restore generation settings before a save: the trainers write special tokens into them."""
+    """Restore the generation settings before a save. The trainers change their special tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)
@@ -134,8 +136,8 @@ def saved_dtype(
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
     A model from random weights keeps `trained`, the type it is trained in. With `--init_from` all
-    starts use the type that the first start recorded, because later ones read the configuration of
-    the run's own checkpoints.
+    starts use the type that the first start recorded, because `config` then comes from the run's
+    own checkpoints and no longer from the base model.
     """
     model = settings.model
     if model.save_dtype != "auto":

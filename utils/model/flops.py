@@ -1,9 +1,10 @@
 """Model FLOPs per token and GPU peaks, for MFU.
 
 The convention is that of torchtitan, nanochat and benchmarks/hardware/flops.py. Each weight that
-multiplies a token counts 6, or 4 if it is frozen. The last layer counts once, tied or not; the
-embedding does not count; only the experts that a token is routed to count. Each attention layer
-adds 12 * heads * head_dim * T, as if no token were masked. Recomputed activations are not counted.
+multiplies a token counts 6 FLOPs, or 4 if it is frozen. The last layer counts once, even if it
+shares its weight with the embedding; the embedding does not count. Only the experts that a token is
+routed to count. Each attention layer adds 12 * heads * head_dim * T, as if no token were masked.
+Recomputed activations do not count.
 """
 
 import math
@@ -55,11 +56,11 @@ CARDS = {
 
 @dataclass(frozen=True)
 class TokenProducts:
-    """The multiplications per token.
+    """The number of multiplications per token.
 
-    forward: the weights that multiply a token, counting only experts that it is routed to. trained:
-    the trained weights among them. attention: heads x head_dim and the window, if any, of each
-    attention layer.
+    forward: the number of weights that multiply a token, with only the experts that it is routed
+    to. trained: how many of these weights are trained. attention: heads x head_dim of each
+    attention layer, and its window or None.
     """
 
     forward: float
@@ -76,7 +77,7 @@ class TokenProducts:
 
 
 def token_products(model: Any) -> TokenProducts:
-    """Count the products of a model with its adapters; sharding does not change the result.
+    """Count a model's multiplications per token, with adapters; sharding changes nothing.
 
     Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's wrapper.
     """
@@ -89,7 +90,7 @@ def token_products(model: Any) -> TokenProducts:
     for part in (text_model_of(base), base.get_output_embeddings()):
         for name, module in part.named_modules():
             if name.split(".")[-1] == "original_module" or any(p in f".{name}." for p in apart):
-                continue  # PEFT trains a copy
+                continue  # PEFT trains a copy, which is counted
             among_experts = expert_count(module) or ".experts." in f".{name}."
             for weight, size in _weights(module):
                 used = size * (routed / experts if experts and among_experts else 1)
@@ -139,9 +140,10 @@ def _layer_attention(config: PreTrainedConfig, kind: str | None) -> tuple[float,
 
 
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
-    """Return the mean document length over all tokens: how many tokens a token sees, unmasked.
+    """Return the length of a token's document, averaged over all tokens.
 
-    `shares` (plans,) are the datasets' shares of the training sequences.
+    A token would see so many tokens if its document had no causal mask. `shares` (plans,) are the
+    datasets' shares of the training sequences.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]

@@ -1,6 +1,7 @@
-"""Proves on a small model of the user's architecture that packed documents stay apart.
+"""Proof that packed documents stay apart, on a small model of the user's architecture.
 
-The proof runs on the device that trains, before weights load, and so chooses the attention.
+The proof runs on the device that trains, before weights load. The first attention that passes is
+chosen for the run.
 """
 
 import copy
@@ -33,20 +34,20 @@ from utils.model.probe import (
     tolerance,
 )
 
-# Two sequences, of three and two documents and a tail of padding each, all of different lengths.
+# Two packed sequences: lengths of their documents, which all differ, and then of their padding.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
-# Two sequences of one document each; the first has a tail of padding.
+# Two sequences of one document each. The first ends in padding.
 WHOLE_ROWS = ((17, 7), (24,))
 ROW_LENGTH = sum(ROWS[0])
 FULL_ROW = ((ROW_LENGTH,),)  # transformers may skip the mask for it
-# Shorter than the documents of the equivalence check, so that windows hide tokens, and sparse
+# Values shorter than the documents of the equivalence check. Windows then hide tokens, and sparse
 # attention (as in DeepSeek) must select tokens or blocks.
 CUT_SHORT = {
     "sliding_window": 4, "attention_chunk_size": 4, "compress_rates": 4, "index_topk": 2,
     "index_topk_blocks": 2,
 }  # fmt: skip
-# For sparse attention the check has longer documents, and more of them: with few tokens many scores
-# would be equal.
+# Factors for the length and the number of the check's documents under sparse attention. With few
+# tokens many scores would be equal.
 LONGER, MORE = 4, 4
 TOLERANCE = 1e-4
 NO_PADDING = "--per_device_train_batch_size 1 --per_device_eval_batch_size 1"
@@ -115,7 +116,7 @@ def _way_out(
     dtype: torch.dtype,
     whole_rows: bool,
 ) -> str:
-    """Return advice: settings that pass the check, tried here, or another model."""
+    """Return advice for the user: settings that pass the check, or to take another model."""
     named = requested not in (None, "auto")
     tries: list[tuple[str | None, bool]] = []
     tries += [("auto", False)] if named and not whole_rows else []
@@ -165,7 +166,7 @@ def check_isolation(
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    """Return a packed batch as the loader makes it; the tail is a separate segment."""
+    """Return a packed batch as the loader makes it. A sequence's padding is a separate segment."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)
@@ -187,7 +188,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, start, stop) of every segment, including tails."""
+    """Yield (row, start, stop) of every segment, including padding."""
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
@@ -204,7 +205,7 @@ def _built(config: PretrainedConfig, *how: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torch.Tensor:
-    """Return the logits (B, T, words) of a batch, given to the model in the shape `batches`."""
+    """Return the logits (B, T, vocabulary) of a batch; `batches` is its shape for the model."""
     attention = model.config._attn_implementation
     try:
         logits = model(**shape_inputs(batch, batches)).logits

@@ -1,10 +1,11 @@
-"""The loss of a model: cross-entropy computed with the last layer, and the experts' term.
+"""The loss of a model: cross-entropy computed with the last layer, and load balancing of experts.
 
 The load-balancing loss of experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). This product is not a mean over tokens. If
-f_e is counted over the whole global batch first, without a gradient, the rest is a sum over tokens,
-and any layout of micro-batches gives the same loss.
+(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The product of two means is not a mean
+over tokens, so its average over micro-batches would depend on their sizes. Therefore f_e is first
+counted over the whole global batch, without a gradient. With f_e fixed, the loss is a sum over
+tokens, and any division into micro-batches gives the same loss.
 """
 
 import functools
@@ -47,11 +48,12 @@ SWITCH = "output_router_logits"  # transformers' setting, and its argument of fo
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
-# Shape of the proof's tokens, and the spread of their logits, so that soft caps and factors show.
+# Shape of the proof's tokens, and the standard deviation of their logits, which is large enough for
+# soft caps and factors to matter.
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
-RELEVANT = 1e-3  # of the largest gradient
+RELEVANT = 1e-3  # of the largest gradient; errors of smaller gradients are relative to this
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,13 @@ class LossOutput(ModelOutput):
     """A loss, and a micro-batch's contribution to the load-balancing term, without padding."""
 
     loss: torch.Tensor | None = None
-    # Only from the fused head: see `_sums_by_source`; and whether each loss token had the largest
-    # logit, (N,).
+    # Only the fused head sets the next two: `_sums_by_source`, and whether each loss token's label
+    # had the largest logit, (N,).
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
-    assignments: torch.Tensor | None = None  # of its tokens over all layers, (experts,) float32
-    probabilities: torch.Tensor | None = None  # their sum, (experts,) float32
-    layers: torch.Tensor | None = None  # how many route
+    assignments: torch.Tensor | None = None  # tokens routed to each expert, (experts,) float32
+    probabilities: torch.Tensor | None = None  # sum over tokens and layers, (experts,) float32
+    layers: torch.Tensor | None = None  # number of layers with a router
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,10 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Make `model(labels=...)` compute its loss this way; call it before PEFT wraps the model.
 
-        The new forward takes more arguments. With `loss_positions` (see `find_loss_positions`) the
-        host does not wait for the GPU. With `sequence_tokens` the output has the router's
-        contribution (see `count_routed`), and with `count_only` nothing else; without them there is
-        no such term. `sources`, bool (sources, B), marks the source of each sequence in a mixture.
+        The new forward takes more arguments. `loss_positions`: see `find_loss_positions`; without
+        them the host waits for the GPU. `sequence_tokens`: the output then has the contribution to
+        the load-balancing term (see `count_routed`). `count_only`: the output has nothing else.
+        `sources`, bool (sources, B), marks the source of each sequence in a mixture.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -141,7 +143,7 @@ class LossHeadChoice:
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
     """Make the last layer return `linear_cross_entropy` if it is given `targets`.
 
-    The weight is read in the layer's own forward, where FSDP2 and ZeRO-3 have gathered it.
+    The layer's own forward reads the weight, because FSDP2 and ZeRO-3 gather the weight there.
     """
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
@@ -189,7 +191,7 @@ def _sums_by_source(
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the indices of flattened tokens (B * T) whose next token has a loss, int64 (N,).
 
-    labels (B, T) are unshifted. On the CPU this waits for no device. N varies.
+    labels (B, T) are unshifted. For labels on the CPU this does not wait for the GPU. N varies.
     """
     return _following(labels).ne(IGNORED).nonzero().squeeze(-1)
 
@@ -216,10 +218,10 @@ def choose_loss_head(
     """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
 
     The fused head is used only if it is proved here: loss and gradients of both heads must agree to
-    rounding on a small random model of the architecture, in float32 on the device that trains. With
-    `device` None this host lacks that device; a model that does not run on its CPU is then proved
-    where the run trains. adapted: LoRA also trains the last layer, or new tokens' rows. Raises
-    ConfigurationError if "fused" is requested and not possible.
+    rounding on a small random model of the architecture, in float32 on the device that trains.
+    `device` is None if this host lacks that device. The proof then runs on the CPU, or later where
+    the run trains if the model does not run on the CPU. adapted: LoRA also trains the last layer or
+    new tokens' rows. Raises ConfigurationError if "fused" is requested and not possible.
     """
     problem = None
     if requested != "logits":
@@ -263,7 +265,7 @@ def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """Return the largest difference of loss or gradients, relative to each one's largest value."""
+    """Return the largest relative difference between the two heads' losses and gradients."""
     tokens = torch.randint(1, VOCABULARY, SHAPE).to(model.device)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -325,9 +327,9 @@ def balance_loss(
 ) -> torch.Tensor:
     """Return the part of the load-balancing loss that belongs to these probabilities, shape ().
 
-    assignments (experts,) are counted over the global batch, probabilities (experts,) summed over a
-    part of it. rows is the global batch's tokens times the layers that route. The sum over all
-    parts is the loss of the global batch.
+    assignments (experts,) are counted over the global batch. probabilities (experts,) are summed
+    over a part of the batch. rows is the number of the global batch's tokens times the number of
+    layers with a router. The sum over all parts is the loss of the global batch.
     """
     return len(assignments) * (assignments * probabilities).sum() / rows.clamp(min=1).square()
 

@@ -38,9 +38,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 LAYER_INDICES = (
     "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
 )  # fmt: skip
-# Sizes that can be cut without changing other sizes: widths of MLPs, ranks of low-rank products,
-# groups of experts and of state-space heads, and chunks, to which sequences are padded (kernels on
-# GPUs need powers of two from 16 on).
+# Limits of sizes that do not affect other sizes: widths of MLPs, ranks of low-rank products, groups
+# of experts and of state-space heads, and lengths of chunks (sequences are padded to whole chunks;
+# kernels on GPUs need a power of two of at least 16).
 AT_MOST = {
     "intermediate_size": WIDTH, "intermediate_size_mlp": WIDTH, "moe_intermediate_size": WIDTH,
     "shared_expert_intermediate_size": WIDTH, "shared_intermediate_size": WIDTH, "n_inner": WIDTH,
@@ -49,7 +49,8 @@ AT_MOST = {
     "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
     "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "o_lora_rank": WIDTH,
 }  # fmt: skip
-# Settings of state-space layers: number and dimension of heads; ratio of inner to outer width.
+# Settings of state-space layers: number and dimension of heads; below, ratio of inner to outer
+# width.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
     ("num_heads", "head_dim"),
@@ -88,8 +89,8 @@ def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> 
     """Return a small config with the same head dimension, windows and positions.
 
     It keeps one layer of each type, and at least two layers. It keeps two groups of heads, or all
-    heads if they cannot be cut. `device` is the device that trains, because Triton's kernels run on
-    no other. Raises ProbeError if no small model runs.
+    heads if they cannot be cut. `device` is the device that trains, because Triton's kernels run
+    only on a GPU. Raises ProbeError if no small model runs.
     """
     misfit: Exception | None = None
     for cut_heads in (True, False):
@@ -115,10 +116,10 @@ def build_probe_model(
 ) -> PreTrainedModel:
     """Build the model of a probe config in eval mode, with the same weights every time.
 
-    Weights that text does not use are zeros without memory, so large towers for images cost
-    nothing. from_config is not used, as it would shard the model under ZeRO-3. The random state of
-    the CPU is restored. Raises ConfigurationError if the model does not fit into memory: a
-    configuration may have any size that `_cut` leaves unchanged.
+    Weights that text does not use are zeros that take no memory, so large towers for images cost
+    nothing. from_config is not used, because it would shard the model under ZeRO-3. The random
+    state of the CPU is restored. Raises ConfigurationError if the model does not fit into memory,
+    because `_cut` does not limit every size of a configuration.
     """
     planned = without_weights(config)
     unused = {id(value) for value in outside_text(planned).values()}
@@ -274,7 +275,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the hidden size that follows from the heads, or to a small one."""
+    """Fit recurrent layers to the hidden size. Without attention heads, limit the hidden size."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)

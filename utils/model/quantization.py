@@ -1,7 +1,8 @@
 """QLoRA (arXiv 2305.14314): linear layers in 4 bits by bitsandbytes, under LoRA's adapters.
 
 Each rank quantizes the published weights when it loads them, with the same result every time, so
-checkpoints do not contain them. Layers, and `final/`, use the dequantized weights.
+checkpoints do not contain them. Layers compute with the dequantized weights, and `final/` contains
+the dequantized weights with the adapters merged.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The layers in 4 bits, the number of their weights, and of the largest layer's weights."""
+    """The layers in 4 bits, the number of weights of all of them, and of the largest one."""
 
     layers: list[str]
     weights: int
@@ -41,9 +42,9 @@ class Quantized(NamedTuple):
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
     """Return the layers of a model that are in 4 bits, or None.
 
-    These are the text model's linear layers except the last, with or without adapters. Embeddings
-    and norms are not quantized, nor are experts, whose weights are one tensor. `model` names LoRA's
-    targets as AdapterPlan does.
+    These are the text model's linear layers except the last, with or without adapters. Embeddings,
+    norms and stacked experts are not quantized. `model` contains the full names of LoRA's targets,
+    as in AdapterPlan.
     """
     if not model.load_in_4bit:
         return None

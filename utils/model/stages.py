@@ -1,4 +1,4 @@
-"""Starting from the weights of an earlier run, and recording where they came from.
+"""The weights of an earlier run as the start of a new run, and the record of their origin.
 
 `--init_from` is the directory of a run, of a checkpoint, or of a model, all in safetensors. For a
 run it means its final/, or its newest committed checkpoint if there is no final/.
@@ -38,7 +38,7 @@ OPTIMIZER = "optimizer.pt"
 def find_stage(init_from: str) -> Path:
     """Resolve `--init_from` to a weights directory. Raises ConfigurationError."""
     directory = Path(init_from)
-    if (directory / CONFIG).is_file():  # a run's
+    if (directory / CONFIG).is_file():  # of a run
         final = directory / FINAL
         directory = final if final.is_dir() else own_checkpoint(init_from) or final
     if problem := _unfit(directory):
@@ -55,10 +55,10 @@ def own_checkpoint(output_dir: str | None) -> Path | None:
 def stage_of(settings: RunSettings) -> Path | None:
     """Return the directory of configuration and tokenizer for a run with `--init_from`.
 
-    It is the run's own newest checkpoint, verified, so that the earlier stage may be deleted.
-    Before there is one, and always under LoRA, whose checkpoints contain only adapters, it is the
-    earlier stage. Collective: rank 0 looks. Raises ConfigurationError, and StorageError if none of
-    the run's own checkpoints is intact.
+    It is the run's own newest verified checkpoint, so that the earlier stage may be deleted. It is
+    the earlier stage while the run has no checkpoint, and always under LoRA, where checkpoints
+    contain only adapters. Returns None without `--init_from`. Collective: rank 0 looks. Raises
+    ConfigurationError, and StorageError if none of the run's own checkpoints is intact.
     """
 
     def find() -> Path:
@@ -93,7 +93,7 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the stage's directory if it has a tokenizer, else None."""
+    """Return the directory that `stage_of` finds if it has a tokenizer, else None."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
@@ -102,7 +102,7 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
     """Return the earlier stage that a start loads weights from, or None.
 
-    Raises ConfigurationError if it does not exist, or if its optimizer cannot be used.
+    Raises ConfigurationError if the stage does not exist, or if its optimizer cannot be used.
     """
     model = settings.model
     if model.init_from is None:

@@ -1,4 +1,4 @@
-"""The weights of a run: loaded strictly or drawn at random; LoRA's base weights identified."""
+"""The weights of a run, loaded strictly or drawn at random, and the identity of base weights."""
 
 import copy
 import logging
@@ -50,11 +50,11 @@ OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # inputs othe
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Identify the weights under LoRA's adapters, which checkpoints lack; None without LoRA.
+    """Identify the base weights of a LoRA run. Return None without LoRA.
 
-    A directory is {"sha256": digest of each file by name}, a model on the Hub {"commit": ...}, as
-    stored in provenance.json. It may read all files (see `cached_digests`), so only rank 0 calls
-    it. Raises ConfigurationError and OSError.
+    The run's checkpoints hold only the adapters. For a directory: {"sha256": digest of each file by
+    name}; for a model on the Hub: {"commit": ...}. provenance.json stores the result. Only rank 0
+    calls this, because it may read all files. Raises ConfigurationError and OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -75,8 +75,8 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
     """Load a model by from_pretrained and check that its tensors fit; collective over ranks.
 
-    Raises ConfigurationError on all ranks with every tensor that is missing or has another shape,
-    and with `exact` also every surplus tensor. transformers would only warn.
+    Raises ConfigurationError on all ranks, where transformers would only warn. The error lists
+    every tensor that is missing or has another shape, and with `exact` every surplus tensor.
     """
     if deepspeed.is_deepspeed_zero3_enabled():
         # Under ZeRO-3 transformers only reports missing tensors, and only raises on rank 0.
@@ -152,7 +152,7 @@ def _checked_config(
     settings: RunSettings, source: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
     config = _given_config(settings, source, tokenizer)
-    causal_lm_class(config)  # raises for other models than decoders
+    causal_lm_class(config)  # raises for models that are not decoders
     choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
     if not isinstance(config.get_text_config(), PreTrainedConfig):
         raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
@@ -160,8 +160,8 @@ def _checked_config(
     for name, value in vars(config.get_text_config()).items():
         if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}, not a probability")
-    # The attention is chosen later. A name in the file could refer to code on the Hub
-    # (CVE-2026-4372).
+    # The attention is chosen later. Drop the file's name for it, which could refer to code on the
+    # Hub (CVE-2026-4372).
     config._attn_implementation_internal = None
     length = settings.data.sequence_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or length
@@ -180,7 +180,7 @@ def _checked_config(
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the whole model, or of its text model if only that runs.
 
-    Raises ConfigurationError for a model that cannot be built, or needs images with every text.
+    Raises ConfigurationError for a model that cannot be built or that needs images with every text.
     """
     text = text_model_config(config)
     check_model(config)
@@ -218,14 +218,14 @@ def _given_config(
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
-    """Return the type of the weights in memory: --dtype, or float32."""
+    """Return the weights' type in memory: --dtype (auto: the configuration's type) or float32."""
     if model.dtype == "auto":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return getattr(torch, model.dtype) if model.dtype else torch.float32
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the model's configuration file; None if a revision or manifest identifies it."""
+    """Return the model's configuration file, or None if a revision or manifest identifies it."""
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
@@ -244,7 +244,7 @@ def published_rows(
 ) -> PreTrainedConfig:
     """Return the configuration for loading `weights`.
 
-    If rows are added after loading, this is a copy with the published vocabulary size.
+    If embedding rows are added after loading, it is a copy with the published vocabulary size.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:
@@ -265,10 +265,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Build the model with the chosen attention; draw its weights by --seed, or load them strictly.
 
-    `new_tokens` have no row in the weights. They get one (see `add_rows`), and the model keeps them
-    in its attribute `new_tokens`, for LoRA. `weights_from` is the directory of an earlier stage, or
-    None if Trainer loads the run's own checkpoint over random weights. Collective over ranks;
-    raises ConfigurationError for weights that do not fit.
+    `new_tokens` are ids without an embedding row in the weights. They get one (see `add_rows`), and
+    the model's attribute `new_tokens` stores them for LoRA. `weights_from` is the directory of an
+    earlier stage, or None if Trainer will load the run's own checkpoint over random weights.
+    Collective over ranks. Raises ConfigurationError for weights that do not fit.
     """
     model, dtype = settings.model, weights_dtype(settings.model, config)
     weights = weights_from or model.model_name_or_path

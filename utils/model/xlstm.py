@@ -1,7 +1,7 @@
 """The kernels of xLSTM: native ones on a CPU, Triton's on a GPU with the package xlstm.
 
 Published configurations name Triton's kernels and a mode without a backward pass. The settings made
-here only hold for this process: `final/` keeps the published ones.
+here apply only to this process. `final/` keeps the published settings.
 """
 
 import logging
@@ -27,9 +27,9 @@ TRITON = NATIVE | {
 
 
 def accept_kernel_names() -> None:
-    """Let transformers read configurations that name Triton's kernels without the package xlstm.
+    """Let transformers accept the names of Triton's kernels if the package xlstm is missing.
 
-    transformers would refuse the names, although it then ignores them and uses its own kernels.
+    transformers would refuse a configuration with these names. It then uses its own kernels anyway.
     """
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig

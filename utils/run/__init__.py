@@ -1,9 +1,9 @@
 """A run from its start to its finished model.
 
-start       the process, then the run directory claimed: new, resumed or finished; dry runs
-preflight   the directory seen from all hosts: writable, with room, no one else's
-changes     what changed since the last start; what makes it another run is refused
-provenance  where each start comes from, in provenance.json; Weights & Biases
+start       sets up the process and claims the run directory, new or resumed; dry runs
+preflight   checks of the directory on all hosts: writable, with enough space, no foreign files
+changes     changes since the last start; refuses changes that make another run
+provenance  settings, code and machines of each start, in provenance.json; Weights & Biases
 finish      the run's callbacks, and its end
 export      final/ and adapter/
 chat        chat.py: conversations with a finished model or a checkpoint

@@ -1,7 +1,7 @@
-"""Changes of a run since its last start: shown in a table; those that make another run are refused.
+"""Changes of a run since its last start: logged as a table, refused if they make another run.
 
-config.yaml stays as the first start wrote it. Each entry of provenance.json says which settings
-that start changed and what the inputs held; what was accepted once is in force.
+config.yaml stays as the first start wrote it. Each start's entry in provenance.json has the
+settings that this start changed and digests of its inputs. An accepted change stays in force.
 """
 
 import logging
@@ -27,8 +27,8 @@ from utils.run.provenance import package_versions
 
 logger = logging.getLogger(__name__)
 
-# Settings that determine the numbers of a run: the samples and their order, what is trained, in
-# which type, and along which curve the learning rate continues.
+# Settings that determine the numbers of a run: the samples and their order, the trained weights and
+# their type, and the curve of the learning rate.
 IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
@@ -36,8 +36,9 @@ IDENTITY = frozenset({
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
     "bnb_4bit_quant_type", "use_bnb_nested_quant",
 })  # fmt: skip
-# Why checkpoints cannot continue with another value of a setting, even if the user accepts it.
-# torch restores the param_groups of the saved optimizer: a new learning rate has no effect.
+# Why a run cannot resume from its checkpoints with another value of a setting, even if the user
+# accepts the change. torch restores the optimizer's param_groups, so a new learning rate has no
+# effect.
 IN_THE_CHECKPOINT = {
     name: why
     for why, names in {
@@ -59,19 +60,19 @@ NAMES_CONTENTS = (
 )  # fmt: skip
 # Settings of a single start, not of the run.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
-# Increase when the last bits of some runs change, and add the number to the sums that it changed.
-# The key is the setting that accepts the change.
+# Increase when a version changes the last bits of some runs, and add the new number to the sums
+# that the version changed. A key is the setting by which --accept_changes accepts the change.
 NUMERICS = 4
 CHANGED_SUMS = {
     "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
     "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
 }
-# Settings that the machine or the launch decides if nobody sets them. A dry run may have others.
+# Settings that depend on machine and launch by default. In a dry run they may have other values.
 LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and the contents of the files that they name, see `_contents`."""
+    """The settings of a start, and the contents of the files that they name (see `_contents`)."""
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
@@ -79,9 +80,10 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A changed setting, or changed contents of what it names; `what` is the text for the table.
+    """A changed setting, or changed contents of the file that a setting names.
 
-    `dangerous` ones need the user's consent, by `name`; `impossible` says why none would help.
+    `name`: the setting. `what`: the text for the table. `dangerous`: the change needs the user's
+    consent, --accept_changes `name`. `impossible`: why the change is refused even with consent.
     """
 
     name: str
@@ -112,7 +114,7 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return digests of what the settings name, as provenance.json keeps them; only on rank 0."""
+    """Return digests of the inputs that the settings name, for provenance.json; only on rank 0."""
     return {
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
@@ -128,8 +130,8 @@ def _contents(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the contents of a start's inputs by the setting that names them; empty if unknown.
 
-    The key of the configuration is model_config, that of the weights model_name_or_path, whatever
-    setting named them.
+    The key of the model's configuration is always model_config, and the key of its weights is
+    always model_name_or_path, even if another setting names them.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     held = {
@@ -140,7 +142,8 @@ def _contents(
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
     }
-    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}  # of this start: not recorded yet
+    # This start's launch is not recorded yet: assume one that all changed sums concern.
+    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}
     launch = facts.get("launch") or any_launch
     low_precision = settings.get("bf16") or settings.get("fp16")
     concerned = {
@@ -155,7 +158,7 @@ def _contents(
 
 
 def _numerics(facts: Mapping[str, Any]) -> int:
-    """Return the number of the version of a start. Older versions wrote two counters."""
+    """Return the value of NUMERICS at a start. Older versions of Stoker wrote two counters."""
     if "numerics" in facts:
         return int(facts["numerics"])
     return int(facts.get("cpu_rounding", 1)) + int(facts.get("fsdp2_rounding", 1)) - 1
@@ -164,11 +167,11 @@ def _numerics(facts: Mapping[str, Any]) -> int:
 def accepted_changes(
     output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
 ) -> dict[str, Any]:
-    """Log the changes since the last start; return what this start has to record of them.
+    """Log the changes since the last start; return the entries about them for provenance.json.
 
-    `facts` are those of `identity_facts`, and the script; `resumes`: from a checkpoint elsewhere.
-    Raises ConfigurationError for changes that make another run and were not accepted, or that its
-    checkpoints cannot continue with.
+    `facts` are the result of `identity_facts` and the script. `resumes` means that this start
+    resumes from a checkpoint of another directory. Raises ConfigurationError for a change that the
+    checkpoints do not allow, and for one that makes another run and was not accepted.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -177,9 +180,9 @@ def accepted_changes(
         raise ConfigurationError(
             f"{output_dir} holds a run of {script}: name another --output_dir."
         )
-    # A setting that the older version did not have had its default.
+    # A setting that an older version did not have counts as its default.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
-    # The first start wrote secrets masked.
+    # Mask secrets in both, because the first start has masked them in its file.
     old = redacted(defaults | settings_in_force(output_dir, starts))
     new = redacted(settings.resolved)
     resumes |= own_checkpoint(str(output_dir)) is not None
@@ -206,7 +209,7 @@ def accepted_changes(
 
 
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
-    """Yield every change; `resumes`: the run continues from a checkpoint, not at step 0."""
+    """Yield every change. `resumes`: the run resumes from a checkpoint and does not begin anew."""
     dangerous = set()
     for name, new in now.settings.items():
         old, note, impossible = before.settings.get(name, new), "", ""
@@ -236,13 +239,13 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
 
 
 def _other_shape(*contents: Mapping[str, Any]) -> str:
-    """Return which tensor has another shape in the model of the second configuration, if any."""
+    """Return which tensor differs in shape between the models of two configurations, or ""."""
     if not all(contents) or contents[0] == contents[1]:
         return ""
     shapes = []
     for config in (AutoConfig.for_model(**each) for each in contents):
         with torch.device("meta"):
-            # The class itself: from_config would split the weights over the ranks under ZeRO-3.
+            # Call the class, because from_config would shard the weights under ZeRO-3.
             model: Any = causal_lm_class(config)(config)
         shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     for name in shapes[0] | shapes[1]:
@@ -253,19 +256,19 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
-    """Check whether checkpoints fit the new value too."""
-    if name == "metric_for_best_model":  # no evaluation was compared yet, or by the same metric
+    """Return whether checkpoints fit the new value as well as the old one."""
+    if name == "metric_for_best_model":  # no metric so far, or the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a changed path is harmless; empty if that is not known."""
+    """Return why a changed path is harmless, or "" if this is not known."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
-        return "the run resumes from weights of its own"  # LoRA's checkpoints hold adapters alone
+        return "the run resumes from weights of its own"  # LoRA's hold only adapters
     if name == "train_data":
         old, new = (train_sources(one.settings[name]) for one in (before, now))
-        if [*old.values()] != [*new.values()]:  # the weights
+        if [*old.values()] != [*new.values()]:  # the mixture has other weights
             return ""
     kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
     held, holds = (one.contents[kind] for one in (before, now))

@@ -18,7 +18,7 @@ from utils.host.redaction import redact
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
-MAX_NEW_TOKENS = 2048  # where neither a flag nor the model says
+MAX_NEW_TOKENS = 2048  # unless a flag or the model sets another limit
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 Messages = list[dict[str, str]]
 
@@ -42,7 +42,7 @@ def check_flags(given: argparse.Namespace) -> None:
 def find_model(name: str) -> str:
     """Return the folder with the weights of `name`, or its name on the Hub.
 
-    Raises ConfigurationError where there are none, StorageError where all checkpoints are damaged.
+    Raises ConfigurationError if there are no weights, StorageError if all checkpoints are damaged.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -71,7 +71,7 @@ def find_model(name: str) -> str:
 
 
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Return model and tokenizer; raises ConfigurationError with what is missing or unreadable."""
+    """Return model and tokenizer. Raises ConfigurationError if a part is missing or unreadable."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import find_adapter_config_file
@@ -96,7 +96,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         accept_kernel_names()
         model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         choose_kernels(model_config, torch.device(device).type)
-        without_weights(model_config)  # refuses one that takes hours to build
+        without_weights(model_config)  # refuses a model that would take hours to build
         if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
             check_without_loading(base, exact=False, config=model_config)
         loaded: Any = causal_lm_class(model_config).from_pretrained(
@@ -104,7 +104,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         )
         model, info = loaded
         check_token_ids(model.generation_config)
-        if config.get("trainable_token_indices"):  # as many rows as training gave the new tokens
+        if config.get("trainable_token_indices"):  # training added rows for new tokens
             model.resize_token_embeddings(
                 len(tokenizer), pad_to_multiple_of=64, mean_resizing=False
             )
@@ -116,15 +116,15 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class ChatModel:
-    """A model with its tokenizer and chat template (None: it continues texts)."""
+    """A model with its tokenizer and chat template. Without a template it continues texts."""
 
     def __init__(self, given: argparse.Namespace):
-        """Load the model that the flags name, and derive how it generates; raises as `load`."""
+        """Load the model that the flags name and set how it generates. Raises errors of `load`."""
         import transformers
 
         from utils.prepare.chat_templates import ChatTemplate
 
-        # A warning that PEFT causes.
+        # PEFT causes this warning.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
@@ -154,19 +154,19 @@ class ChatModel:
         )
 
     def _end_tokens(self) -> list[int]:
-        """Return the tokens that end an answer; the files of a checkpoint lack that of a turn."""
+        """Return the tokens that end an answer. Checkpoints do not list the end-of-turn token."""
         from utils.prepare.tokenizer import end_of_turn_id
 
         known = self.settings.eos_token_id
         ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
         if self.template is not None:
             slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
-            with slow, contextlib.suppress(Exception):  # of one that could not be trained with
+            with slow, contextlib.suppress(Exception):  # templates may be unfit for training
                 ends.append(end_of_turn_id(self.tokenizer))
         return list(dict.fromkeys(end for end in ends if end is not None))
 
     def rendered(self, messages: Messages) -> str:
-        """Return the text that the model is to continue; raises ConfigurationError."""
+        """Return the text that the model continues. Raises ConfigurationError."""
         from utils.prepare.chat_templates import PROBE
         from utils.prepare.rows import ChatDocument
 
@@ -184,9 +184,9 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Return what the model answers, printed while it generates; Ctrl-C ends the answer.
+        """Generate, print and return an answer. Ctrl-C ends it.
 
-        Raises ConfigurationError where the model or the device has no room for it.
+        Raises ConfigurationError if the model's positions or the GPU's memory do not suffice.
         """
         import torch
         from transformers import TextStreamer
@@ -196,7 +196,7 @@ class ChatModel:
         text = self.rendered(messages)
         if self.template is None:
             ids = prompt_ids(self.tokenizer, text)
-        else:  # it prints the special tokens itself
+        else:  # the template has added the special tokens
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         inputs = self.tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
         room = self.settings.max_new_tokens
@@ -242,7 +242,7 @@ def opening(system: str | None) -> Messages:
 def talk(model: ChatModel, system: str | None) -> None:
     """Answer what is typed, line by line, until /quit, Ctrl-D or the end of stdin."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - lines can be edited and come back
+        import readline  # noqa: F401 - lines can be edited and recalled
 
     say(f"{COMMANDS}; Ctrl-C ends an answer" if model.template else "/quit leaves")
     said = opening(system)
@@ -271,6 +271,6 @@ def talk(model: ChatModel, system: str | None) -> None:
 
 
 def say(text: str) -> None:
-    """Write a line that is no answer."""
+    """Write a line to stderr; stdout has only answers."""
     sys.stderr.write(f"{redact(text)}\n")
     sys.stderr.flush()

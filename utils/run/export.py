@@ -1,6 +1,7 @@
 """The finished model: gathered from every rank, adapters merged, ready for from_pretrained.
 
-PEFT's own layers merge LoRA's adapters on the meta device: only one at a time holds tensors.
+PEFT's own layers merge LoRA's adapters. Only one layer at a time holds tensors; the others are on
+the meta device.
 """
 
 import copy
@@ -34,9 +35,9 @@ PREFIX = "base_model.model."
 def export_final(trainer: Any, dtype: torch.dtype) -> None:
     """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run.
 
-    All ranks call it: gathering sharded weights is collective. Rank 0 writes under another name and
-    renames, so ``final/`` is whole or absent. Its tensors have type `dtype`, except those that the
-    architecture keeps in float32.
+    All ranks call this, because gathering sharded weights is collective. Rank 0 writes under
+    another name and renames, so ``final/`` is whole or absent. Its tensors have type `dtype`,
+    except those that the architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
     model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -63,8 +64,8 @@ def merged_model(
     """Return the model without adapters, on the meta device, and its tensors with adapters merged.
 
     `state` has all tensors by PEFT's names. Adapters are merged in float32 on the CPU, one module
-    after another. Tied tensors that were trained apart are no longer tied. Weights in 4 bits are
-    merged dequantized, as the adapters saw them.
+    after another. Tied tensors that differ after training are no longer tied. Weights in 4 bits are
+    dequantized before merging, because the adapters were trained with the dequantized values.
     """
     live: Any = model.get_base_model()
     config = copy.deepcopy(live.config)
@@ -78,7 +79,7 @@ def merged_model(
     merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
     packed = packed_layers(live)
     for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
-        del merged[name]  # the scales
+        del merged[name]  # scales of the 4-bit weights
     for key, module in list(_outermost(wrapped.base_model.model)):
         names = [name for name in module.state_dict() if f"{key}.{name}" in merged]
         own = {name: merged.pop(f"{key}.{name}") for name in names}
@@ -96,7 +97,7 @@ def merged_model(
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of PEFT that are in no other module of PEFT."""
+    """Yield the modules of PEFT that are not inside another module of PEFT."""
     inside: tuple[str, ...] = ()
     for key, module in model.named_modules():
         if key.startswith(inside) and inside:
@@ -107,10 +108,10 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return the wrapped module with its adapters merged; `state` has the tensors of both."""
+    """Return a module with its adapters merged; `state` has the tensors of module and adapters."""
     module = copy.deepcopy(module)  # else the meta module would keep the tensors
     floats = {
-        # A copy: PEFT merges in place.
+        # Copy the tensors, because PEFT merges in place.
         name: value.to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
         for name, value in state.items()
     }
@@ -124,7 +125,7 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _untie(model: Any, state: dict[str, Tensor]) -> None:
-    """Leave tied weights out of `state`; weights that training made unlike are no longer tied."""
+    """Leave tied weights out of `state`. Untie weights that differ after training."""
     tied = model.all_tied_weights_keys
     unlike = set()
     for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
@@ -142,13 +143,13 @@ def _untie(model: Any, state: dict[str, Tensor]) -> None:
 def _save(
     model: PreTrainedModel, state: dict[str, Tensor], directory: Path, dtype: torch.dtype
 ) -> None:
-    """Write configuration and tensors; `state` is emptied on the way."""
+    """Write configuration and tensors. Removes the tensors from `state` while writing."""
     cast = _caster(model, dtype)
     for name in state:
         state[name] = cast(name, state[name])
-    model.config.use_cache = True  # off while training on packed rows
+    model.config.use_cache = True  # training on packed sequences turns it off
     model.save_pretrained(str(directory), state_dict=state)
-    # save_pretrained writes the type that the model has in memory.
+    # save_pretrained has written the type that the model has in memory: correct it.
     config: Any = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
@@ -168,12 +169,13 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 @contextmanager
 def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
-    """Yield a directory to write into; then add tokenizer, card and modes, and rename it.
+    """Yield a directory to write into; then complete and rename it.
 
-    The tokenizer has the chat template of training, without what only training needs.
+    Adds the tokenizer, the model card and the file permissions. The tokenizer has the chat template
+    of training, without the marks that only training needs.
     """
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended while it was exporting
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended during its export
     partial.mkdir(parents=True)
     yield partial
     tokenizer: Any = trainer.processing_class
@@ -184,8 +186,8 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     tokenizer.save_pretrained(partial)
     tokenizer.chat_template = template
     _write_card(partial, directory, trainer)
-    allowed = partial.stat().st_mode & 0o666  # what the umask left of a new folder's mode
-    for file in partial.rglob("*"):  # safetensors makes files that the owner alone may read
+    allowed = partial.stat().st_mode & 0o666  # the permissions that the umask allows
+    for file in partial.rglob("*"):  # safetensors makes files that only the owner may read
         if file.is_file():
             file.chmod(allowed)
     if directory.exists():
@@ -194,7 +196,7 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
 
 
 def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
-    """Write README.md, instead of PEFT's form; a failure is a warning, because the model counts."""
+    """Write the model card README.md in place of PEFT's. A failure is only a warning."""
     state, name = trainer.state, shown_name(directory.parent, directory.name)
     best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
@@ -202,5 +204,5 @@ def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
     try:
         data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
         write_model_card(partial, name, directory.parent, step, data, multimodal=whole)
-    except Exception as error:  # files of earlier starts, of other versions
+    except Exception as error:  # other versions may have written the run's files
         logger.warning("%s: no model card could be made of the run's files: %r", directory, error)

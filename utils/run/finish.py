@@ -48,7 +48,7 @@ def run_callbacks(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts, run: Run,
     checkpoints: Checkpoints,
 ) -> Callbacks:  # fmt: skip
-    """Return the callbacks of both scripts."""
+    """Create the callbacks of a run; both scripts use this."""
     options, output_dir = settings.run, checkpoints.output_dir
     inherited = early_stopping = average = profiler = None
     if settings.model.init_optimizer and run.resume_from is None:
@@ -89,7 +89,7 @@ def run_callbacks(
 
 
 def _source_losses(settings: RunSettings, plan: RunPlan, data: RunData) -> SourceLosses | None:
-    """Return the losses by source of a mixture; None with one source, or a head without them."""
+    """Return SourceLosses for a mixture. Return None with one source or without a fused head."""
     if len(data.train.datasets) == 1:
         return None
     if plan.loss_head.name != "fused":
@@ -103,7 +103,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     """Evaluate the last step, write ``final/`` in this type, log the results; return the exit code.
 
     A stopped run writes no ``final/``: the next start resumes it. Raises ConfigurationError, before
-    ``final/`` is written, if another job took the directory over.
+    ``final/`` is written, if another job has taken the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average
@@ -116,7 +116,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
                 if average is not None:
                     average.put_in_place()
                 export_final(trainer, save_dtype)
-        trainer.accelerator.wait_for_everyone()  # the first rank to leave ends the ranks' store
+        trainer.accelerator.wait_for_everyone()  # the ranks' store ends with the first rank
         trainer.accelerator.end_training()
         trainer.callbacks.live.close()
         if trainer.callbacks.stop.stopped:
@@ -159,7 +159,7 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
         if launch.rank == 0:
             _use_final(settings, output_dir)
         else:
-            wait_until_left(output_dir)  # srun ends all nodes soon after the first of them
+            wait_until_left(output_dir)  # srun ends all nodes soon after the first one ends
     leave_run_lock(output_dir)
     return code
 

@@ -1,4 +1,4 @@
-"""Checks the output directory before a run: shared, writable, large enough, and a run's own."""
+"""Checks of the output directory before a run: shared, writable, large enough, no foreign files."""
 
 import logging
 import os
@@ -33,10 +33,10 @@ PROBE_BYTES = 2**14
 def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:
     """Make ``output_dir`` and check that all hosts can write to it and that checkpoints fit.
 
-    Collective: every rank raises the same StorageError, or ConfigurationError for a file of that
-    name. Each host writes a small file, because free space does not show quotas.
+    Collective: every rank raises the same StorageError, or ConfigurationError if ``output_dir`` is
+    a file. Each host writes a small file, because free space does not show quotas.
     """
-    first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # of each host
+    first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # the first of each host
 
     def open_directory() -> tuple[str, str]:
         room = check_place(output_dir, plan, keep)
@@ -61,9 +61,9 @@ def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: Lau
 def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     """Return the free space in words; raise StorageError if checkpoints do not fit.
 
-    A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
-    one. Space that `make_room` may free counts as free. Nothing is written. Raises
-    ConfigurationError for a file of that name.
+    A new run needs room for all checkpoints that exist at the same time. A resumed run needs room
+    for the next checkpoint. Space that `make_room` may free counts as free. Nothing is written.
+    Raises ConfigurationError if ``output_dir`` is a file.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
@@ -77,7 +77,7 @@ def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     count = 1
     if not committed:
         most = most_at_once(keep, max(1, plan.scheduled_saves))
-        # Without a limit somebody may move checkpoints away during the run.
+        # Without a limit on their number, the user may move checkpoints away during the run.
         count = min(most, LEAST_KEPT) if keep is None else most
     find_room(there, run_id, keep, plan.checkpoint_bytes, count)
     return f"{readable(free_bytes(there))} free ({count} more checkpoint(s) needed)"
@@ -116,8 +116,9 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return whether the directory holds a run; raise if it holds something else."""
-    # Do not follow links, which a stranger's run may contain. A damaged file will be restored.
+    """Return whether the directory holds a run. Raise ConfigurationError for other contents."""
+    # Do not follow links, because a stranger may have made this directory. A damaged file of a run
+    # is no reason to raise: it will be restored.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
         if path.is_symlink() or (path.name == FOLDER and path.is_file()):
             kind = "a link" if path.is_symlink() else "no folder"
@@ -129,8 +130,8 @@ def known_files(output_dir: Path) -> bool:
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
-        names.discard(CONFIG)  # from a start that was killed before it wrote the rest
-    # Ignore hidden files: drafts of such a start, and files of file systems.
+        names.discard(CONFIG)  # left by a start that was killed before it wrote the rest
+    # Ignore hidden files: temporary files of such a start, and files of file systems.
     if others := sorted(name for name in names if not name.startswith(".")):
         raise ConfigurationError(
             f"--output_dir {output_dir} is not empty and holds no run of Stoker (it has "

@@ -1,4 +1,4 @@
-"""Writes down where a run comes from at each start, and sets its trackers up."""
+"""The record of settings, code and machines of each start of a run, and the setup of trackers."""
 
 import contextlib
 import datetime
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 def prepare_trackers(
     settings: RunSettings, name: str | None, output_dir: Path, run_id: str, step: int
 ) -> None:
-    """Let the trackers of `report_to` write into the run directory, as one run over its starts.
+    """Let the trackers of `report_to` write into the run directory, as one run for all starts.
 
-    Sets their environment variables before the Trainer is made; what the user set stays. `name` is
-    the run's name in the trackers. `step` is the one that this start resumes from. Only rank 0
-    calls it.
+    Sets their environment variables before the Trainer is made. Values that the user has set stay.
+    `name` is the run's name in the trackers. `step` is the step from which this start resumes. Only
+    rank 0 calls this.
     """
     place, default = output_dir.absolute(), os.environ.setdefault
     reporters = set(settings.training.report_to or ())
@@ -44,13 +44,13 @@ def prepare_trackers(
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides undone steps
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps to repeat
     if "mlflow" in reporters:
         import mlflow
 
         default("MLFLOW_TRACKING_URI", f"sqlite:///{place}/mlflow.db")
         mlflow.set_experiment(default("MLFLOW_EXPERIMENT_NAME", "stoker"))
-        # MLflow numbers runs itself: a tag finds the one of the starts before.
+        # MLflow chooses run ids itself. A tag finds the run that earlier starts made.
         tags = json.loads(os.environ.get("MLFLOW_TAGS", "{}")) | {"stoker_run_id": run_id}
         os.environ["MLFLOW_TAGS"] = json.dumps(tags)
         tagged = f"tags.stoker_run_id = '{run_id}'"
@@ -60,14 +60,14 @@ def prepare_trackers(
         import wandb
 
         prepare_wandb(output_dir, run_id)
-        # Trainer takes the run that it finds, and adds its own settings alone.
+        # Trainer uses this run of wandb, and adds only its own settings.
         config = redacted({**settings.resolved, "git": git_state(_REPOSITORY)})
         config = json.loads(json.dumps(config, default=str))
         wandb.init(name=name, config={"stoker": config})
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables; offline without a key or a server in reach."""
+    """Set wandb's environment variables. Go offline without a key or a connection to the server."""
     ours = {
         "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
         "NAME": output_dir.absolute().name, "QUIET": "true",
@@ -89,9 +89,9 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
 
 
 def end_wandb(report: Path, stopped: bool) -> None:
-    """Keep the report in wandb, as a panel and an artifact; say of a stopped run that it resumes.
+    """Store the report in wandb, as a panel and an artifact, and mark a stopped run as preempted.
 
-    By its exit code alone a stopped run would be a failed one.
+    Without the mark wandb would show a stopped run as failed, because of its exit code.
     """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None and report.is_file():
@@ -103,7 +103,7 @@ def end_wandb(report: Path, stopped: bool) -> None:
 
 
 def _offline_reason() -> str | None:
-    """Return why wandb cannot go online; None when it can.
+    """Return why wandb cannot go online, or None if it can.
 
     Without this check a node without internet waits 90 seconds and then fails in `wandb.init`.
     """
@@ -137,10 +137,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 def write_provenance(
     path: Path, launch: LaunchFacts, *, run_id: str, resumed_from: str | None, **facts: Any
 ) -> None:
-    """Append this start to the list of starts in a JSON file; rank 0 alone calls it.
+    """Append an entry for this start to the list of starts in a JSON file; only on rank 0.
 
-    `facts` are what the caller knows beyond command, code and machines, as JSON. A kill leaves the
-    old file or the new one. Raises ConfigurationError when the file there is something else.
+    `facts` are the caller's JSON values for the entry, besides command, code and machines. A kill
+    leaves the old file or the new one. Raises ConfigurationError if the file has other contents.
     """
     import torch
 
@@ -169,7 +169,7 @@ def write_provenance(
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that make the numbers; None: not installed."""
+    """Return the versions of the packages that affect a run's numbers; None if not installed."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -178,7 +178,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the repository at `folder` and whether files differ; None without."""
+    """Return the commit of the git repository at `folder` and whether files differ, or None."""
     if not (folder / ".git").exists():
         return None
     # Optional locks off: other processes' git commands must not fail because of ours.
@@ -193,7 +193,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Slurm's facts about this job; None outside of one."""
+    """Return Slurm's facts about this job, or None outside of a job."""
     if "SLURM_JOB_ID" not in environment:
         return None
     return {field: environment.get(name) for field, name in _SLURM_FIELDS.items()}

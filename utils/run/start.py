@@ -1,7 +1,7 @@
-"""Starts a run: the process, then the run directory, new or resumed, claimed for this job.
+"""The start of a run: sets up the process and claims the run directory, new or resumed.
 
-A dry run asks the same of the directory and writes nothing. It does not look at the other nodes,
-nor whether all bytes of a checkpoint are as they were committed.
+A dry run checks the directory in the same way and writes nothing. It does not check the other
+nodes, nor the digests of a checkpoint's files.
 """
 
 import copy
@@ -67,7 +67,7 @@ from utils.run.provenance import prepare_trackers, slurm_job, write_provenance
 logger = logging.getLogger(__name__)
 
 STARTS_WITHOUT_PROGRESS = 3
-# Any of them shows that a model of the Hub is in the cache with its weights.
+# If the Hub cache has one of these files, it has the weights of the model.
 WEIGHT_FILES = [
     name + index
     for name in ("model.safetensors", "pytorch_model.bin")
@@ -77,11 +77,10 @@ WEIGHT_FILES = [
 
 @dataclass(frozen=True)
 class Run:
-    """The run in a directory: where it resumes, and whether nothing is left to do.
+    """The run in a directory: the checkpoint to resume from, and whether the run is finished.
 
-    A new run has a new id. `facts` is what provenance.json is to say of this start's inputs.
-    `weights_from` is the directory that --init_from stands for; None where this start takes
-    nothing from it.
+    A new run has a new id. `facts` are this start's inputs for provenance.json. `weights_from` is
+    the weights directory of --init_from, or None if this start does not load its weights.
     """
 
     run_id: str
@@ -92,10 +91,10 @@ class Run:
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging, tokens, signals and loading, check the launch; the settings are parsed.
+    """Set up logging, tokens, signals and safe loading, and check the launch.
 
-    A dry run on a login node stands for the launch that WORLD_SIZE and the accelerate variables
-    describe. Raises ConfigurationError.
+    The settings are parsed before. A dry run on a login node returns the launch that WORLD_SIZE and
+    the accelerate variables describe. Raises ConfigurationError.
     """
     configure_logging()
     for note in settings.values.notes:
@@ -108,7 +107,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         launch = check_launch()
         check_same_precision(settings, launch)
         if settings.training.resume_from_checkpoint:
-            on_rank_0(lambda: _adopt(settings))  # before anything looks for what the run began with
+            on_rank_0(lambda: _adopt(settings))  # before anything reads the run's first start
         guard_loading(launch.strategy)
         report_strategy(settings, launch)
         settle_cpu(settings, launch)
@@ -116,11 +115,11 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     import torch
 
     world_size = settings.values.world_size
-    # A build for CUDA names it on a login node without a GPU too, unless it has to look.
+    # Without check_available a CUDA build of torch names CUDA even on a node without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None or settings.run.assume else accelerator.type
     strategy = requested_strategy(settings.values.environment, world_size)
-    if SUBMITTING not in os.environ and not settings.run.assume:  # a start here is meant
+    if SUBMITTING not in os.environ and not settings.run.assume:  # it is for this host
         check_connected(world_size, visible_gpus=0)
         gpus = torch.cuda.device_count() if device == "cuda" else 0
         if gpus > 1 and "WORLD_SIZE" not in os.environ:
@@ -135,7 +134,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
 
 
 def settle_cpu(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Set how this process multiplies and frees memory, if it trains on this host's CPU."""
+    """Set the library for products and how memory is freed, if this process trains on a CPU."""
     if launch.device != "cpu" or on_a_login_node(settings, launch):
         return
     keep_freed_memory(os.environ)
@@ -144,7 +143,7 @@ def settle_cpu(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Log where the launch, which decides, is not what the settings' strategy asks for."""
+    """Log if the setting `strategy` has no effect, because the launch decides otherwise."""
     given, shown = settings.run.strategy, settings.values.shown("strategy")
     if given == AUTO:
         return
@@ -168,7 +167,7 @@ def _adopt(settings: RunSettings) -> None:
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Refuse ranks that compute in different types; collective. Raises UnfitClusterError."""
+    """Raise UnfitClusterError if ranks would compute in different types; collective."""
     answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
     for host, (bf16, shown) in zip(launch.hosts, answers, strict=True):
         if bf16 != answers[0][0]:
@@ -182,12 +181,12 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
 def start_run(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
 ) -> tuple[Run, Checkpoints]:
-    """Claim ``--output_dir`` for these settings and record how this start came about.
+    """Claim ``--output_dir`` for these settings and record this start.
 
-    A new or empty directory starts a run; the directory of the same run resumes from its newest
-    complete checkpoint. Writes config.yaml (once) and provenance.json (an entry a start). Rank 0
-    looks and decides for all ranks. Raises ConfigurationError, with nothing written, for the
-    directory of another run or of no run at all; StorageError and NoProgressError.
+    In a new or empty directory a run begins. In the directory of the same run it resumes from its
+    newest complete checkpoint. Writes config.yaml (once) and an entry of provenance.json (at each
+    start). Rank 0 decides for all ranks. Raises ConfigurationError, without writing, if the
+    directory holds another run or other files; also StorageError and NoProgressError.
     """
     output_dir = Path(str(settings.training.output_dir))
     check_storage(output_dir, plan, settings.training.save_total_limit, launch)
@@ -222,9 +221,9 @@ def start_run(
 
 
 def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock the directory, refuse what cannot resume, and write this start down; on rank 0."""
+    """Lock the directory, refuse a run that cannot resume, and record this start; on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
-    known_files(output_dir)  # nothing is written into a directory that is no run's
+    known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
     RunRecord(output_dir).restore()
     run = find_run(settings, plan, data, launch)
@@ -266,14 +265,14 @@ def check_start(
     config: PreTrainedConfig,
     launch: LaunchFacts,
 ) -> int:
-    """Refuse what a start would refuse, by ConfigurationError; return a dry run's exit code, 0."""
+    """Raise the errors that a start would raise; return a dry run's exit code, 0."""
     output_dir = Path(str(settings.training.output_dir))
     try:
         check_place(output_dir, plan, settings.training.save_total_limit)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
-        logger.warning("%s", error.problems[0])  # another machine's storage, perhaps
+        logger.warning("%s", error.problems[0])  # perhaps the job's storage is another
     for name, text in RunRecord(output_dir).damage.items():
         logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
@@ -287,10 +286,10 @@ def check_start(
 
 
 def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Find where a start or dry run resumes, on rank 0; ConfigurationError where it cannot."""
+    """Find where a start or dry run resumes; on rank 0. Raises ConfigurationError if it cannot."""
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
-    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has taken it
+    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has adopted it
     foreign = foreign_checkpoint(named, output_dir)
     record = output_dir if foreign is None else foreign.record
     facts: dict[str, Any] = {}
@@ -310,7 +309,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
             )
         return Run(run_id, None, False, facts)
     if "WORLD_SIZE" in settings.values.environment or not on_a_login_node(settings, launch):
-        check_layout(checkpoint, launch.strategy)  # a login node knows of no launch
+        check_layout(checkpoint, launch.strategy)  # a login node does not know the launch
     refuse_code(checkpoint)
     step = read_manifest(checkpoint).step
     done = step >= plan.total_steps or _ended_early(settings, checkpoint)
@@ -318,7 +317,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
 
 
 def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
-    """Whether early stopping, as it is set now, ended the run at this checkpoint."""
+    """Return whether early stopping, with this start's patience, ended the run here."""
     patience = settings.run.early_stopping_patience
     text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
     saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
@@ -328,10 +327,10 @@ def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
 def check_progress(
     starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
 ) -> None:
-    """Refuse to start where three earlier starts of this same job began, and so came to nothing.
+    """Stop a requeued job if three of its earlier starts resumed at the same step as this one.
 
-    `starts` are those in provenance.json, `job` is this job as it writes it. A job that the user
-    submitted anew may always try. Raises NoProgressError.
+    `starts` are the entries of provenance.json. `job` is this job, in the form of their `slurm`. A
+    job that the user has just submitted may always try. Raises NoProgressError.
     """
     if job is None or int(job["restart_count"] or 0) == 0:
         return
@@ -356,12 +355,12 @@ def _check_weights(
 ) -> None:
     """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
 
-    `origin` is where --init_from finds them. Jobs start without a network: for them a model of the
-    Hub has to be in the cache.
+    `origin` is the weights directory of --init_from. Jobs start without a network, so they need a
+    model of the Hub in the cache.
     """
     model = settings.model
     if origin is None and (model.init_from is not None or model.model_config is not None):
-        return  # those of the run's own checkpoint, or random ones
+        return  # the weights are random or come from the run's own checkpoint
     path = str(origin or model.model_name_or_path)
     cached = (
         try_to_load_from_cache(path, file, revision=model.model_revision) for file in WEIGHT_FILES

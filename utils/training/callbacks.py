@@ -25,17 +25,17 @@ from utils.training.smoothing import AveragedWeights
 
 
 class DataEpochs(TrainerCallback):
-    """Counts the epochs of the data: Trainer sees one long epoch.
+    """Counts the epochs of the data, because Trainer runs all steps as one epoch.
 
-    At the last step of a data epoch it asks for the log, evaluation and save that the strategy
-    "epoch" means.
+    At the last step of a data epoch it requests the log, evaluation and save of the strategy
+    "epoch".
     """
 
     @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count. Trainer itself acts at the run's last step, which ends its own epoch."""
+        """Count. At the run's last step Trainer's own epoch ends, so Trainer logs and saves."""
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)
         state.epoch = sampler.epoch_at(state.global_step)
@@ -48,9 +48,9 @@ class DataEpochs(TrainerCallback):
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, its progress and samples; None: the run does without.
+    """The callbacks of a run, its progress and its samples; None if the run has no such callback.
 
-    run/finish.py makes them, the trainer calls them by name.
+    utils/run/finish.py creates them. The trainer calls them by name.
     """
 
     progress: Progress
@@ -74,7 +74,8 @@ class Callbacks:
     def in_order(self) -> list[TrainerCallback]:
         """Return the callbacks in the order in which they act on an event of training.
 
-        `stop` follows what asks for evaluations and saves, and precedes what measures their time.
+        `stop` comes after the callbacks that request evaluations and saves, and before those that
+        measure the time of these.
         """
         order = [
             self.epochs, self.watchdog, self.inherited, self.stop, self.early_stopping,
@@ -84,7 +85,7 @@ class Callbacks:
         return [callback for callback in order if callback is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of a training log; collective over ranks."""
+        """Return the callbacks' figures for a training log; collective over ranks."""
         figures = self.throughput.metrics() | self.mixture.metrics() | self.memory.metrics()
         if self.balance is not None:
             figures |= self.balance.metrics()

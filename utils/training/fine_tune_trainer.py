@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py, full or LoRA; apart, for pretraining need not import TRL's."""
+"""The trainer of sft_train.py, for all weights or LoRA. pretrain.py does not import TRL."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from utils.training.trainer import PackedTrainer
 
 
 class FineTuneTrainer(PackedTrainer, SFTTrainer):
-    """Supervised fine-tuning: SFTTrainer's wiring of model and adapters, on packed sequences."""
+    """Supervised fine-tuning: SFTTrainer's setup of model and adapters, on packed sequences."""
 
     def __init__(
         self,
@@ -28,25 +28,25 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         adapters = get_peft_config(plan.adapters.model) if plan.adapters else None
         if adapters is not None:
             _train_new_tokens(adapters, model)
-        # SFTTrainer looks at one record of a datasets.Dataset; it reads no other.
+        # SFTTrainer inspects one record of a datasets.Dataset. Training does not read it.
         dataset = load_from_disk(str(data.train.datasets[0].path))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
         config = vars(model.config.get_text_config())
         router = {name: value for name, value in config.items() if "router" in name}
         everything = (model, tokenizer, args, plan, data, callbacks)
         super().__init__(*everything, train_dataset=dataset, peft_config=adapters)
-        # SFTTrainer turned the experts' term on there: ours needs no setting of the model, whose
-        # configuration is exported as it was.
+        # SFTTrainer enabled the load-balancing term in the configuration. Restore it: our own term
+        # needs no setting there, and the configuration is exported unchanged.
         config.update(router)
         if plan.quantized is not None:
             made: Any = self.model
             for weight in made.parameters():
-                if weight.requires_grad:  # SFTTrainer has made them bfloat16, as QLoRA's authors
+                if weight.requires_grad:  # undo SFTTrainer's cast to bfloat16
                     weight.data = weight.data.float()
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write none: a run directory describes itself by config.yaml and provenance.json."""
+        """Write no model card: config.yaml and provenance.json describe a run directory."""
 
 
 def _train_new_tokens(adapters: Any, model: Any) -> None:
@@ -55,7 +55,7 @@ def _train_new_tokens(adapters: Any, model: Any) -> None:
     if not new:
         return
     layers = [model.get_input_embeddings()]
-    if model.get_output_embeddings().weight is not layers[0].weight:  # PEFT follows a tied one
+    if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())
     whole = adapters.modules_to_save or ()
     names = {

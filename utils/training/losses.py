@@ -1,7 +1,7 @@
-"""Losses beside that of the global batch: by data source, of held-out splits, of expert balance.
+"""Training loss by data source, loss and accuracy on held-out splits, and loss of expert balance.
 
-Only a log or a save waits for the device. Checkpoints hold the sums of the steps that were not
-logged yet, so a resumed run logs what an uninterrupted one does.
+Only a log or a save waits for the device. Checkpoints hold the sums of the steps that are not
+logged yet, so a resumed run logs the same losses as an uninterrupted run.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class SourceLosses:
-    """Logs `loss/NAME` of each source of a mixture: the mean of its loss tokens since the last log.
+    """Logs `loss/NAME` of each source of a mixture: the mean loss per token since the last log.
 
     The figures do not depend on the number of ranks or the micro-batch size, up to rounding.
     """
@@ -45,12 +45,12 @@ class SourceLosses:
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore this rank's sums; on another number of ranks, rank 0 gets all of them."""
+        """Restore this rank's sums. If the number of ranks has changed, rank 0 gets all sums."""
         by_rank = saved.get(UNLOGGED_BY_SOURCE, [])
         same = len(by_rank) == self.args.world_size
         for rank, sums in enumerate(by_rank):
             if self.args.process_index == (rank if same else 0):
-                # By name: the resumed run may have other sources.
+                # Look sums up by name: the resumed run may have other sources.
                 own = [sums.get(name, (0.0, 0.0)) for name in self.names]
                 self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
 
@@ -65,20 +65,20 @@ class SourceLosses:
 class ExpertBalance:
     """The load-balancing loss of experts over each global batch; logs its mean as `aux_loss`.
 
-    The term depends on the assignments of the whole global batch. If a step has several
-    micro-batches, a pass without gradients counts their assignments first. `aux_loss` is the term
-    before its coefficient, as TRL logs it.
+    The loss depends on how many tokens of the whole global batch each expert gets. If a step has
+    several micro-batches, a pass without gradients counts these assignments first. `aux_loss` is
+    logged before multiplication by the coefficient, as in TRL.
     """
 
     def __init__(self, term: RouterTerm, args: TrainingArguments):
         self.term, self.args = term, args
         self.tokens: torch.Tensor | None = None  # in the global batch
-        self.counted: torch.Tensor | None = None  # assignments of the global batch
-        self.total: torch.Tensor | float = 0.0  # this rank's parts, of steps not logged yet
+        self.counted: torch.Tensor | None = None  # assignments of the global batch, if counted
+        self.total: torch.Tensor | float = 0.0  # this rank's sum over the steps not logged yet
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sum over the steps not logged yet, and their number; collective."""
+        """Return each rank's sum over the steps not logged yet, and the number of these steps."""
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class ExpertBalance:
             self.counted = reduce(own, reduction="sum")
 
     def weighted(self, outputs: Any) -> torch.Tensor:
-        """Return a micro-batch's part of the term, times the ranks: DDP averages over them."""
+        """Return a micro-batch's part of the loss, times the number of ranks: DDP averages."""
         assert self.tokens is not None, "begin_step comes first"
         assignments = self.counted
         if assignments is None:
@@ -110,7 +110,7 @@ class ExpertBalance:
         return self.term.coefficient * part
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean of the term over the steps since the last log; collective over ranks."""
+        """Return the mean of the loss over the steps since the last log; collective over ranks."""
         if not self.steps:
             return {}
         sums, steps = gathered(float(self.total)), self.steps
@@ -121,7 +121,7 @@ class ExpertBalance:
 def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
     """Return the mean loss of a run's steps, over all its starts; collective over ranks.
 
-    `unlogged` is this rank's sum over the steps since the last log, which a stop leaves.
+    `unlogged` is this rank's sum over the steps since the last log. It is left after a stop.
     """
     total, counted = 0.0, 0.0
     for entry in state.log_history:
@@ -143,7 +143,7 @@ class EvaluationTotals:
     def add(self, outputs: Any, labels: torch.Tensor) -> None:
         """Add a micro-batch: its summed loss; unshifted labels (batch, sequence)."""
         next_labels, hits = labels[:, 1:], outputs.get("hits")
-        if hits is None:  # the head returned all logits; they never predict -100
+        if hits is None:  # the head returned all logits; argmax is never -100
             hits = outputs["logits"][:, :-1].argmax(-1) == next_labels
         own = outputs["loss"], next_labels.ne(-100).sum(), hits.sum()
         self.totals += torch.stack([value.double() for value in own])

@@ -1,7 +1,8 @@
 """AdamW that computes in float32 and keeps its states, and the weights, in fewer bits.
 
 Each tensor is viewed as (rows, unit). A unit is a block of 8-bit codes, or one element. `update`
-takes AdamW's step on some rows, with torch's fused kernel or with a formula that is compiled.
+takes AdamW's step on some rows, with torch's fused kernel or with a compiled formula. The random
+words for rounding repeat after a period of elements; each period has a multiplier for its words.
 """
 
 import functools
@@ -30,8 +31,8 @@ from utils.training.low_precision_states import (
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FIRST_SCALES = MOMENTS[0] + SCALE  # in no state of torch's AdamW
-# Periods in a compiled call. The host needs 0.1 ms for a call, a device as long for 2**25 elements.
+FIRST_SCALES = MOMENTS[0] + SCALE  # torch's AdamW has no state of this name
+# Periods per compiled call. The host needs 0.1 ms for a call, as long as a GPU for 2**25 elements.
 COMPILED_PERIODS = 8
 KINDS_COMPILED = 64  # at most; torch allows eight graphs of a function by default
 Group = dict[str, Any]
@@ -39,15 +40,16 @@ Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
-    """AdamW on float32 copies of some ten thousand elements at a time; compiled, of some million.
+    """AdamW on float32 copies of about 2**15 elements at a time on a CPU, and of millions on a GPU.
 
     The moments are stored as `kept_as`: float32, bfloat16 or int8. They are rounded up or down at
-    random, because a second moment decays by a thousandth a step, which bfloat16 and 8 bits would
-    round away. bfloat16 weights are rounded the same way with `stochastic_rounding`, else to the
-    nearest value. The rounding depends on `seed`, step and index only, not on the number of ranks.
-    The compiled step uses the same noise, but the compiler orders sums and products.
+    random. A second moment decays by a thousandth per step, and rounding to the nearest bfloat16 or
+    8-bit value would undo such a small change. bfloat16 weights are rounded at random with
+    `stochastic_rounding`, otherwise to the nearest value. The rounding depends only on `seed`, step
+    and index, not on the number of ranks. The compiled step uses the same noise, but the compiler
+    may reorder sums and products.
 
-    The optimizer loads the state of any AdamW, torch's included. Weights may be shards of rows
+    The optimizer loads the state of any AdamW, including torch's. Weights may be shards of rows
     (FSDP2).
     """
 
@@ -59,7 +61,7 @@ class LowPrecisionAdamW(AdamW):
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
         self.compiled = compiled
         self.spans: dict[Tensor, list[Span]] = {}  # of each weight, made at the first step
-        self.steps = 0  # on the host: the state's are on the device
+        self.steps = 0  # on the host; the step counts in the state are on the device
 
     @torch.no_grad()
     @override
@@ -92,7 +94,7 @@ class LowPrecisionAdamW(AdamW):
             return state | {name: torch.zeros_like(weight, dtype=kept) for name in MOMENTS}
         for name, codes in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
             state[name] = torch.zeros_like(weight, dtype=codes)
-            # One dimension more than the weight has: no other state has such a shape.
+            # Scales have one dimension more than the weight, unlike every other state.
             scales = weight[..., ::block].unsqueeze(-1)
             state[name + SCALE] = torch.zeros_like(scales, dtype=torch.float32)
         return state
@@ -114,10 +116,10 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Cut weights into spans of some periods; collect the keys of each period's noise.
+        """Cut weights into spans of one or more periods; collect the noise keys of each period.
 
-        Spans have the same bounds in the whole tensor, however its rows are sharded. The noise of
-        an element is the word at its index in the period, times the multiplier of the period.
+        The bounds of spans in the whole tensor do not depend on how its rows are sharded. The noise
+        of an element is the word at its index in the period, times the multiplier of the period.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -127,7 +129,7 @@ class LowPrecisionAdamW(AdamW):
             end = first + _local(weight).numel() // unit
             if first == end:  # this rank has no rows of the weight
                 continue
-            before = len(keys) - first // rows  # periods of other weights, less those not here
+            before = len(keys) - first // rows  # where this weight's period 0 would be in `keys`
             stride = rows * (COMPILED_PERIODS if self.compiled else 1)
             for begin in range(first // stride * stride, end, stride):
                 start, stop = max(begin, first), min(begin + stride, end)
@@ -138,7 +140,7 @@ class LowPrecisionAdamW(AdamW):
         self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
 
     def _noise_multipliers(self) -> Tensor:
-        """Return the multipliers of this step, (3, periods) int32, without waiting."""
+        """Return this step's multipliers, (3, periods) int32, without waiting for the device."""
         numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
         table = torch.from_numpy(multipliers(self.seed, self.steps, *self.keys, numbers))
         device = self._weights()[0].device
@@ -176,7 +178,8 @@ def update(
 ) -> None:
     """Take the step of `formula` on (rows, unit) elements; scales are (rows,), words (rows, unit).
 
-    `factors` are those of both moments and of the weight. `rounding` rounds the weight at random.
+    `factors` are the noise multipliers for both moments and for the weight. `rounding` rounds the
+    weight at random.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -196,7 +199,7 @@ def _update_periods(
 
 
 def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
-    """Take torch's step in place, step number `taken`."""
+    """Take torch's AdamW step in place; `taken` is the number of the step, from 1."""
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
     adamw(
@@ -219,11 +222,11 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the numbers of the formula by weight of a group, each (8,) float32.
+    """Return the numbers of `_plain_formula` for each weight of a group, each (8,) float32.
 
-    `steps` counts the steps of each weight, this one included. The bias corrections are computed on
-    the device, in float64 as by torch. Eight numbers make views begin at multiples of 16 bytes;
-    torch would copy other views at each call.
+    `steps` counts the steps of each weight, including this one. The bias corrections are computed
+    on the device, in float64 as in torch. With eight numbers per weight, each view begins at a
+    multiple of 16 bytes; torch would copy other views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -234,11 +237,11 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """Some rows of a weight, and their first period among those of all weights."""
+    """Some rows of a weight, and the place of the first row among the periods of all weights."""
 
     rows: slice
-    period: int
-    offset: int  # of the first row in its period
+    period: int  # index of the first row's period
+    offset: int  # index of the first row in its period
     start: Tensor  # period and offset, on the device
 
 
@@ -246,10 +249,11 @@ class Span(NamedTuple):
 def compiled_update(
     words: Tensor, types: tuple[tuple[str, torch.dtype], ...], rounding: bool
 ) -> Callable[..., None]:
-    """Return the step compiled for the weights whose parts have these types, by name.
+    """Return the compiled step for weights whose tensors have these names and types.
 
-    It is compiled for a made-up part. For the first weight, torch would build chance properties
-    in, such as equal sizes or the place of a gradient in its bucket, and compile again for others.
+    It is compiled with artificial tensors. From the first real weight, torch would take over
+    accidental properties, such as equal sizes or a gradient's offset in its bucket, and compile
+    again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
@@ -266,7 +270,7 @@ def compiled_update(
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """Return the tensors without the step, as (rows, unit); scales as (rows,)."""
+    """Return the tensors, without the step count, as (rows, unit), and scales as (rows,)."""
     return {
         name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()

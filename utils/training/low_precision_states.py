@@ -1,10 +1,10 @@
-"""Weights and Adam's moments in fewer bits, rounded at random: the average loses nothing.
+"""Weights and Adam's moments in fewer bits, rounded at random so that the mean error is zero.
 
 In 8 bits, an element of a moment is a short float, scaled so that the largest of its block is 1
 (block-wise quantization: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
-arXiv 2110.02861). An element of a first moment has a sign, 4 bits of exponent and 3 of mantissa;
-one of a second moment has 5 and 3. A second moment is never rounded to 0, because Adam divides by
-it (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+arXiv 2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment
+has 5 bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it
+(Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 """
 
 import functools
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from utils.data.order import mix
 
-BLOCKS = range(256, 63, -1)  # elements; the scales of smaller blocks would add more than 6 %
-FEWEST_ELEMENTS = 4096  # norms and biases are not worth it, as in bitsandbytes
-SCALE = "_scale"  # ends the name of a moment's scales; a block of 8-bit codes has one
+BLOCKS = range(256, 63, -1)  # sizes in elements; scales of smaller blocks would add more than 6 %
+FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) save too little, as in bitsandbytes
+SCALE = "_scale"  # suffix of the name of a moment's scales, one scale for each block of codes
 BITS_LOST = 20  # of float32 in 8 bits: 3 bits of mantissa are left
 MANTISSA_BITS_LOST = 16  # of float32 in bfloat16
 # Elements after which the random words repeat.
-PERIODS = {"cpu": 2**15}  # a chunk with its temporaries stays in the cache
-PERIOD_ELSEWHERE = 2**22  # few launches; some copies of 16 MiB
-_ONE = 0x3F800000 >> BITS_LOST  # the code of 1.0 with all its bits of exponent
+PERIODS = {"cpu": 2**15}  # a period with its temporary tensors stays in the cache
+PERIOD_ELSEWHERE = 2**22  # few kernel launches; temporary tensors of 16 MiB
+_ONE = 0x3F800000 >> BITS_LOST  # the bits of 1.0 in float32 that are not lost
 _LARGEST = {torch.int8: 127, torch.uint8: 255}
-_TINY = 1e-30  # a block of zeros is divided by it
-# Tensors by name: weight, gradient, the moments and, of 8-bit codes, their scales.
+_TINY = 1e-30  # least scale, so that a block of zeros can be divided by its scale
+# Tensors by name: weight, gradient, moments, and the scales of moments in 8 bits.
 State = dict[str, Tensor]
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the number of elements in a block; it divides a row, so shards of rows cut no block.
+    """Return the number of elements in a block. Blocks lie inside rows, so sharding cuts no block.
 
-    Return None for a tensor that is too small for 8 bits, or whose rows no block size divides.
+    Return None for a tensor that is too small for 8 bits, or if no block size divides its rows.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -43,7 +43,7 @@ def block_size(shape: Sequence[int]) -> int | None:
 
 
 def moment(part: State, name: str) -> Tensor:
-    """Return a moment, or the weight, in float32; a float32 tensor is returned itself."""
+    """Return a moment or the weight in float32. A float32 tensor is returned without a copy."""
     kept, scales = part[name], part.get(name + SCALE)
     if scales is None:
         return kept.float()
@@ -56,10 +56,10 @@ def moment(part: State, name: str) -> Tensor:
 def round_into(
     values: Tensor, part: State, name: str, random: Callable[[int], Tensor] | None
 ) -> None:
-    """Round float32 values (rows, unit) into the tensor that `part` stores; overwrites `values`.
+    """Round float32 values (rows, unit) into `part[name]`; overwrites `values`.
 
-    `random` returns int32 noise of so many bits; without it values are rounded to the nearest.
-    Values that bfloat16 can hold stay, infinities and torch's own NaNs included.
+    `random(bits)` returns int32 noise below 2**bits. If it is None, values are rounded to the
+    nearest. Values that bfloat16 can hold do not change, including infinities and torch's NaNs.
     """
     kept, scales = part[name], part.get(name + SCALE)
     if scales is not None:
@@ -72,7 +72,7 @@ def round_into(
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
-    """Write (blocks, block) values into int8 codes with a sign, or uint8 ones without."""
+    """Write (blocks, block) values as int8 codes with a sign, or as uint8 codes without a sign."""
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
     values.div_(scales.unsqueeze(-1))
@@ -85,18 +85,21 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
 
 @functools.cache
 def random_words(device: torch.device, unit: int) -> Tensor:
-    """Return one odd random int32 for each element of a period, (rows, unit), on every device."""
+    """Return an odd random int32 for each element of a period, (rows, unit).
+
+    The numbers are the same on every device.
+    """
     generator = torch.Generator().manual_seed(0)
     words = torch.empty(PERIODS.get(device.type, PERIOD_ELSEWHERE), dtype=torch.int32)
     words.random_(-(2**31), 2**31 - 1, generator=generator)
     rows = len(words) // unit
     table = words[: rows * unit].view(rows, unit).bitwise_or(1).to(device)
-    torch._dynamo.mark_static(table)  # compiled code has this shape built in
+    torch._dynamo.mark_static(table)  # let compiled code depend on this shape
     return table
 
 
 def multipliers(*keys: int | np.ndarray) -> np.ndarray:
-    """Return pseudo-random odd int32 numbers by the keys; uint64 arrays broadcast."""
+    """Return pseudo-random odd int32 numbers that depend on the keys; uint64 arrays broadcast."""
     state = np.zeros(1, dtype=np.uint64)
     for key in keys:
         state = mix(state + np.asarray(key, dtype=np.uint64))
@@ -104,7 +107,7 @@ def multipliers(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def noise(words: Tensor, factors: Tensor, bits: int) -> Tensor:
-    """Return int32 below 2**bits: the high bits of each word times its factor.
+    """Return int32 noise below 2**bits: the high bits of each word times its factor.
 
     This is multiplicative hashing. Words and factors are odd, so all products are equally likely.
     """

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the class and the settings of our optimizer; None: Trainer builds its own.
+    """Return the class and the settings of our optimizer, or None if Trainer builds its own.
 
-    The step is compiled, if the layers are, on a GPU only. On a CPU the chunks of the plain step
-    stay in the cache.
+    On a GPU the step is compiled if the layers are. On a CPU it is never compiled, because the
+    chunks of the plain step stay in the cache.
     """
     if plan.optimizer_states is None:
         return None
@@ -37,7 +37,7 @@ def optimizer_of(
 
 
 class InheritedOptimizer(TrainerCallback):
-    """Loads moments and step counts before the first step; the schedule stays that of this run.
+    """Loads an earlier stage's moments and step counts before the first step, not its schedule.
 
     `directory` is a checkpoint; utils/checkpoints/pickles.py has checked its optimizer.pt.
     """
@@ -60,7 +60,7 @@ class InheritedOptimizer(TrainerCallback):
 
 
 def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
-    """Return why the saved state does not fit this optimizer and its parameters; None: it does."""
+    """Return why the saved state does not fit this optimizer and its parameters, or None."""
     groups = [each["param_groups"] for each in (saved, fresh)]
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in groups)
     if sizes != own_sizes:

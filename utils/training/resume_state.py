@@ -1,9 +1,9 @@
 """Values that a resumed run needs beyond the files that Trainer reads, and random states.
 
-On the same number of ranks, each rank continues its random states exactly. On another number
-nothing can continue exactly, because dropout masks belong to micro-batches, which are cut
-differently. All ranks then get new states by (seed, step, rank): the same resume gives the same
-bits twice, and no two ranks or starts draw the same numbers.
+On the same number of ranks, each rank continues its random states exactly. Another number of ranks
+cuts the batch into other micro-batches, so dropout masks cannot continue exactly. All ranks then
+get new states by (seed, step, rank): a repeated resume gives the same bits, and no two ranks or
+starts draw the same numbers.
 """
 
 import logging
@@ -24,23 +24,23 @@ class Stateful(Protocol):
     """A collaborator of the trainer with values that a resumed run needs."""
 
     def state(self) -> dict[str, Any]:
-        """Return JSON for the next checkpoint, under names of its own; collective over ranks."""
+        """Return JSON values for the next checkpoint by unique names; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore from the values of all collaborators; empty at the first start of a run."""
+        """Restore from the values of all collaborators. They are empty at a run's first start."""
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:
-    """Return this rank's sum; on another number of ranks, the mean of all sums."""
+    """Return this rank's sum, or the mean of all sums if the number of ranks has changed."""
     same = len(sums) == args.world_size
     return sums[args.process_index] if same else sum(sums) / len(sums)
 
 
 def save_random_states(directory: Path, args: TrainingArguments) -> None:
-    """Write this rank's states as plain numbers and tensors, under Trainer's file name.
+    """Save this rank's RNG states as plain numbers and tensors, under Trainer's file name.
 
-    Only the state of the rank's own device is written. Trainer writes those of all devices of the
-    node by their number, which means nothing on nodes with other devices.
+    Only the state of the rank's own device is saved. Trainer saves the states of all devices of the
+    node by device number, which is wrong on a node with other devices.
     """
     kind, words, *rest = np.random.get_state()
     states = {
@@ -55,7 +55,7 @@ def save_random_states(directory: Path, args: TrainingArguments) -> None:
 
 
 def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> None:
-    """Restore this rank's states without unpickling code; derive new ones on other ranks."""
+    """Restore this rank's RNG states, or derive new states if the number of ranks has changed."""
     ranks = read_manifest(checkpoint).world_size
     if ranks != args.world_size:
         _derive_random_states(args.seed, step, args.process_index)

@@ -1,8 +1,8 @@
 """The part of the trainer about checkpoints: saving, the choice of the best one, loading.
 
-An evaluation finds a new best step. The checkpoint of that step becomes the best one when it is
-saved, unless only an interruption asked for the save: then the uninterrupted run has no such
-checkpoint, and both runs must end alike.
+An evaluation finds a new best step. The checkpoint of that step becomes the best checkpoint when it
+is saved. An exception is a checkpoint that only an interruption asked for: an uninterrupted run
+would not have it, and both runs must end alike.
 """
 
 import logging
@@ -46,7 +46,7 @@ EXTRA_SAVES = "extra_saves"  # in our part of a checkpoint's trainer_state.json
 
 
 class RestoreAtBegin(TrainerCallback):
-    """Calls `restore` with the loader when Trainer has reset its sums, before other callbacks."""
+    """Calls `restore(loader)` after Trainer has reset its sums and before other callbacks run."""
 
     def __init__(self, restore: Callable[[TrainLoader], None]):
         self.restore = restore
@@ -61,7 +61,7 @@ class RestoreAtBegin(TrainerCallback):
 class SavingTrainer(Trainer):
     """A Trainer that commits its checkpoints and resumes from them bit for bit.
 
-    extra_saves  steps of checkpoints that only an interruption asked for: never the best ones
+    extra_saves  steps of checkpoints that only an interruption asked for; never the best checkpoint
     """
 
     # PackedTrainer sets these before Trainer's constructor.
@@ -80,7 +80,7 @@ class SavingTrainer(Trainer):
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
         except EvaluationInterrupted:
-            self.state.log_history = [  # without the splits evaluated so far
+            self.state.log_history = [  # drop the results of the splits evaluated so far
                 entry
                 for entry in self.state.log_history
                 if entry["step"] < self.state.global_step
@@ -95,10 +95,11 @@ class SavingTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate finite weights; ask for a checkpoint of a new best, or of the run's end.
+        """Evaluate finite weights. Ask for a checkpoint of a new best step, or of an early end.
 
-        Trainer skips the scheduler in the evaluation before the first step. If a stopped run owes
-        that evaluation, its metrics count as usual. The checkpoint of its step exists already.
+        Trainer sets `skip_scheduler` in an evaluation before the first step, and its metrics do not
+        count. If a stop prevented the evaluation of the resumed step, this evaluation replaces it:
+        its metrics count, and the checkpoint of the step exists already.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -110,7 +111,7 @@ class SavingTrainer(Trainer):
         judge, given = self.callbacks.early_stopping, (self.args, self.state, self.control, metrics)
         ended = judge is not None and judge.take_evaluation(*given)
         last = ended and self.args.save_strategy != SaveStrategy.NO
-        # Trainer judges the same metrics again. They are no new best then.
+        # Trainer compares the same metrics again later, and then finds no new best.
         best = self._determine_best_metric(metrics=metrics, trial=trial)
         self.callbacks.stop.evaluation_due = False
         if not at_start and (last or (best and self.save_best)):
@@ -135,35 +136,36 @@ class SavingTrainer(Trainer):
         if self.callbacks.stop.unscheduled_save:
             self.extra_saves.append(step)
         if state.best_global_step in self.extra_saves:
-            state.best_global_step = None  # Trainer would name its checkpoint the best
+            state.best_global_step = None  # else Trainer would call this checkpoint the best
         values = self._collect()
         states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
         states[OWN_STATE] = values
         is_new = checkpoints.begin(step)
-        if is_new:  # else Trainer would write over a committed checkpoint
+        if is_new:  # never overwrite a committed checkpoint
             super()._save_checkpoint(model, trial)
         self._name_best_checkpoint()
         if not is_new:
             return
         folder = checkpoints.run_dir / checkpoints.directory(step).name
         if self.args.should_save and checkpoints.staged:
-            # Trainer has written the name of a directory in memory.
+            # Trainer's file names the staging directory in memory: write the final names.
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.should_save:
             copy_record(checkpoints.output_dir, folder)
         checkpoints.commit(step, tokens=sum(values["tokens"].values()))
 
     def _name_best_checkpoint(self) -> None:
-        """Let the state name the checkpoint of the best step, if there is one."""
+        """Record the checkpoint of the best step in Trainer's state, if it exists."""
         state, best = self.state, self.state.best_global_step
         if not best:
             return
         directory = self.checkpoints.directory(best)
-        if best == state.global_step or directory.is_dir():  # this step's may still be in memory
+        # This step's checkpoint may still be in memory.
+        if best == state.global_step or directory.is_dir():
             state.best_model_checkpoint = str(directory)
 
     def log_best_checkpoint(self) -> None:
-        """Log the best checkpoint; warn if the best step has none and final/ holds another one."""
+        """Log the best checkpoint. Warn if the best step has none and final/ holds another one."""
         state, best = self.state, self.state.best_model_checkpoint
         if not state.best_global_step:
             return
@@ -181,7 +183,7 @@ class SavingTrainer(Trainer):
         """Return our values for a checkpoint, as JSON; collective over ranks.
 
         The order of sequences is a pure function of the step (utils/data/order.py), so the position
-        in the data needs no value.
+        in the data is not stored.
         """
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
@@ -216,15 +218,15 @@ class SavingTrainer(Trainer):
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the directory in which Trainer makes its checkpoint-N."""
+        """Return the directory in which Trainer creates its checkpoint-N."""
         return str(self.checkpoints.run_dir)
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer, without Trainer's pickle of the settings.
 
-        Tensors keep their names in the model, by which Trainer loads them. save_pretrained would
-        write those of the published format, where each expert has its own tensor.
+        Tensors are saved under their names in the model, because Trainer loads them by these names.
+        By default save_pretrained would use the published names, with a tensor for each expert.
         """
         directory, model = Path(output_dir or str(self.args.output_dir)), self.model
         bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -242,8 +244,8 @@ class SavingTrainer(Trainer):
         bare.published.write(self.processing_class, directory)
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-            # Trainer saves no model beside shards. Without its description, a run could only
-            # resume while the model that it began with still exists.
+            # With shards Trainer saves no configuration and no tokenizer. Without these, a run
+            # could resume only while the model that it began with still exists.
             described: list[Any] = [bare.config, self.processing_class]
             if isinstance(bare, PreTrainedModel) and bare.can_generate():
                 described.append(bare.generation_config)
@@ -275,7 +277,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load with the model's configuration class: the base class refuses some layer types."""
+        """Load with the model's configuration class. The base class refuses some layer types."""
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
             super()._load_from_checkpoint(*args, **kwargs)

@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class AveragedWeights(TrainerCallback):
-    """The exponential moving average (EMA) of the trained weights in float32; final/ holds it.
+    """The exponential moving average (EMA) of the trained weights in float32, published in final/.
 
-    After step n the average moves by 1 - d towards the weights. d is the smaller of `decay` and
-    (1 + n) / (10 + n), so the first weights are soon forgotten. Under FSDP2 each rank averages its
-    shards. Any number of ranks can read the average in a checkpoint.
+    After step n the average moves by the fraction 1 - d towards the weights. d is the smaller of
+    `decay` and (1 + n) / (10 + n), so the first weights are soon forgotten. Under FSDP2 each rank
+    averages its shards. Any number of ranks can read the average in a checkpoint.
     """
 
     def __init__(self, decay: float, resume_from: str | None):
@@ -56,7 +56,7 @@ class AveragedWeights(TrainerCallback):
         averages = [_local(value) for value in self.average.values()]
         if all(weight.dtype == torch.float32 for weight in self.weights):
             torch._foreach_lerp_(averages, self.weights, share)
-        else:  # one by one: a float32 copy of all would need as much memory again
+        else:  # one by one: a float32 copy of all weights would need as much memory as the average
             for average, weight in zip(averages, self.weights, strict=True):
                 average.lerp_(weight.float(), share)
 
@@ -91,9 +91,9 @@ def _local(value: Tensor) -> Tensor:
 class EmbeddingNoise:
     """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
 
-    The noise is uniform between +-alpha / sqrt(length * width). `length` is that of the token's
-    document, as in the authors' code. transformers' hook takes the length of the packed sequence:
-    with 14 documents in a sequence, a quarter of the noise.
+    The noise is uniform between +-alpha / sqrt(length * width). `length` is the length of the
+    token's document, as in the authors' code. transformers' hook uses the length of the packed
+    sequence: with 14 documents in a sequence, the noise would be a quarter as large.
     """
 
     def __init__(self, model: Any, alpha: float):
@@ -103,7 +103,7 @@ class EmbeddingNoise:
         base.get_input_embeddings().register_forward_hook(self._add)
 
     def take_boundaries(self, cu_seq_lens: Tensor, tokens: int) -> None:
-        """Take the bounds of the documents in the next micro-batch."""
+        """Compute document lengths from the document boundaries of the next micro-batch."""
         lengths = cu_seq_lens.diff()
         self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)
 

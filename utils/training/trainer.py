@@ -1,4 +1,4 @@
-"""The trainer of both scripts: packed sequences and token-weighted losses; saving.py saves."""
+"""The trainer of pretrain.py and sft_train.py: packed sequences and token-weighted losses."""
 
 import gc
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackedTrainer(SavingTrainer):
-    """A Trainer on packed sequences: own loaders, one loss weighted by tokens, committed saves.
+    """A Trainer for packed sequences, with its own loaders and a loss weighted by tokens.
 
     tests/integration/test_hooks.py checks each override.
     """
@@ -72,7 +72,7 @@ class PackedTrainer(SavingTrainer):
         )
         for reporter in (PrinterCallback, ProgressCallback):
             self.remove_callback(reporter)  # the journal reports
-        # A loss scaler leaves out steps with gradients that overflow.
+        # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
         # Trainer's own noise depends on the length of packed sequences.
@@ -107,8 +107,8 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device and widen it there, without waiting for the device."""
-        # A head with all logits needs no positions, a dense model no tokens by sequence.
+        """Move a micro-batch to the device and make the model's inputs there, without waiting."""
+        # Only the fused head needs positions and sources. Only experts need tokens by sequence.
         needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
         needed["sequence_tokens"] = self.callbacks.balance is not None
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
@@ -124,7 +124,7 @@ class PackedTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Return a step's micro-batches and its loss tokens, without waiting for the device."""
+        """Return a step's micro-batches and the global number of loss tokens, without waiting."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
@@ -135,7 +135,7 @@ class PackedTrainer(SavingTrainer):
         return batches, items
 
     def _expert_assignments(self, batch: Batch) -> torch.Tensor:
-        """Return how often a micro-batch chooses each expert, as the model routes in training."""
+        """Return how often a micro-batch chooses each expert in training mode."""
         model: Any = self.model_wrapped
         model.train()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -149,8 +149,9 @@ class PackedTrainer(SavingTrainer):
     ) -> Any:  # fmt: skip
         """Return the sum of losses, divided by the loss tokens of the global batch.
 
-        The experts' term is added. A global batch without loss tokens has loss 0. SFT uses the
-        method of Trainer as well: TRL's counts the tokens of one sequence and waits for the device.
+        The load-balancing loss is added. A global batch without loss tokens has loss 0. This calls
+        Trainer's method even for SFT: TRL's counts the tokens of one sequence and waits for the
+        device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
@@ -164,7 +165,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return 0: Throughput counts. Trainer would add 6 per weight and padded token."""
+        """Return 0: Throughput counts FLOPs. Trainer's count would include padding."""
         return 0
 
     @override
@@ -173,9 +174,9 @@ class PackedTrainer(SavingTrainer):
     ) -> tuple[None, None, None]:
         """Add a micro-batch to the totals of the split."""
         prepared = self._prepare_inputs(inputs)
-        prepared.pop("sequence_tokens", None)  # the loss of a model, not of its routers
+        prepared.pop("sequence_tokens", None)  # no load-balancing loss in an evaluation
         with torch.no_grad(), self.compute_loss_context_manager():
-            # With one item the mean is a sum, also for a micro-batch of padding.
+            # Divide by one: the loss is the sum over tokens, 0 for a micro-batch of padding.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
         self._eval_totals.add(outputs, prepared["labels"])
         self.callbacks.progress.batches_done += 1
@@ -185,10 +186,10 @@ class PackedTrainer(SavingTrainer):
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate a split; return means over all its loss tokens.
+        """Evaluate a split. Return means over all its loss tokens.
 
-        They are equal on any ranks and batch size, up to rounding. Trainer would average the means
-        of micro-batches.
+        The means do not depend on ranks and batch size, up to rounding. Trainer would average the
+        means of micro-batches.
         """
         self._eval_totals = EvaluationTotals(self.args.device)
         split = metric_key_prefix.removeprefix("eval_")
@@ -201,7 +202,10 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate all splits, after samples, whose time counts as that of the evaluation."""
+        """Evaluate a split, or by default generate samples and then evaluate all splits.
+
+        The time for the samples counts as evaluation.
+        """
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.generate(self)
@@ -209,22 +213,22 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. However training ends, finish the checkpoint that is being written."""
+        """Train. Write a page if memory runs out. Finish the checkpoint that is being written."""
         with memory_page(self):
             return self._train(*args, **kwargs)
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        gc.freeze()  # a full collection would look through all imports each time, 0.25 s
+        gc.freeze()  # else each full collection scans all imported objects, 0.25 s
         try:
             return super().train(*args, **kwargs)
-        except EvaluationInterrupted:  # before the first step; the checkpoint still owes it
+        except EvaluationInterrupted:  # before the first step; the resumed run evaluates again
             self.callback_handler.on_train_end(self.args, self.state, self.control)
         except FinishedEarlyError:
             return self._finalize_training(None, 0, time.time())
         except BaseException:
             try:
                 self.checkpoints.finish()
-            except Exception as error:  # the user has to read the first error
+            except Exception as error:  # raise the first error, not this one
                 logger.error("the last checkpoint was not committed: %s", error)
             self.callbacks.watchdog.leave()
             raise
@@ -234,17 +238,17 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Train all steps; Trainer sees one long epoch."""
+        """Train all steps: this is Trainer's only epoch."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         if isinstance(self.model_wrapped, DistributedDataParallel):
             self._lay_out_buckets(self.model_wrapped)
         super()._run_epoch(*args, **kwargs)
 
     def _lay_out_buckets(self, model: DistributedDataParallel) -> None:
-        """Let DDP lay out its gradient buckets, alike in resumed and uninterrupted runs.
+        """Let DDP arrange its gradient buckets, alike in resumed and uninterrupted runs.
 
-        One micro-batch of padding goes forward and back, and its gradients, all zero, are dropped.
-        This also shows within seconds whether a micro-batch fits into memory.
+        Run a forward and a backward pass on one micro-batch of padding, and drop its gradients,
+        which are zero. This also shows within seconds whether a micro-batch fits into memory.
         """
         padding = [PADDING_SEQUENCE] * self.args.per_device_train_batch_size
         batch = self._prepare_inputs(self.train_sequences.__getitems__(padding))
@@ -257,13 +261,13 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; training logs get the callbacks' figures, the summary the mean loss of the run."""
+        """Log; add the callbacks' figures to training logs, the run's mean loss to the summary."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:
             self.callbacks.progress.begin(Phase.FINISH, self.state.global_step)
-            self.checkpoints.finish()  # the journal lists its save before the summary
+            self.checkpoints.finish()  # so that the journal lists this save before the summary
             logs["train_loss"] = mean_loss(self.state, self._tr_loss)
             if not logs["total_flos"]:
-                del logs["total_flos"]  # not counted
+                del logs["total_flos"]  # Throughput counts instead
         super().log(logs, start_time)

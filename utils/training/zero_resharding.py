@@ -1,4 +1,4 @@
-"""Loads ZeRO checkpoints of another number of ranks as DeepSpeed's universal checkpoints."""
+"""Conversion of a ZeRO checkpoint for another number of ranks, by DeepSpeed's universal format."""
 
 import contextlib
 import logging
@@ -29,7 +29,8 @@ guard_loading("zero")
 from deepspeed.checkpoint import ds_to_universal
 ds_to_universal.main(ds_to_universal.parse_arguments())
 """
-# The converter's processes: each holds a rank's whole file in memory (merging: a parameter's).
+# Numbers of the converter's processes. An extracting process holds a rank's whole file in memory, a
+# merging process one parameter.
 EXTRACTING, MERGING = 4, 8
 
 
@@ -37,8 +38,8 @@ EXTRACTING, MERGING = 4, 8
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
     """Yield the checkpoint directory that this number of ranks can load.
 
-    It is the checkpoint itself, or, if another number of ranks wrote it under ZeRO, a temporary
-    conversion of it. Collective over ranks; raises StorageError on all of them.
+    This is the checkpoint itself, or a temporary conversion if another number of ranks wrote it
+    under ZeRO. Collective over ranks. Raises StorageError on all ranks.
     """
     here = ranks = trainer.args.world_size
     if checkpoint is not None and trainer.is_deepspeed_enabled:
@@ -66,9 +67,9 @@ def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[st
 def repair_stage_3(optimizer: Any, universal: Path) -> None:
     """Correct two errors of DeepSpeed 0.19 after loading a universal checkpoint under ZeRO-3.
 
-    `_load_universal_checkpoint_stage3` gives all groups the settings of the first one, so that all
-    parameters get weight decay. It also gives all parameters the same step counter, which then
-    grows once per parameter. `optimizer` is torch's own, inside DeepSpeed's.
+    `_load_universal_checkpoint_stage3` gives all groups the settings of the first group, so that
+    all parameters get weight decay. It also gives all parameters one shared step counter, which
+    then grows once per parameter. `optimizer` is torch's optimizer inside DeepSpeed's.
     """
     (state,) = universal.glob("global_step*/zero/optimizer_state.pt")
     loaded = torch.load(state, map_location="cpu", weights_only=True)

@@ -28,7 +28,7 @@ def nccl_trace(*entries):
 
 def leave(monkeypatch, output_dir, rank, entries, beats=7, waiting=True, time=100.0):
     """Write the record of a rank with these entries in torch's recorder."""
-    for name in hang_page._DUMPS:  # in some versions of torch both return NCCL's
+    for name in hang_page._DUMPS:  # in some versions of torch both return NCCL's entries
         dump = lambda *_: nccl_trace(*entries)  # noqa: E731
         monkeypatch.setattr(torch._C._distributed_c10d, name, dump, raising=False)
     note = Note("hung", 76, "stands in f", rank, HOSTS[rank], time, beats, waiting)
@@ -75,7 +75,7 @@ def test_64_ranks_are_one_page(monkeypatch, tmp_path):
     [
         (entry(42, "all_reduce", 512, "started"), True),
         (entry(42, "_allgather_base", 511, "started"), True),
-        (entry(41, "all_reduce", 512, "started"), False),  # behind
+        (entry(41, "all_reduce", 512, "started"), False),  # this rank is behind
     ],
 )
 def test_other_operations_or_sizes_under_one_number_are_a_mismatch(second, parted):

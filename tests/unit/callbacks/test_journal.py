@@ -96,7 +96,7 @@ def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
     with path.open("a") as file:
         file.write(
             '{"event": "train", "st'
-        )  # killed within a line; the last checkpoint is of step 3
+        )  # killed while it wrote a line; the last checkpoint is of step 3
     before = path.read_text()
     splits = [(3, {"eval_a_loss": 1.0}), (3, {"eval_b_loss": 2.0})]
     write(tmp_path, splits, start_step=3)

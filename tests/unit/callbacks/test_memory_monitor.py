@@ -1,4 +1,4 @@
-"""Memory of each rank by phase, the rank with the least, and the micro-batch that would fit."""
+"""Memory of each rank by phase, the rank with the least left, the micro-batch that would fit."""
 
 import logging
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def test_on_a_cpu_there_are_host_figures_only(caplog):
 
 
 def test_each_line_has_the_peak_of_its_own_phase(monkeypatch):
-    gpu = Gpu(monkeypatch)  # 50: loading the model
+    gpu = Gpu(monkeypatch)  # loading the model has used 50 GiB
     monitor = memory_of("cuda")
     args, state, nothing = None, TrainerState(global_step=3), TrainerControl()
     saving = TrainerControl(should_save=True, should_evaluate=True)
@@ -107,7 +107,7 @@ def test_the_log_gets_the_worst_ranks_memory_and_what_fits(monkeypatch, caplog):
     assert not caplog.text, "the first line's peak may be of compilation"
     for _ in range(3):
         monitor.metrics()
-    # 2 of 0.55 GiB each fit into 1.2, 3 do not.
+    # Two more sequences of 0.55 GiB fit into 1.2 GiB, three do not.
     said = "headroom 1.2 GiB of 80.0 on rank 1 (n2): micro-batch 6 would fit, 7 would not"
     assert [record.message for record in caplog.records] == [f"memory: {said} (predicted)"]
     monitor.sequence_bytes = 8 * GIB

@@ -78,7 +78,7 @@ def test_forward_and_backward_passes_of_training_are_a_ranks_own_time(monkeypatc
     own = OwnTime(model, torch.device("cpu"))
     for _ in range(2):
         model(torch.tensor([1]))["loss"].backward()
-        clock.pass_by(10)  # the other ranks' turn
+        clock.pass_by(10)  # other ranks compute
     with torch.no_grad():
         model.eval()(torch.tensor([1]))
     assert own.take() == (12, 0)
@@ -97,7 +97,7 @@ def test_sharded_ranks_time_a_product(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "slowest", "cost"),
     [
-        # Seconds: elapsed, waits for data, own passes, a product.
+        # For each rank, in seconds: elapsed time, wait for data, own passes, the fixed product.
         ([(10, 0.1, 6.0, 0), (10, 0.1, 7.0, 0), (10, 0.1, 6.0, 0)], 1, 0.1),
         ([(10, 2.0, 6.0, 0), (10, 0.1, 6.0, 0), (10, 0.3, 6.0, 0)], 0, 0.18),
         ([(10, 0.0, 0, 0.0020), (10, 0.0, 0, 0.0025)], 1, 0.2),
@@ -131,7 +131,7 @@ def test_evaluation_and_saving_are_left_out():
     figures = run.callback.metrics()
     assert figures["first_step_time_s"] == pytest.approx(2.0)
     assert figures["step_time_s"] == pytest.approx(0.5)
-    # At the same step the log also comes before the evaluation.
+    # If a step has both a log and an evaluation, the log comes first.
     run.event("on_evaluate", 30.0)
     run.step(0.5)
     assert run.callback.metrics()["step_time_s"] == pytest.approx(0.5)

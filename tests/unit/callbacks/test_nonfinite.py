@@ -20,7 +20,7 @@ ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=
 
 
 class Sampler:
-    """Three micro-batches of two sequences on each of two ranks, numbered in order."""
+    """A sampler of steps with three micro-batches of two sequences on each of two ranks."""
 
     accumulation_steps, micro_batch_size = 3, 2
 
@@ -69,7 +69,7 @@ def test_a_norm_of_minus_1_is_deepspeeds_nan_and_ends_the_run_a_step_later(tmp_p
 
 
 class SlowDevice:
-    """A device event that is not reached yet, unless somebody waits for it."""
+    """A device event that is not reached before the host waits for it."""
 
     passed = False
 
@@ -133,7 +133,8 @@ def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):
     assert message.startswith(cause)
     facts = json.loads((tmp_path / "nonfinite-step-7.json").read_text())
     assert facts["losses"][0] == {"rank": 1, "micro_batch": 1, "loss": "Infinity"}
-    # Sequence 4 * micro-batch + 2 * rank and the next one, of the 12 from 72 on.
+    # The step has 12 sequences from 72 on. A micro-batch of a rank has the sequences 4 *
+    # micro-batch + 2 * rank and the next one.
     assert [entry["document"] for entry in facts["documents"]][:4] == [78, 79, 72, 73]
     message = write_report([Finding(0, 0, gradient_norm=math.nan)], LOADER, tmp_path / "gone")
     assert "global batch: 0 of /data/x, 1 of /data/x, 2 of /data/x, 3 of /data/x, ... (" in message

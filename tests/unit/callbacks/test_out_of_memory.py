@@ -27,7 +27,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
-    """Return a stand-in for Trainer with everything that the page reads, on a pretended GPU."""
+    """Return a stand-in for Trainer with all values that the page reads, and pretend a GPU."""
     blocks = [
         {"address": 16, "size": 300 * MIB, "state": "active_allocated"},
         {"address": 17, "size": 500 * MIB, "state": "active_allocated"},
@@ -120,7 +120,7 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
     ],
 )
 def test_the_page_tells_phase_step_and_shape(trainer, tmp_path, phase, word, help_first):
-    """A backward pass and an optimizer's step are training, as the forward pass is."""
+    """Forward pass, backward pass and the optimizer's step all count as training."""
     trainer.callbacks.progress.begin(phase, 5)
     assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
     text = (tmp_path / "out-of-memory-rank0.txt").read_text()
@@ -134,7 +134,7 @@ def test_the_page_tells_phase_step_and_shape(trainer, tmp_path, phase, word, hel
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fsdp2_is_named_only_where_it_is_not_on(trainer, tmp_path, ranks, sharded):
-    """With one GPU the advice also asks for more GPUs."""
+    """With one GPU, sharding also needs more GPUs, and the advice says so."""
     trainer.is_fsdp_enabled, trainer.args.world_size = sharded, ranks
     trainer.args.per_device_train_batch_size = 1
     assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
@@ -153,7 +153,10 @@ def test_fsdp2_is_named_only_where_it_is_not_on(trainer, tmp_path, ranks, sharde
     ],
 )
 def test_memory_has_many_words(trainer, tmp_path, error, whose, capsys):
-    """Also as a cause of another error. Smaller batches do not help a GPU run's host memory."""
+    """Errors of GPU or host memory are recognized, also as the cause of another error.
+
+    For host memory in a GPU run the advice names no smaller batch.
+    """
 
     def main():
         with memory_page(trainer):
@@ -203,7 +206,10 @@ WORKER = "DataLoader worker (pid 7) is killed by signal: Killed. "
 def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
     trainer, monkeypatch, capsys, error, kills, code
 ):
-    """A killed process may work next time. Another error that quotes these words does not count."""
+    """Exit codes: 79 out of memory, 76 a killed process (may work next time), 1 any other error.
+
+    Another error that quotes these words does not count as one of these.
+    """
     for module in (script, out_of_memory):
         monkeypatch.setattr(module, "memory_kills", Mock(side_effect=kills))
     assert fail(trainer, error) == code
@@ -213,13 +219,13 @@ def test_a_killed_process_lacked_memory_only_if_the_kernel_says_so(
 
 
 def answer(path: str) -> None:
-    """Play the other end of the pipe, and close it."""
+    """Answer at the other end of the pipe, then close it."""
     with Listener(path) as listener:
         listener.accept().close()
 
 
 def test_a_worker_whose_end_torch_has_not_seen_yet_is_lost(tmp_path, capsys):
-    """Its sockets close first, so fetching a batch raises one of these errors."""
+    """The worker's sockets close first, so fetching a batch raises one of these errors."""
 
     def main(path: Path) -> None:
         Client(str(path)).recv()

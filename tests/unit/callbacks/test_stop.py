@@ -14,7 +14,7 @@ from utils.config.errors import StorageError
 
 
 def agreement_of(ranks: int) -> type:
-    """`Agreement` without a network, between ranks that take their turns one after another."""
+    """Return an `Agreement` without a network, for ranks that run one after another."""
     rounds: list[list[int]] = []
 
     class Agreement:
@@ -165,7 +165,7 @@ def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
     ranks.watches[0].checkpoints.saved(50.0)
     ranks.event("on_save", 50.0)
     ranks.now = ranks.watches[0].last_event = 2000 - 30 - 2 * 4 - 1.5 * 50 - 3
-    for seconds, stopped in ((2.5, False), (1.0, False), (1.0, True)):  # agreed a step later
+    for seconds, stopped in ((2.5, False), (1.0, False), (1.0, True)):  # they agree a step later
         ranks.step(seconds)
         assert ranks.stopped == [stopped] * 2
 
@@ -209,7 +209,7 @@ def test_one_save_is_one_checkpoint_and_a_failure_to_look_is_logged_once(
 
 
 def test_a_checkpoint_written_since_it_was_asked_for_is_what_was_asked_for(tmp_path, monkeypatch):
-    """Two ranks agree one step late, so the step's own checkpoint may come in between."""
+    """Two ranks agree one step late. If a scheduled checkpoint comes in between, it is enough."""
     ranks = Ranks(tmp_path, monkeypatch, ranks=2, save_minutes=1)
     for _ in range(6):
         ranks.step(10.0)
@@ -233,7 +233,7 @@ def test_what_failed_on_one_rank_is_raised_on_all_at_the_same_step_or_batch(tmp_
 
 def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     deadline = Deadline(3600, 100.0, Saves(tmp_path))
-    for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first does not count
+    for step_s in (500.0, *[1.0] * 98, 4.0, 7.0):  # the first step does not count
         deadline.steps_s.append(step_s)
     for stall_s, write_s in ((3.0, 17.0), (12.0, 0.0)):
         deadline.checkpoints.saved(stall_s, write_s)
@@ -246,7 +246,7 @@ def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
     assert deadline.reason(3700 - needed - 20.1) is None
     assert deadline.reason(3700 - needed - 19.9) is not None
     assert Deadline(-5, 10.0, Saves(tmp_path)).reason(11.0) is not None
-    # Before the first save its time is estimated from its size, limited to a share of the job.
+    # Before the first save its time is estimated from its size, with a limit for short jobs.
     for total_s, size_bytes, needed in ((36_000, 20 * 10**9, 180), (60, 10**12, 6 + 1.5 * 6)):
         deadline = Deadline(total_s, 0.0, Saves(tmp_path, estimated_bytes=size_bytes))
         assert deadline.reason(total_s - needed - 0.1) is None

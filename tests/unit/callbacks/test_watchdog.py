@@ -75,7 +75,7 @@ def test_what_may_take_longer_is_a_hang_at_three_times_the_timeout(training, pha
 def test_a_usual_step_hangs_at_the_timeout(training):
     training.step()
     training.wait(50)
-    training.now += 10_000  # a suspended job wakes up after hours; its watch was asleep as well
+    training.now += 10_000  # the job and its watch were suspended for hours
     assert training.watch.look() == pytest.approx((50 + watchdog.LONGEST_GAP_S) / 100)
     assert training.wait(39) < 1
     assert training.wait(1) >= 1

@@ -33,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.fixture(autouse=True)
 def amd(monkeypatch):
-    """Pretend an AMD CPU with AVX-512 and without AMX."""
+    """Pretend that this is an AMD CPU with AVX-512 and without AMX."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(cpu_products, "has_amx", lambda: False)
     monkeypatch.setattr(cpu_products, "cpu_fact", lambda _: "AuthenticAMD")

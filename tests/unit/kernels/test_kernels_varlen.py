@@ -109,7 +109,7 @@ def test_dropout_drops_weights_and_keeps_the_mean(terms):
 
 
 def attended(query, key, value, ends, longest, terms):
-    """Compute attention for the stand-ins of kernels."""
+    """Compute attention in place of a real kernel, for the functions below."""
     assert key.shape[1] == KV_HEADS, "grouped heads must not be repeated"
     assert longest == max(LENGTHS)
     return per_document_sdpa(query, key, value, Documents(ends, longest, len(query)), terms)
@@ -150,7 +150,7 @@ def flash_3_like(*arguments, **options):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Return a function that pretends a GPU and flash kernels."""
+    """Return a function that pretends that there is a GPU with flash kernels."""
 
     def pretend(capability=(9, 0), backend=SDPBackend.CUDNN_ATTENTION, **installed):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -199,7 +199,7 @@ BOTH = {"flash_attn": flash_like, "flash_attn_interface": flash_like}
     ],
 )
 def test_the_best_kernel_that_runs_comes_first(pretend, machine, needs, expected, by_row):
-    """If each row is one document, cuDNN's kernel (`by_row`) is the fastest on Hopper."""
+    """If each sequence is one document, cuDNN's kernel (`by_row`) comes first on Hopper."""
     pretend(**machine)
     for whole_rows, name in ((False, expected), (True, by_row)):
         usable, _ = find_kernels("cuda", torch.bfloat16, AttentionNeeds(64, **needs), whole_rows)
@@ -226,7 +226,7 @@ def test_a_kernel_without_a_needed_feature_is_skipped(pretend, dtype, needs, why
 
 
 def assert_rows_are_documents(kernel, dtype, device, tolerance):
-    """Check two rows of 24 tokens: a document with padding, and one that fills its row."""
+    """Check two sequences of 24 tokens: a document with padding, and a document without."""
     ends = torch.tensor([0, 17, 24, 48, 48], dtype=torch.int32, device=device)
     real = torch.tensor([*range(17), *range(24, 48)], device=device)
     results = []
@@ -241,7 +241,7 @@ def assert_rows_are_documents(kernel, dtype, device, tolerance):
 
 
 def test_by_row_documents_are_attended_to_as_alone(pretend):
-    """Batches with several documents per row use the other kernel."""
+    """Batches with several documents per sequence use the other kernel."""
     pretend()
     kernel = load_row_sdpa(AttentionNeeds(HEAD_DIM), packed=PER_DOCUMENT)
     assert_rows_are_documents(kernel, torch.float32, "cpu", 1e-5)

@@ -26,9 +26,10 @@ CAP = 5.0
 
 @pytest.fixture(autouse=True, params=LAYOUTS)
 def layout(monkeypatch, request):
-    """Use several chunks and blocks with a short last one; a GPU's logits have padding columns.
+    """Make chunks and blocks small, so that there are several and the last one is shorter.
 
-    "compiled" runs the function that a GPU compiles, without compiling it.
+    In the layout of a GPU the logits have padding columns. "compiled" runs the function that a GPU
+    compiles, without compiling it.
     """
     words = SIZES["cpu" if request.param == "of a CPU" else "cuda"].words
     sizes = replace(SIZES["cpu"], rows=21, tile=1, block=5 * VOCABULARY, words=words)
@@ -163,7 +164,7 @@ def test_tokens_without_loss_give_zero_and_zero_gradients(tokens):
     assert not hidden.grad.any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:1], indirect=True)  # no padding words, so no view
+@pytest.mark.parametrize("layout", LAYOUTS[:1], indirect=True)  # no padding, so no view
 def test_a_tied_embedding_adds_in_place_and_buffers_are_gone_when_the_call_is(monkeypatch):
     pointers, works = [], []
     plain = module.ChunkedHead.gradients
@@ -225,7 +226,7 @@ def test_what_is_compiled_wrongly_is_refused(place, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("terms", [LogitTerms(), LogitTerms(1.7, CAP)], ids=["plain", "both"])
-@pytest.mark.parametrize("layout", ["of a CPU"], indirect=True)  # as on a GPU
+@pytest.mark.parametrize("layout", ["of a CPU"], indirect=True)  # the layout concerns only CPUs
 def test_a_gpu_computes_the_same(compiled, terms):
     tensors, targets = made()
     rounded = [tensor.detach().bfloat16() for tensor in tensors]

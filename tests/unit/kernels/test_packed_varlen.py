@@ -69,7 +69,7 @@ def generator(seed):
 
 
 def one_by_one(model, tokens):
-    """Return the logits of each document alone, in the layout of the packed rows."""
+    """Return the logits of each document alone, in the layout of the packed sequences."""
     rows = []
     for row, lengths in zip(tokens, ROWS, strict=True):
         parts = [model(input_ids=part[None]).logits[0] for part in row.split(list(lengths))]

@@ -1,4 +1,4 @@
-"""A cache directory for these tests, apart from the user's."""
+"""A cache directory for these tests instead of the user's."""
 
 import pytest
 

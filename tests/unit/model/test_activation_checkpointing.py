@@ -11,7 +11,7 @@ from utils.kernels.varlen import NAME, PER_DOCUMENT, register_packed_varlen
 from utils.model.compilation import CHOICES, keep_products, kept
 from utils.model.loss_head import LossHeadChoice
 
-WITHOUT = {"jetmoe"}  # checkpointing is refused for it
+WITHOUT = {"jetmoe"}  # refused with activation checkpointing
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}}
 

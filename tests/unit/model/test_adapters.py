@@ -1,4 +1,4 @@
-"""The layers that LoRA adapts by default in every family, and refusals before weights load."""
+"""The layers that LoRA adapts by default in every model family, and refusals of wrong names."""
 
 from types import SimpleNamespace
 
@@ -134,7 +134,7 @@ def test_names_and_patterns(name, given, modules, parameters):
 
 @pytest.mark.parametrize("name", [*INSIDE, "llama", "gpt_oss"])
 def test_what_text_does_not_go_through_is_frozen(name):
-    """DDP waits for gradients of all other parameters. In a text model nothing is frozen."""
+    """All other parameters get a gradient, for which DDP waits. A text model has none frozen."""
     model = tiny_model(tiny_config(name)).train()
     frozen = freeze_unused(model)
     tokens = torch.arange(2, 42).view(2, 20)
@@ -147,7 +147,7 @@ def test_what_text_does_not_go_through_is_frozen(name):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "big_bird"])
 def test_what_the_loss_does_not_reach_is_frozen_and_not_adapted(name):
-    """Indexers only return indices, and nothing uses the pooler."""
+    """Sparse attention takes only indices from its indexers. Nothing uses BERT's pooler."""
     config = AutoConfig.for_model(name, is_decoder=True)
     model = build_probe_model(probe_config(config), "eager").train()
     frozen = freeze_unused(model)

@@ -38,7 +38,7 @@ STAND_INS = {"flash_attn": version_2, "flash_attn_interface": version_3}
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a function that pretends a GPU and flash packages."""
+    """Return a function that pretends that there is a GPU with flash packages."""
 
     def pretend(capability=(9, 0), packages=tuple(STAND_INS)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

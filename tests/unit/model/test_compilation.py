@@ -1,4 +1,4 @@
-"""If layers cannot be compiled, the start says so before it does anything."""
+"""A start with layers that cannot be compiled is refused before it does anything."""
 
 import pytest
 import torch

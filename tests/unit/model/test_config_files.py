@@ -49,7 +49,7 @@ def test_published_keys_are_no_reason_to_refuse(built, caplog):
         {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")], "rms_norm": True},
         {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
         {"model_type": "qwen3_moe", "head_dim": 128, "max_window_layers": 48},
-    ):  # tests/published has more
+    ):  # tests/published has more cases
         config = built(values | {"architectures": ["Any"]})
         assert not hasattr(config, "quantization_config")
     assert config.head_dim == 128

@@ -20,7 +20,7 @@ from utils.plan import run_plan
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA_8B = SMALL | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-# All but the first have their published sizes, which the probe cuts (see also tests/published).
+# All except the first have their published sizes, which the probe reduces (more: tests/published).
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, intermediate_size=64),
     "llama_8b": lambda: transformers.LlamaConfig(**LLAMA_8B),
@@ -69,7 +69,7 @@ def looking_ahead(module, query, key, value, attention_mask=None, **kwargs):
 
 
 def leaking_across_rows(module, query, key, value, attention_mask=None, **kwargs):
-    """Attend correctly within documents, then add a little of the other row's values."""
+    """Attend correctly within documents, then add a part of the other sequence's values."""
     marked = kwargs.get("cu_seq_lens_q") is not None
     right = AttentionInterface()["packed_varlen"] if marked else leaking
     output, _ = right(module, query, key, value, None, **kwargs)
@@ -141,14 +141,14 @@ def test_llama_4_is_packed_by_masks_for_its_chunks_are_in_them():
 
 
 TRITON = "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
-GPU = torch.device("cpu")  # another object than CPU, used as if it was a GPU
+GPU = torch.device("cpu")  # a different object than CPU, so that tests can treat it as a GPU
 
 
 def kernels_of_gpus(monkeypatch):
-    """Put stand-ins for GPU kernels into Qwen3-Next, which raise unless a GPU computes.
+    """Put stand-ins for GPU kernels into Qwen3-Next. The stand-ins raise an error on a CPU.
 
-    They take a single sequence, with documents by seq_idx or cu_seqlens. Returns the devices of the
-    small models.
+    They take a single sequence with documents given by seq_idx or cu_seqlens. Return the list of
+    the devices on which the small models were built.
     """
     devices = []
     for at in (probe, module, loss_head):
@@ -206,7 +206,7 @@ def test_a_host_without_the_gpu_of_the_kernels_refuses_nothing(monkeypatch, whol
     assert TRITON in run_plan._proved_on_cpu("auto", config, whole_rows)
     head = loss_head.choose_loss_head("fused", config, device=None)
     assert head.reason.endswith("to be proved where the run trains")
-    # If this CPU trains, packing is refused, and one document per sequence is tried.
+    # If the run trains on this CPU, packing is refused, and one document per sequence is tried.
     assert loss_head.choose_loss_head("auto", config).name == "logits"
     if whole_rows:
         choice = chosen(config, whole_rows=True)
@@ -241,13 +241,13 @@ V4 = {
     "o_lora_rank": 16, "index_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "num_hidden_layers": 4, "initializer_range": 0.2,
 }  # fmt: skip
-# The batches of each model when packed, and with one document per sequence.
+# The shape of each model's batches if documents are packed, and with one document per sequence.
 STARTS = {
     "glm_moe_dsa": (lambda: transformers.GlmMoeDsaConfig(**SPARSE), "packed", "packed"),
     "deepseek_v32": (lambda: transformers.DeepseekV32Config(**SPARSE), "packed", "packed"),
     "cwm": (lambda: transformers.CwmConfig(**SMALL, head_dim=16), "packed", "packed"),
     "deepseek_v4": (lambda: transformers.DeepseekV4Config(**V4, index_n_heads=64), None, "plain"),
-    # With few heads, the choice between blocks of equal scores depends on the row's length.
+    # With few heads, the choice between blocks of equal scores depends on the sequence length.
     "short_of_heads": (lambda: transformers.DeepseekV4Config(**V4, index_n_heads=1), None, "alone"),
     "bert": (transformers.BertConfig, None, None),
     "encoder_as_decoder": (lambda: transformers.BertConfig(is_decoder=True), "packed", "packed"),
@@ -322,7 +322,7 @@ def test_the_probe_keeps_what_attention_sees():
 
 
 def test_rows_of_one_document_have_a_probe_of_their_own(monkeypatch):
-    """Padding may see the document of its row, but no row may see another row."""
+    """Padding may see the document of its own sequence, but no sequence may see another one."""
     assert chosen(config_of("llama"), whole_rows=True).batches == "packed", "it can be, so it is"
     check_isolation(config_of("llama"), kernel="row_sdpa")
     logits = module._logits

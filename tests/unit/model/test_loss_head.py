@@ -1,4 +1,4 @@
-"""The loss head of each architecture: a fused head is proved before it is used."""
+"""The loss head chosen for each architecture. A fused head is proved before it is used."""
 
 import pytest
 import torch

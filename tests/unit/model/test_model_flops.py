@@ -1,4 +1,4 @@
-"""Model FLOPs in training equal those of the benchmarks, however weights are stored."""
+"""Model FLOPs in training equal those of the benchmarks for sharded and quantized weights too."""
 
 import copy
 

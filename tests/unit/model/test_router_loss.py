@@ -81,7 +81,7 @@ def test_who_gets_the_term():
     # Small hybrids have a coefficient but no experts.
     hybrid = tiny_config("granitemoeshared", num_local_experts=0)
     assert router_term(hybrid, fine_tuning=True) is None
-    # Its settings name experts and routing, but it has neither.
+    # This model's settings name experts and routing, but the model has neither.
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 16}
     for is_moe in (False, True):
         doge = transformers.DogeConfig(**sizes, is_moe=is_moe)

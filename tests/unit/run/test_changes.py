@@ -1,4 +1,4 @@
-"""All changed settings are shown; changes that make it another run must be accepted."""
+"""All changed settings are shown. Changes that make another run must be accepted."""
 
 import json
 import logging
@@ -272,7 +272,7 @@ def test_a_missing_setting_and_a_broken_config(runs):
     assert "config.yaml is not as the first start wrote it" in problem
 
 
-# What the entries of older versions say of their numbers, and what each of them rounded otherwise.
+# The counters in the entries of older versions, and the sums that each version rounds differently.
 OLDER = [
     ({}, {"use_cpu", "bf16"}),
     ({"cpu_rounding": 2}, {"use_cpu", "bf16"}),
@@ -323,7 +323,7 @@ def test_fewer_bits_that_are_switched_off_under_fsdp2_are_a_change_to_accept(tmp
 
 
 def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
-    runs.has_checkpoint()  # its layout decides, see utils/checkpoints/files.py
+    runs.has_checkpoint()  # the checkpoint's layout decides, see utils/checkpoints/files.py
     runs.start(strategy="fsdp2")
     assert warned(caplog) == [
         f"changed since the last start in {runs.directory}:\n  strategy: auto -> fsdp2"

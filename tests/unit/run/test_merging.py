@@ -31,7 +31,7 @@ KINDS = {
 
 
 def adapted(**settings):
-    """Make a model with trained adapters, whose tensors all differ from their initial values."""
+    """Make a model with adapters whose tensors all differ from their initial values."""
     torch.manual_seed(0)
     sizes = SIZES | {"tie_word_embeddings": settings.pop("tied", False)}
     biased = settings.pop("bias_in_base", False)
@@ -70,7 +70,7 @@ def test_the_merged_tensors_are_pefts(kind):
     "settings", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}]
 )
 def test_an_embedding_trained_alone_is_no_longer_tied(settings):
-    """The head kept its values while the embedding was trained, so they must not be tied."""
+    """The head kept its values while the embedding was trained, so the two must not be tied."""
     model = adapted(tied=True, **({"target_modules": LINEAR} | settings))
     ids = torch.arange(12).reshape(2, 6)
     expected = model.eval()(ids).logits

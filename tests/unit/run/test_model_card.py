@@ -98,7 +98,7 @@ def test_a_card_of_each_kind_of_run(dataset, tmp_path, monkeypatch):
     assert "| `eval_v_loss` | 1.7500 |\n| `eval_v_perplexity` | 5.7500 |" in found[0].text
     assert "2m05s" in found[1].text
     assert "| 1.5000 |\n| `eval_v_loss` | 1.8750 |\n\n" in found[1].text, "step 30 was undone"
-    # The next stage has the same base model.
+    # The model card of the next stage names the same base model.
     stage = {"init_from": "runs/one", "model_name_or_path": None}
     origin = {"path": str(run / "checkpoint-10")}
     second = make_run(tmp_path / "runs" / "two", stage, weights_from=origin)

@@ -1,4 +1,4 @@
-"""Storage is checked before a run on every host; refusals name host and remedy."""
+"""Storage is checked on every host before a run. Refusals name the host and the remedy."""
 
 import contextlib
 import threading
@@ -30,9 +30,9 @@ def on_n1(monkeypatch):
 
 @pytest.fixture
 def check_ranks(monkeypatch):
-    """Check ranks in turn, with the host and output directory of each; return their refusals.
+    """Return a function that checks each rank with its host and directory, and returns refusals.
 
-    The next rank begins while the previous one looks for rank 0's mark.
+    The check of the next rank begins while the previous rank looks for rank 0's mark.
     """
 
     def check_all(*ranks: tuple[str, Path]) -> list[str]:
@@ -66,7 +66,7 @@ def check_ranks(monkeypatch):
 def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(
     tmp_path, check_ranks, caplog, monkeypatch
 ):
-    """One host sees the directory late, as with NFS."""
+    """One host sees the new directory only after a while, as with NFS."""
     caplog.set_level("INFO")
     monkeypatch.setattr(preflight, "_append", append := mock.Mock(wraps=preflight._append))
     run, link = tmp_path / "runs" / "x", tmp_path / "link"
@@ -110,7 +110,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch):
-    """tests/exactness/test_full_disks.py tests the room for a resumed run."""
+    """For a resumed run tests/exactness/test_full_disks.py tests the free space."""
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     monkeypatch.setattr(discovery, "free_bytes", free := mock.Mock())
     for keep, saves, most in ((2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)):

@@ -68,7 +68,7 @@ def test_git_tells_commit_and_changes(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """Pretend no wandb settings, no login, and a reachable server."""
+    """Pretend that wandb has no settings and no login, and that its server can be reached."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         del os.environ[name]
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

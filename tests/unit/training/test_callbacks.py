@@ -1,4 +1,4 @@
-"""The named callbacks of a run: every one acts, is saved, and adds its figures."""
+"""The named callbacks of a run: each one acts on events, is saved, and adds its figures."""
 
 import typing
 from pathlib import Path

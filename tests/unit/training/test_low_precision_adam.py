@@ -1,4 +1,4 @@
-"""AdamW with states in fewer bits: equal to torch's in float32, close to it in fewer bits."""
+"""AdamW with states in fewer bits: equal to torch's AdamW in float32, close to it otherwise."""
 
 import itertools
 
@@ -12,7 +12,8 @@ from utils.training.low_precision_adam import LowPrecisionAdamW
 from utils.training.low_precision_states import PERIODS, moment, random_words
 from utils.training.optimizer import _misfit
 
-# Blocks of 256, 192 and 1; noise periods of 2**11 and parts of eight end within some weights.
+# Weights with blocks of 256, 192 and 1 elements. Some are longer than a noise period of 2**11
+# elements, and some are longer than the eight periods of a compiled call.
 SHAPES = ((180, 256), (380, 192), (384,), (80, 50))
 SETTINGS = {"betas": (0.9, 0.95), "weight_decay": 0.1, "lr": 1e-2}
 LOW = ["bfloat16", "int8"]
@@ -21,7 +22,7 @@ COMPILED = pytest.param(True, marks=pytest.mark.slow)  # a compiler runs
 
 @pytest.fixture(autouse=True)
 def small_periods_and_nothing_compiled(monkeypatch):
-    """Make small periods, so that weights have several parts, and compile nothing."""
+    """Make noise periods small, so that weights have several spans, and compile nothing."""
     monkeypatch.setitem(PERIODS, "cpu", 2**11)
     torch._dynamo.reset()
     random_words.cache_clear()
@@ -108,7 +109,7 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     ("dtype", "kept_as"), [(torch.float32, "float32"), (torch.bfloat16, "int8")]
 )
 def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
-    """With different noise half of all roundings would differ; here one in a thousand may."""
+    """At most one rounding in a thousand may differ. With other noise half of them would."""
     eager, compiled = (low(weights(dtype), kept_as, each) for each in (False, True))
     before = compiled_graphs()
     theirs, ours = (take(each, range(4)) for each in (eager, compiled))
@@ -148,7 +149,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype, compi
 @pytest.mark.parametrize("compiled", [False, COMPILED])
 @pytest.mark.parametrize("kept_as", LOW)
 def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch):
-    """Cut a tensor as FSDP2 does, on any number of ranks, one of them without any row."""
+    """Cut a tensor as FSDP2 does, for several numbers of ranks; one rank gets no row."""
     rows, width = 1501, 192
     generator = torch.Generator().manual_seed(0)
     whole, gradient = (torch.randn(rows, width, generator=generator).bfloat16() for _ in range(2))
@@ -187,7 +188,7 @@ def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(comp
 @pytest.mark.parametrize("kept_as", ["float32", *LOW])
 @pytest.mark.parametrize("before", ["torch", *LOW])
 def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept_as):
-    """As --init_optimizer does; torch's own optimizer does not take codes for moments."""
+    """--init_optimizer does this. torch's own optimizer cannot load moments stored in 8 bits."""
     earlier = torchs_own() if before == "torch" else low(weights(), before)
     take(earlier, range(5))
     saved = earlier.state_dict()

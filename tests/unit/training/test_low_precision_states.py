@@ -27,7 +27,7 @@ def noise_of(shape: torch.Size, *keys: int):
 
 
 def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return values as stored; without keys they are rounded to the nearest."""
+    """Return the rounded values: at random by the keys, or to the nearest without keys."""
     if kind != torch.bfloat16:
         values = values.view(-1, 256)
     part = {"m": torch.empty(values.shape, dtype=kind)}
@@ -44,7 +44,7 @@ def test_the_mean_of_many_roundings_is_the_number_itself():
     share = values.abs() / gap % 1
     spread = gap * (share * (1 - share)).sqrt()
     errors = ((mean - values) / spread * REPEATS**0.5)[share * (1 - share) > 1e-3]
-    # Standard normal if each rounding is independent and unbiased.
+    # If each rounding is independent and unbiased, these errors are standard normal.
     assert errors.mean().abs() < 0.1
     assert errors.std() == pytest.approx(1, abs=0.05)
     assert errors.abs().max() < 5
@@ -58,7 +58,7 @@ def test_noise_is_independent_and_that_of_the_first_start():
         together = (up[distance:] * up[:-distance]).mean()
         assert together == pytest.approx(0.25**2, abs=0.01), distance
     first = noise_of(values.shape, 1, 2, 3)(16)
-    # Constants, because a checkpoint may be older than this version.
+    # Compare with constants: the numbers must be the same for checkpoints of older versions.
     assert first[:4].tolist() == [12434, 28981, 23699, 1304]
     for keys in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
         assert (first == noise_of(values.shape, *keys)(16)).double().mean() < 0.001

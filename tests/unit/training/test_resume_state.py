@@ -43,7 +43,7 @@ def test_saved_states_continue_exactly_on_as_many_ranks(commit, caplog):
     np.random.normal()
     save_random_states(checkpoint, arguments(1, 2))
     expected = draws(), np.random.normal()
-    torch.serialization.clear_safe_globals()  # plain values: numpy's classes are not needed
+    torch.serialization.clear_safe_globals()  # the file has plain values, no classes of numpy
     with caplog.at_level(logging.INFO):
         load_random_states(checkpoint, arguments(1, 2), 3)
     assert (draws(), np.random.normal()) == expected
@@ -68,7 +68,7 @@ def test_other_ranks_get_new_states_of_their_own(commit, caplog):
         assert len({str(numbers) for numbers in kind}) == len(drawn)
     load_random_states(checkpoint, arguments(1, 2), 3)
     assert draws() == drawn[2], "the same resume twice"
-    for ranks, sums in ((2, [1.0, 2.0]), (3, [1.5] * 3)):  # unlogged losses keep their mean
+    for ranks, sums in ((2, [1.0, 2.0]), (3, [1.5] * 3)):  # the mean of unlogged losses stays
         assert [rank_share([1.0, 2.0], arguments(rank, ranks)) for rank in range(ranks)] == sums
 
 

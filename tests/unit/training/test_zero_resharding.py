@@ -1,4 +1,4 @@
-"""ZeRO checkpoints of another number of ranks are converted, or refused with advice."""
+"""ZeRO checkpoints that another number of ranks wrote are converted, or refused with advice."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def trainer_of(world_size: int) -> SimpleNamespace:
 
 
 def test_other_ranks_load_from_a_directory_that_is_gone_afterwards(tmp_path, monkeypatch):
-    """Rank 0 once deleted it while others were still reading the scheduler."""
+    """Rank 0 once deleted the directory while other ranks were still reading the scheduler."""
     checkpoint = tmp_path / "checkpoint-3"
     (checkpoint / "global_step3").mkdir(parents=True)
     (checkpoint / "scheduler.pt").write_text("schedule")
