@@ -4,9 +4,9 @@
 
 node=${SLURMD_NODENAME:-${HOSTNAME:-this machine}}
 
-# refuse EXIT_CODE MESSAGE: ends this script before it started a process. In a step it also writes
-# both to the notes of the job script: srun then ends the other nodes' tasks, and their ends would
-# look like the cause. The first verdict stays.
+# refuse EXIT_CODE MESSAGE: ends this script before it started a process. In a step, it also writes
+# code and message to the notes of the job script. srun then ends the tasks of the other nodes:
+# without the notes, these ends would look like the cause. The first verdict stays.
 refuse() {
   printf '%s: %s\n' "$node" "$2" >&2 || true
   if [[ -d ${STOKER_NOTES_DIR:-} ]] &&
@@ -20,12 +20,12 @@ for name in STOKER_SRUN_ARGS STOKER_CONTAINER; do
   [[ -z ${!name:-} ]] || refuse 2 \
     "$name is set in the environment, which cannot hold a list: set it in slurm/cluster.env, as $name=(...)."
 done
-# shellcheck disable=SC2034 # for the scripts that source this
+# shellcheck disable=SC2034 # scripts that source this file use them
 STOKER_SRUN_ARGS=() STOKER_CONTAINER=()
 if [[ -f slurm/cluster.env ]]; then
   set +u # environments' activation scripts read unset variables
   trap 'refuse 69 "slurm/cluster.env failed, see above: bash slurm/cluster.env shows where, on this node."' EXIT
-  # shellcheck source=/dev/null # the user's own
+  # shellcheck source=/dev/null # the user's file
   source slurm/cluster.env
   trap - EXIT
   set -u

@@ -13,8 +13,8 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
     "${BASH_SOURCE[-1]}" "${BASH_SOURCE[-1]}" >&2
   exit 2
 fi
-# No step runs yet to which Slurm's stop signal could be passed on. The run watches the time as
-# well.
+# Ignore Slurm's stop signal while no step runs, because no process could get it. The run itself
+# also watches the time limit.
 trap '' USR1
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
@@ -35,15 +35,16 @@ run='' # the run's directory, known once it started
 say "job $job, start $((restarts + 1)): ${SLURM_JOB_NUM_NODES:-1} node(s) ${SLURM_JOB_NODELIST:-}, in $root"
 again='to resume, submit the same command again'
 
-# run_step COMMAND: runs srun to its end and sets `code`. If this shell gets a stop signal, it sends
-# USR1 to srun, which forwards it to the tasks, and sets `passed_on` to the signal's name.
+# run_step COMMAND: runs srun to its end and sets `code` to its exit code. If this shell gets a stop
+# signal (USR1 or TERM), it sends USR1 to srun, which forwards it to the tasks, and sets `passed_on`
+# to the signal's name.
 #
-# After its last step a caller ignores both signals: Slurm sends TERM after a requeue, and the last
-# lines of the log must still be written.
+# After its last step, a script must ignore both signals: Slurm sends TERM after a requeue, and the
+# last lines of the log must still be written.
 run_step() {
   local signalled='' status lost
   step='' passed_on=''
-  # Set the traps before the step starts, because it would inherit that USR1 is ignored.
+  # Set the traps before the step starts. Otherwise the step would inherit that USR1 is ignored.
   for name in USR1 TERM; do
     # shellcheck disable=SC2064 # the name of this round
     trap "signalled=1; pass_on $name" "$name"
@@ -55,7 +56,7 @@ run_step() {
   while :; do
     signalled=
     wait "$step" && status=0 || status=$?
-    # After a signal at the moment of the end, bash (5.2) returns -1, and 127 at the next call.
+    # If a signal comes just as the step ends, bash (5.2) returns -1, and 127 at the next call.
     if ((status < 0)); then
       lost=1
     elif ((status != 127)) || [[ -z $code$lost ]]; then
@@ -74,7 +75,7 @@ pass_on() {
 }
 
 # Sets `state`, `reason`, `slurm_restarts` and `may_requeue`; empty if Slurm does not answer.
-# It asks squeue because in scontrol's output a job's name, any text, can look like another field.
+# It asks squeue: in scontrol's output, a job's name may be any text and look like another field.
 ask_slurm() {
   local answer
   answer=$(squeue --noheader --states=all --jobs="$job" \
@@ -84,12 +85,12 @@ ask_slurm() {
 
 # why_not_requeue: prints why this script must not requeue the job; prints nothing if it may.
 #
-# squeue on a real Slurm (22.05) prints, once the step has ended:
+# How a step ended, and what squeue of Slurm 22.05 then prints:
 #   stopped by USR1, touch STOP, preemption's grace, scancel --signal   RUNNING
 #   scancel                                          COMPLETING, restarts as before
 #   time limit                                       COMPLETING, reason TimeLimit
 #   scontrol requeue, a node lost, preempted         COMPLETING, one restart more
-# `scontrol requeue` also works for a job that the user cancelled, which would then run again.
+# `scontrol requeue` also works for a job that the user cancelled. That job must not run again.
 why_not_requeue() {
   ask_slurm
   [[ -n $state ]] || { sleep 2; ask_slurm; }
@@ -107,7 +108,7 @@ why_not_requeue() {
 }
 
 # notify EVENT TEXT: calls the user's STOKER_ON_EVENT, a command or the URL of a webhook, with
-# EVENT RUN JOB TEXT (one line). A failure of it does not change how the job ends.
+# EVENT RUN JOB TEXT (one line). If the command fails, the job ends in the same way.
 notify() {
   local tell
   [[ -n ${STOKER_ON_EVENT:-} ]] || return 0
@@ -121,8 +122,8 @@ notify() {
     say "STOKER_ON_EVENT: its command ended with $?; nothing else depends on it"
 }
 
-# requeue WHY: puts this job back into the queue, or prints why not; returns either way.
-# Slurm ends this shell soon after. All output and all cleaning up has to be done before.
+# requeue WHY: puts this job back into the queue, or prints why not. It returns in both cases, but
+# after a requeue Slurm soon ends this shell: write all output and clean up before the call.
 requeue() {
   local why answer event=stopped
   why=$(why_not_requeue)

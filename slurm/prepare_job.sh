@@ -49,7 +49,7 @@ cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
 arguments=("$@")
 [[ -n $own_processes ]] || arguments+=(--num_proc "$cores")
 
-# Find the share of this task. Slurm gives the bounds of the array, not its list.
+# Find the share of this task. Slurm gives the bounds of the array, not the list of its tasks.
 shards=
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   step_width=${SLURM_ARRAY_TASK_STEP:-1}

@@ -61,7 +61,8 @@ if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
   first+=(--array="$points") # the user's own --array comes later and wins
 fi
 
-# Not $(...): with --wait sbatch prints the job's number at once, and ends when the job ends.
+# Read the first line without $(...): with --wait, sbatch prints the job's number at once but runs
+# until the job ends.
 exec {answer}< <(exec sbatch "${first[@]}" "${options[@]}" "$@")
 sbatch=$!
 if ! IFS= read -r line <&"$answer"; then

@@ -28,7 +28,7 @@ cores_per_node() {
   printf '%s' "${fewest:-${SLURM_CPUS_ON_NODE:-1}}"
 }
 
-# Ranks and launchers of all nodes write their notes here. They stay after a failed start.
+# Ranks and launchers of all nodes write their notes here. The notes of a failed start stay.
 notes=$root/.stoker/job-$job.$restarts
 rm -rf -- "$root/.stoker/job-$job."*
 if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
@@ -72,8 +72,8 @@ elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
 fi
 
-# A node that does not see the repository cannot leave a verdict in it, and srun returns the exit
-# code of the other nodes' tasks, which it ended. Only this check uses exit code 200.
+# A node that does not see the repository cannot leave a verdict there. srun ends the tasks of the
+# other nodes and returns their exit code. So ask all nodes; only this check uses exit code 200.
 if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
   ask_slurm
   seen=0
@@ -110,8 +110,9 @@ The signal before the time limit came first, after $SECONDS s: give the job more
   fi
 fi
 
-# Write the report of a failed run, which cannot do it itself. Do it before `scontrol requeue`,
-# which ends this shell. The report has a time limit, and the job ends in the same way if it fails.
+# Write the report of a failed run, because the run cannot do this itself. Do this before
+# `scontrol requeue`, which ends this shell. The report has a time limit. If it fails, the job ends
+# in the same way.
 if [[ -n $run ]] && ((code != 0 && code != 75)); then
   timeout --kill-after=2 30 env -u STOKER_NOTES_DIR slurm/run_python.sh report.py "$run" </dev/null ||
     say "no report was written: python report.py $run"

@@ -29,7 +29,7 @@ WITH_IMAGES = {"vision_config": {
     "image_size": 28, "patch_size": 14,
 }}  # fmt: skip
 
-# Differences from SIZES. A nested text_config gets SIZES too.
+# Settings that differ from SIZES. A nested text_config gets SIZES as well.
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {}, "ministral": {}, "qwen2": {}, "qwen3": {}, "gemma": {},
     "gemma2": {},
@@ -87,7 +87,7 @@ INSIDE: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """Return a configuration of this type."""
+    """Return a small configuration of this model type."""
     values = {**DENSE, **EXPERTS, **INSIDE}[model_type] | changes
     if "text_config" in values:
         own = SIZES | values["text_config"]

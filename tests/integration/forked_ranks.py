@@ -1,7 +1,7 @@
 """Ranks of a launch as forks of a process that has imported everything, without torchrun's agent.
 
-accelerate's own launcher makes their environment. Only torchrun, which would start new processes,
-is replaced. As with torchrun, the first rank that fails ends the others.
+accelerate's own launcher makes the environment of the ranks. Only torchrun, which would start new
+processes, is replaced. As with torchrun, the first rank that fails ends the others.
 """
 
 import importlib
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 STRATEGIES = Path(__file__).parent / "cpu_strategies"
 FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
 _ENVIRONMENT = threading.Lock()  # held while this process's environment is changed
-# After one rank failed, the seconds that the others have to end by themselves.
+# Seconds that the other ranks have to end by themselves after one rank failed.
 GRACE_S = 5
 PRELOADED = (
     "accelerate", "datasets", "deepspeed", "dotenv.main", "peft", "transformers.trainer", "trl",
@@ -55,7 +55,7 @@ def rank_environment(
 
 @dataclass(frozen=True)
 class Launched:
-    """The end of a launch: the exit codes of its ranks, as far as known, and its output."""
+    """The end of a launch: its output, and the exit codes of its ranks as far as known."""
 
     returncode: int
     stdout: str
@@ -85,7 +85,7 @@ class Ranks:
         return Path(self._output.name).read_text(errors="replace")
 
     def wait(self, timeout_s: float, grace_s: float = GRACE_S) -> Launched:
-        """Wait for all ranks; if one fails, the others have `grace_s`. Raises TimeoutError."""
+        """Wait for all ranks; kill the others `grace_s` after one fails. Raises TimeoutError."""
         give_up_at = time.monotonic() + timeout_s
         while running := [process for process in self.processes if process.exitcode is None]:
             wait([process.sentinel for process in running], timeout=0.2)

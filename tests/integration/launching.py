@@ -88,7 +88,7 @@ def run_processes(
 
     Stdout has the output of all processes. The ranks are forked, see forked_ranks.py; with
     `torchrun` they are new processes, as for a user. `cpu_environment=False` leaves out the changes
-    that make the strategy possible on CPUs, to see it refused. Raises TimeoutError.
+    that make the strategy possible on CPUs: it is then refused. Raises TimeoutError.
     """
     extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
     if not torchrun:
@@ -132,4 +132,4 @@ def launch_options(config: str, processes: int, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-run_two_processes = run_processes  # the default is two
+run_two_processes = run_processes  # two processes are its default

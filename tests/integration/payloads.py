@@ -23,7 +23,7 @@ class Touch:
 
 
 class _Nested:
-    """A nested archive, which torch's own function would unpickle without a guard."""
+    """An archive inside of an archive. Without a guard torch's own function would unpickle it."""
 
     def __init__(self, content: bytes):
         self.content = content
@@ -40,7 +40,7 @@ def archived(value: Any) -> bytes:
 
 
 def sharded(path: Path, content: bytes, storage_meta: Any = None) -> None:
-    """Write the metadata of a sharded checkpoint with one part, and that part."""
+    """Write a sharded checkpoint: the metadata of one part, and the part itself."""
     shard = path.with_name("__0_0.distcp")
     shard.write_bytes(content)
     index = dcp.MetadataIndex("optimizer.param_groups")
@@ -54,7 +54,7 @@ def _saved(path: Path, touch: Touch) -> None:
     torch.save({"state": {0: touch}}, path)
 
 
-# File -> function that writes it; trainers, accelerate and DeepSpeed load these on a resume.
+# File -> function that writes it. Trainer, accelerate and DeepSpeed load these files on a resume.
 PAYLOADS: dict[str, Callable[[Path, Touch], Any]] = {
     "rng_state_1.pth": _saved,
     "optimizer.pt": _saved,

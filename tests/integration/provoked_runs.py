@@ -58,7 +58,7 @@ def let_the_time_run_out(provoke: Provoke) -> None:
 
 @pytest.fixture
 def start(pretraining, workspace, monkeypatch):
-    """Start a run in this process, with or without a provocation; returns the exit code."""
+    """Return a function that starts a run in this process, with or without a provocation."""
     import utils.run.finish as reporting
 
     real = reporting.run_callbacks
@@ -89,7 +89,10 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def uninterrupted(kept, start):
-    """Return the directory of the uninterrupted run with these settings; run it once."""
+    """Return a function for the directory of the uninterrupted run with given settings.
+
+    Each such run is made once.
+    """
 
     def made(**changes: object) -> Path:
         run = kept / ("-".join(f"{name}={value}" for name, value in changes.items()) or "plain")
@@ -126,7 +129,7 @@ def assert_the_same_end(run: Path, whole: Path) -> None:
         for end in ends
     ]
     assert figures[0] == figures[1]
-    # The mean over all steps, from the last line of a finished run.
+    # The mean loss over all steps is in the last line of a finished run.
     totals = [tiny.figures(each, "train_loss", "total_flos")[-2:].tolist() for each in (run, whole)]
     assert totals[0] == totals[1] != []
 

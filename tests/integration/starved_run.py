@@ -1,7 +1,7 @@
 """`pretrain.py` that runs out of host memory: a real limit and a real failed allocation.
 
-STOKER_TEST_STARVE is PHASE:RANK:STEP: train:0:3 (while the third step computes), eval:1:0 or
-save:0:3 (after this many steps).
+STOKER_TEST_STARVE is PHASE:RANK:STEP. train:0:3: rank 0 runs out while the third step computes.
+eval:1:0 and save:0:3: the rank runs out in the evaluation or save after this many steps.
 """
 
 import os

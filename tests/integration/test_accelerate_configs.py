@@ -29,5 +29,5 @@ def test_a_config_has_only_keys_that_accelerate_reads(name):
     for block in ("fsdp_config", "deepspeed_config"):
         prefix = "fsdp_" if block == "fsdp_config" else ""
         assert all({key, prefix + key} & arguments for key in content.get(block, {}))
-    # These two only work on the command line; in a file they would do nothing.
+    # These two keys only work on the command line; in a file they would do nothing.
     assert not {"rdzv_backend", "same_network"} & set(content)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def copied(checkpoint, target):
-    """Copy a checkpoint like rsync to another cluster: other modes and times, and a cache file."""
+    """Copy a checkpoint as to another cluster: with other modes and times, and a cache file."""
     shutil.copytree(checkpoint, target)
     for path in target.rglob("*"):
         if path.is_file():
@@ -40,7 +40,7 @@ def test_a_copied_checkpoint_resumes_bit_for_bit(pretraining, workspace, tmp_pat
     assert pretrain.main([*argv, "--dry_run", "true"]) == 0
     assert f"a start would resume from {moved}" in capsys.readouterr().out
     assert not new.exists()
-    # Changes that make it another run are refused in dry run and start, and can be accepted.
+    # A dry run and a start both refuse changes of settings that would make it another run.
     for extra in (["--dry_run", "true"], []):
         with pytest.raises(ConfigurationError, match="its seed is 42, now it is 7"):
             pretrain.main([*argv, "--seed", "7", *extra])
@@ -114,7 +114,7 @@ def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, tmp_pat
     refused(changed, r"not as it was committed \(model.safetensors has other contents\)")
     weights.unlink()
     refused(changed, r"not as it was committed \(.*No such file")
-    # A checkpoint of an older version, with and without the run's record beside it.
+    # A checkpoint of an older version has no copies of the run's record.
     before = shutil.copytree(checkpoint, tmp_path / "older" / "checkpoint-3")
     shutil.rmtree(before / "run")
     refused(before, "copy config.yaml and provenance.json from there to")
@@ -122,5 +122,5 @@ def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, tmp_pat
     pretrain.main(pretraining(other, max_steps=1))
     tiny.cut(other, step=0)
     refused(checkpoint, "holds another run, which has no checkpoint yet", output_dir=other)
-    # Refusals leave nothing behind, and `true` is what every start does.
+    # Refusals leave nothing behind. `true` changes nothing: every start resumes from its own run.
     assert pretrain.main(pretraining(new, max_steps=1, resume_from_checkpoint="true")) == 0

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.slow
 ORIGINAL_STEP, ORIGINAL_STEP_END = Trainer.training_step, CallbackHandler.on_step_end
 TOYS = {cell.name: toy(cell) for cell in GPU_CELLS}
 LACKS = r"is not installed|no module named|needs? a GPU|needs a process|on a CPU"
-# Here --compile does nothing, so two cells, one of each kind, leave out the compiled Stoker.
+# --compile does nothing here. So these two cells, one of each kind, leave out the compiled Stoker.
 REPEATED = ("qwen3_600m_pretrain", "llama_8b_lora")
 TRAINED = {name: cell for name, cell in TOYS.items() if isinstance(cell, TrainingCell)}
-# These differ from the others only in shape and precision.
+# These two cells differ from others only in shape and precision.
 del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]
 
 
@@ -37,7 +37,7 @@ del TRAINED["llama_1b_pretrain"], TRAINED["llama_8b_sft"]
 def a_process_of_its_own():
     """Undo a baseline's changes to its process before the next one."""
     variables = {STARTED_AT: "0", "HF_HUB_OFFLINE": "1"}
-    # Other tests compile; here it would take longer than everything else.
+    # Other tests cover compilation. Here compiling would take longer than everything else.
     with torch._dynamo.config.patch(disable=True), mock.patch.dict(os.environ, variables):
         yield
     put_back()
@@ -49,7 +49,7 @@ def put_back():
 
 
 def train(cell, baseline, workload, scratch):
-    """Train like the baseline's own process."""
+    """Train in this process as the baseline's process would."""
     put_back()
     module = importlib.import_module(f"benchmarks.baselines.{baseline.module}")
     scratch.mkdir()
@@ -74,7 +74,7 @@ def test_everybody_trains_the_same_model(name, tmp_path):
         try:
             outcome = train(cell, baseline, workload, tmp_path / str(number))
         except CannotRunError as error:
-            assert re.search(LACKS, str(error))  # noqa: PT017 - who can run here does
+            assert re.search(LACKS, str(error))  # noqa: PT017 - other baselines must run
             continue
         assert all(math.isfinite(loss) for loss in outcome.losses)
         assert outcome.window_tokens >= outcome.window_loss_tokens > 0
@@ -90,7 +90,7 @@ def test_everybody_trains_the_same_model(name, tmp_path):
     found = parity(cell, outcomes, expected)
     assert max(found["differences"].values()) <= found["limit"], found
     assert found["compared_steps"] == (3 if cell.workload.kind == "pretrain" else 1)
-    # Toys have few documents, and their prompts are rounded to whole tokens.
+    # A toy cell has few documents, and the prompts' lengths are rounded to whole tokens.
     assert max(found["loss_share_differences"].values()) < 0.08, found
 
 

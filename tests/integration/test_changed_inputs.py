@@ -1,4 +1,4 @@
-"""Inputs that a run does not copy: a changed content is found, even with equal name and size."""
+"""Inputs that a run does not copy: changed contents are found, even if name and size are equal."""
 
 import shutil
 
@@ -37,7 +37,7 @@ def test_one_token_changed_in_place_is_refused(pretraining, tmp_path, capsys):
     description.rename(tmp_path / "kept.json")
     with pytest.raises(ConfigurationError, match="its train_data: content fingerprint is"):
         pretrain.main(again)
-    # With the old contents back it resumes, as the message says.
+    # The run resumes once the old contents are back, as the message says.
     (tmp_path / "kept.json").rename(description)
     file.write_bytes(before)
     pretrain.main(again)
@@ -64,7 +64,7 @@ def test_other_weights_under_the_adapters_are_refused(base_model, fine_tuning, t
 
 
 def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, monkeypatch, capfd):
-    """The type that one CPU chose must not change on another CPU."""
+    """A run that chose bf16 on one CPU must not silently continue in float32 on another CPU."""
     run, longer = tmp_path / "run", {"max_steps": 2, "save_steps": 1}
     monkeypatch.setattr(cpu_precision, "has_amx", lambda: True)
     assert pretrain.main(pretraining(run, bf16="null", max_steps=1, save_steps=1)) == 0
@@ -75,6 +75,6 @@ def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, mo
     monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
     with pytest.raises(ConfigurationError, match=r"its bf16 is true, now it is false"):
         pretrain.main(pretraining(run, bf16="null", **longer))
-    # With bf16 set explicitly it resumes in bf16 there too.
+    # If bf16 is set explicitly, the run resumes in bf16 on the other CPU.
     assert pretrain.main(pretraining(run, bf16=True, use_cpu=True, **longer)) == 0
     assert "resuming from" in capfd.readouterr().out

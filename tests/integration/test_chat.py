@@ -1,4 +1,4 @@
-"""chat.py: runs, checkpoints and adapters answer as plain transformers does; nothing is written."""
+"""chat.py: runs, checkpoints and adapters answer as in plain transformers; nothing is written."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def make_models(base_model, root):
     model = AutoModelForCausalLM.from_pretrained(base_model)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     model.resize_token_embeddings(len(tokenizer))
-    for parameter in model.parameters():  # so that no two tokens are almost equally likely
+    for parameter in model.parameters():  # no two tokens may be almost equally likely
         parameter.data.mul_(8)
     model.name_or_path = str(root / "base")
     for name in ("text", "base", "adapter", "merged"):
@@ -42,7 +42,7 @@ def make_models(base_model, root):
 
 
 def let_it_end_texts(directory):
-    """Make a tokenizer add EOS after every text, like those with add_eos_token."""
+    """Make a tokenizer add EOS after every text, like tokenizers with add_eos_token."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     end = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -94,7 +94,7 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     assert told == plain(base, T9 | {"role": "system"}, T5)
     with_variable = ask(base, *asked, "--system", "t9", "--chat_template_kwargs", '{"x": 1}')
     assert with_variable.out.strip() == told
-    put = TextStreamer.put  # replaced by one with Ctrl-C after each token
+    put = TextStreamer.put  # a replacement presses Ctrl-C after each token
     monkeypatch.setattr(TextStreamer, "put", lambda *each: put(*each) or signal.raise_signal(2))
     assert ask(base, typed="t5\n/reset\nt5").out.split() == first.split()[:1] * 2
     command = [sys.executable, "chat.py", tmp_path / "none"]
@@ -103,7 +103,7 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
 
 
 def test_an_empty_answer_is_said(base_model, tmp_path, monkeypatch, capsys):
-    """A model that ends at once would print only an empty line."""
+    """A model that ends its answer at once would otherwise print only an empty line."""
     make_models(base_model, tmp_path)
     end = AutoTokenizer.from_pretrained(tmp_path / "text").eos_token_id
 

@@ -1,4 +1,4 @@
-"""Every count and rate in a run's journal agrees with counts of the test itself."""
+"""Every count and rate in a run's journal agrees with the test's own counts."""
 
 import math
 import shutil
@@ -39,7 +39,7 @@ def settings(workspace) -> dict[str, object]:
 
 @pytest.fixture
 def counted(monkeypatch) -> dict[str, Counter[str]]:
-    """Count the model's inputs, by "train" or the prefix of a split."""
+    """Count the model's inputs: under "train", or under the prefix of the evaluated split."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
 
     def count(name: str, batch: dict[str, torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ def counted(monkeypatch) -> dict[str, Counter[str]]:
 
 
 def assert_rate(line: dict, prefix: str, samples: int, steps: int) -> None:
-    """Check that rate times time is the count, up to rounding."""
+    """Check that each logged rate, times the logged time, is the count up to rounding."""
     runtime = line[f"{prefix}_runtime"]
     for name, count in (("samples", samples), ("steps", steps)):
         rate = line[f"{prefix}_{name}_per_second"]
@@ -89,7 +89,10 @@ def effective_length(directory: Path, sequence_length: int = 64) -> float:
 
 
 def flops_per_token(seen: float, frozen_share: int = 6) -> float:
-    """Count the model's FLOPs by hand: products of layers, head (trained or frozen), attention."""
+    """Count the model's FLOPs per token by hand: products of layers, of the head, of attention.
+
+    frozen_share: FLOPs per weight and token, 6 for trained weights and 4 for frozen ones.
+    """
     layer = 2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER
     products = LAYERS * layer + WIDTH * tiny.VOCABULARY
     return frozen_share * products + 12 * LAYERS * WIDTH * seen
@@ -179,7 +182,7 @@ def test_experts_count_by_those_that_a_token_takes(pretraining, workspace, tmp_p
     pretrain.main(pretraining(run, model_config=config, max_steps=2))
     (end,) = lines_of(run, "summary")
     seen = effective_length(workspace / "documents")
-    each = flops_per_token(seen)  # without the routers, as docs/metrics.md says
+    each = flops_per_token(seen)  # routers are not counted, as docs/metrics.md says
     assert end["total_flos"] == pytest.approx(each * counted["train"]["tokens"], rel=1e-6)
 
 

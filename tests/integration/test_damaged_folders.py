@@ -1,4 +1,4 @@
-"""Damaged folders of others: each trains as if intact, or is refused by its name."""
+"""Damaged folders of other tools: each trains as if intact, or is refused with the file's name."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 CHATS = "{% for m in messages %}{{ m.role }} : {{ m.content }} {{ eos_token }}\n{% endfor %}"
-SAMPLED = 12  # faults tried of a group; --exhaustive tries all
+SAMPLED = 12  # how many faults of a group are tried; --exhaustive tries all
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ GROUPS = [
 
 @pytest.fixture
 def readers(sound: Path, fine_tuning: Callable[..., list[str]]) -> dict[str, Callable[..., object]]:
-    """Return functions that read a folder; their result must equal that of the intact folder."""
+    """Return functions that read a folder. The result must be the same as for an intact folder."""
 
     def prepare(folder: Path, out: Path) -> None:
         prepare_data.main(command(sound, folder, out))
@@ -182,7 +182,7 @@ def test_a_token_of_an_impossible_id_is_refused(sound, readers, tmp_path, number
 def test_sizes_that_no_memory_holds_are_refused_before_it_is_taken(
     sound, fine_tuning, pretraining, tmp_path, name, size
 ):
-    """The error says that sizes are too large, and is not about a full disk or memory."""
+    """The error says that the sizes are too large, and not that a disk or the memory is full."""
     damage = Damage("size", functools.partial(damaged.set_key, "config.json", (name,), size))
     folder = copied(sound, "base", damage, tmp_path)
     for more in ([], ["--dry_run"]):
@@ -216,7 +216,7 @@ def test_an_adapter_without_its_weights_is_refused(sound, readers, tmp_path):
         readers["answer"](folder, tmp_path / "out")
 
 
-# Settings of an adapter that cannot be right, and what their refusal says beside the file's name.
+# Wrong settings of an adapter, and the part of their refusal after the file's name.
 ADAPTERS: dict[str, tuple[dict[str, object], str]] = {
     "huge": ({"r": 10**9}, r"takes 477 GiB, .* sizes are right \(r 1000000000, "),
     "huge for a layer": ({"rank_pattern": {"q_proj": 10**9}}, "rank_pattern {'q_proj': 10000000"),
@@ -280,7 +280,7 @@ def test_a_chat_spends_the_limit_of_its_template_once(sound, readers, tmp_path, 
 
 @pytest.mark.parametrize("number", ["7", None, 7.5, [7], True])
 def test_an_id_in_vocab_json_is_a_number(tmp_path, number):
-    """Otherwise transformers would drop the token and tokenize its text differently."""
+    """Any other value is refused: transformers would drop the token and tokenize differently."""
     letters = [*"abcdefgh", "<eos>"]
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "unk_token": "<eos>"}

@@ -40,7 +40,7 @@ def whole(pretraining, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def killed(whole, tmp_path, monkeypatch) -> Path:
-    """Make the same run, killed after its third step."""
+    """Make a copy of the same run that looks killed after its third step."""
     monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
     return tiny.cut(shutil.copytree(whole, tmp_path / "run"), 3)
 
@@ -71,7 +71,7 @@ def gone(name: str) -> Damage:
     return lambda run: (run / name).unlink()
 
 
-# Damages, and the message about each in the log.
+# Each kind of damage, and the log's message about it.
 DAMAGES: dict[str, tuple[list[Damage], list[str]]] = {
     "cut off": (
         [changed(name, lambda content: content[:-9]) for name in (PROVENANCE, "metrics.jsonl")],
@@ -136,7 +136,7 @@ def test_a_run_with_damaged_files_resumes_to_the_bit(name, whole, killed, pretra
 
 
 def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, monkeypatch, caplog):
-    """Otherwise a file that is damaged during training would replace its last intact copy."""
+    """Otherwise a file that was damaged during training would replace its last intact copy."""
     run, commit = tmp_path / "run", Checkpoints.commit
 
     def commit_and_damage(checkpoints: Checkpoints, step: int, *, tokens: int) -> None:

@@ -12,7 +12,7 @@ from utils.config.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
-# The first split gets worse after step 2, so its third evaluation (2, 4, 6) ends the run.
+# The loss of the first split grows after step 2, so its third evaluation (at step 6) ends the run.
 SETTINGS = {"learning_rate": 0.3, "warmup_steps": 6, "early_stopping_patience": 2}
 LAST, FOLDERS = 6, ("final", "checkpoint-4", "checkpoint-6")
 
@@ -38,14 +38,14 @@ def test_a_run_without_improvement_ends_at_the_same_step_after_any_interruption(
     )
     assert trainer_state(whole, LAST)["stateful_callbacks"]["stoker"]["unimproved_evaluations"] == 2
     assert_ended(whole, whole)
-    # Starting it again does nothing, unless the patience is larger.
+    # A new start of the run does nothing, unless its patience is larger.
     assert start(whole, **SETTINGS) == ExitCode.DONE
     assert len(tiny.losses(whole)) == 2
     shown = capsys.readouterr().out
     assert "is finished: nothing is left to do" in shown
     for name, event, step, nth in (
-        ("in an evaluation", "on_prediction_step", 4, 2),  # after the judged split was counted
-        ("before an evaluation", "on_step_begin", 5, 1),  # before the last one
+        ("in an evaluation", "on_prediction_step", 4, 2),  # after the first split
+        ("before an evaluation", "on_step_begin", 5, 1),  # before the last evaluation
         ("died before final", None, 0, 0),
         ("died before the last evaluation", None, 0, 0),
     ):

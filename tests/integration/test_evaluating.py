@@ -1,6 +1,6 @@
 """lm_eval on a finished model: its arguments, its results, and failures that harm no run.
 
-A stand-in has the arguments of lm_eval 0.4.13; a table lists how each takes its values.
+A stand-in takes the arguments of lm_eval 0.4.13. A table lists how each argument takes its values.
 """
 
 import json

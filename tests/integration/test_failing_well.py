@@ -20,7 +20,7 @@ TIMEOUT_S = 4
 
 @dataclass
 class Ended:
-    """The end of a troubled run: time since the trouble, and exit codes by rank if known."""
+    """The end of a run with trouble: seconds since the trouble, exit codes by rank if known."""
 
     output: str
     seconds: float
@@ -32,7 +32,7 @@ class Ended:
 
 @pytest.fixture
 def run(pretraining, tmp_path) -> Callable[..., Ended]:
-    """Run two ranks without an agent that ends them, or under `torchrun`."""
+    """Return a function that runs two ranks: without an agent that ends them, or by `torchrun`."""
     notes = tmp_path / "notes"
     notes.mkdir()
 
@@ -130,7 +130,7 @@ def test_a_slow_rank_is_named_with_what_it_costs(pretraining, tmp_path):
     late, slow, equal = train_lines(tmp_path / "run")
     for line in (late, slow):
         assert (line["slowest_rank"], line["slowest_host"]) == (1, "n7")
-        # The delay is 0.2 s of about 0.4 s plus a tiny step.
+        # A step takes 0.4 s: a delay of 0.2 s on all ranks, and 0.2 s for rank 1 alone.
         assert line["slowest_cost"] == pytest.approx(0.2 / line["step_time_s"], abs=0.08), line
         assert f"the others wait {line['slowest_cost']:.0%} of a step for it" in done.stdout
     assert late["data_wait_s"] > 0.19 > 0.05 > slow["data_wait_s"]

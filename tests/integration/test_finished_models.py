@@ -69,10 +69,10 @@ def test_a_published_model_comes_back_as_it_was_published(
     assert json.loads((final / "config.json").read_text())["dtype"] == "bfloat16"
     modes = {file.stat().st_mode & 0o777 for file in final.iterdir()}
     assert modes == {0o640}
-    if not adapted:  # only full checkpoints contain the exact weights
+    if not adapted:  # only checkpoints of full fine-tuning contain all weights
         assert set(_types(run / "checkpoint-2").values()) == {"F32"}
     assert AutoModelForCausalLM.from_pretrained(final).dtype == torch.bfloat16
-    # If final/ is lost, another start of the finished run writes the same one again.
+    # If final/ is lost, another start of the finished run writes the same files again.
     before = _contents(final)
     shutil.rmtree(final)
     sft_train.main(fine_tuning(run, **settings))
@@ -94,7 +94,7 @@ def test_a_model_from_scratch_generates_with_a_cache(pretraining, tmp_path):
 
 
 def test_the_next_stage_keeps_the_type_of_the_first_base(published, fine_tuning, tmp_path):
-    """Later starts read the run's own checkpoints, which are in float32."""
+    """final/ stays in bfloat16, although a resumed start reads a checkpoint in float32."""
     run = tmp_path / "run"
     settings = {"init_from": published, "max_steps": 2, "save_steps": 1}
     argv = fine_tuning(run, **settings, model_name_or_path=None)

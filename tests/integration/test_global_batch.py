@@ -32,8 +32,8 @@ RUN = {
     "global_batch_size": 8,
     "max_steps": 4,
     "save_steps": 4,
-    # Adam divides by the gradient's size, so a gradient of rounding errors gives a step of any
-    # sign.
+    # Adam divides by the gradient's size. With a small epsilon, a gradient of mere rounding errors
+    # would give a full step of a random sign.
     "adam_epsilon": 1e-4,
 }
 
@@ -45,7 +45,7 @@ def figures(run: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory, workspace) -> Path:
-    """Make a model directory with experts; its config.json enables the term in pretraining."""
+    """Make a model with experts. Its config.json enables the load-balancing loss in pretraining."""
     directory = tmp_path_factory.mktemp("experts")
     values = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
     tiny_model(tiny_config("qwen3_moe", **values)).save_pretrained(directory)
@@ -115,7 +115,7 @@ def test_two_ranks_of_experts(kind, config, rows, command, kept, tmp_path, capsy
 
 
 def test_the_loss_is_that_of_tokens_plus_the_term(command, kept, tmp_path, capsys):
-    """The exported configuration is unchanged, although TRL enables the term in it."""
+    """TRL enables the load-balancing loss in the configuration, but not in the exported one."""
     expected = expected_run("sft", "experts", kept, command)
     run = tmp_path / "run"
     argv = command("sft", "experts", run, max_steps=1, router_aux_loss_coef=0)
@@ -174,9 +174,9 @@ GAPS = RUN | {
     ["fsdp2", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("multi_gpu", "zero2"))],
 )
 def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tmp_path):
-    """Documents of 60 tokens alternate between loss at their beginning and at their end.
+    """Documents of 60 tokens have loss alternately at their beginning and at their end.
 
-    So 114 consecutive tokens have no loss, more than a sequence of 64.
+    So 114 consecutive tokens have no loss. This is more than a sequence of 64 tokens.
     """
     rows = [(tiny.documents(40, seed=seed, longest=61)[0] * 60)[:60] for seed in range(60)]
     masks = [[0] + [1] * 3 + [0] * 56, [0] * 57 + [1] * 3] * 30

@@ -96,7 +96,7 @@ def test_a_run_goes_through_every_hook(
     assert not list((tmp_path / "run").glob("checkpoint-*/README.md"))
 
 
-# Attributes of Trainer that PackedTrainer reads and writes, in the order that it relies on.
+# Lines of Trainer's methods in the order that PackedTrainer and the callbacks rely on.
 ORDER = {
     "_inner_training_loop": [
         "self._tr_loss = torch.tensor(0.0", "self._total_loss_scalar = 0.0",

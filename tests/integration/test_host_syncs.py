@@ -1,4 +1,4 @@
-"""No step between two log lines reads a value from the device, which would wait for a GPU.
+"""No step between two log lines reads a value from the device: this would wait for a GPU.
 
 On a CPU nothing waits, but the same operations read values: `_local_scalar_dense` (the operation
 behind `.item()`, `bool(tensor)` and `float(tensor)`), operations with a result whose length depends
@@ -42,7 +42,7 @@ SETTINGS = {"global_batch_size": 8, "logging_steps": 100, "save_steps": 100, "ma
 
 
 class Readings(TorchDispatchMode):
-    """Records where values are read between the end of the first and of the last step but one."""
+    """Records where values are read, from the end of step 1 to the end of the last step but one."""
 
     def __init__(self, steps: int):
         super().__init__()
@@ -65,13 +65,13 @@ class Readings(TorchDispatchMode):
 
 
 def _has_mask(args) -> bool:
-    """Return whether a boolean tensor is the index; the result's length then depends on values."""
+    """Check for a boolean tensor as index: the length of the result then depends on values."""
     indices = args[1] if isinstance(args[1], (list, tuple)) else []
     return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
 
 
 class Copies(TorchFunctionMode):
-    """Reports copies to the host to `readings`; on a CPU no operation shows them."""
+    """Reports copies to the host to `readings`; on a CPU, copies run no operation of torch."""
 
     def __init__(self, readings: Readings):
         super().__init__()
@@ -154,7 +154,7 @@ def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
 
 
 def test_what_reads_is_found(pretraining, tmp_path, readings, monkeypatch):
-    """Find the two reads per micro-batch of Trainer's NaN filter, and the reads of a callback."""
+    """Find the reads of Trainer's NaN filter (two per micro-batch) and those of a callback."""
 
     def reads(self, *_, **__):
         """Read a value once in each of the steps 2 to 5."""

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 NEVER = {"matplotlib", "scipy", "sklearn", "tensorboard", "torch.utils.tensorboard", "wandb"}
 FINE_TUNING_ALONE = {"trl.trainer.sft_trainer", "trl.trainer.utils"}
 TRAINING_ALONE = {"datasets", "deepspeed", "transformers.trainer", "utils.training.trainer"}
-# The libraries judge the optimizer that a dry run names; Trainer imports datasets, and that pandas.
+# A dry run imports the libraries that check its optimizer; Trainer imports datasets and so pandas.
 REHEARSAL = {"datasets", "transformers.trainer"}
 FORBIDDEN = {
     "help": NEVER | FINE_TUNING_ALONE | TRAINING_ALONE | {"pyarrow", "utils.plan"},
@@ -47,5 +47,5 @@ def test_a_command_imports_what_it_needs(pretraining, tmp_path):
     imported = json.loads(done.stdout)
     found = {name: sorted(FORBIDDEN[name].intersection(imported[name])) for name in FORBIDDEN}
     assert found == {name: [] for name in FORBIDDEN}
-    assert "torch" in imported["help"]  # the test can see imports
+    assert "torch" in imported["help"]  # this proves that the test sees imports
     assert {"transformers.trainer", "utils.run.finish"} <= set(imported["start"])

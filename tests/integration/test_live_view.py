@@ -1,4 +1,4 @@
-"""A terminal shows a live view below the log; log lines, and a pipe's output, do not change."""
+"""A terminal shows a live view below the log. Log lines and output into a pipe do not change."""
 
 import os
 import pty
@@ -27,7 +27,7 @@ def on_terminal(argv: list[str], interrupt_at: str = "", **environment: str) -> 
     """Run pretrain.py on a new terminal; return its exit code and its output."""
     child, terminal = pty.fork()
     if not child:
-        # In the background the signal is ignored, also by children.
+        # A shell's background jobs ignore SIGINT, and their children inherit this.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         variables = quiet_environment({"TERM": "xterm", "COLUMNS": "120", **environment})
         os.execve(sys.executable, [sys.executable, str(ROOT / "pretrain.py"), *argv], variables)
@@ -50,7 +50,7 @@ def log_lines(shown: str) -> list[str]:
     text = CONTROL.sub("\n", shown).replace("\r", "\n")
     lines = [line for line in text.split("\n") if re.match(r"\d\d:\d\d:\d\d  ", line)]
     lines = [re.sub(r"\s+", " ", TIMES.sub("", line)) for line in lines]
-    return [line for line in lines if "measuring its" not in line]  # only once per workspace
+    return [line for line in lines if "measuring its" not in line]  # measured only once
 
 
 @pytest.fixture(scope="module")

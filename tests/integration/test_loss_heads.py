@@ -28,7 +28,7 @@ CASES = {
 def test_both_heads_train_alike(
     name, pretraining, fine_tuning, workspace, tmp_path, monkeypatch, capsys
 ):
-    """The heads agree over several chunks of tokens."""
+    """The heads agree although the fused one computes several chunks of tokens."""
     sizes = replace(SIZES["cpu"], rows=37, tile=1, block=9 * tiny.VOCABULARY)
     monkeypatch.setitem(SIZES, "cpu", sizes)
     script, model, changes, tolerance = CASES[name]
@@ -38,8 +38,8 @@ def test_both_heads_train_alike(
     else:
         argv, held = fine_tuning, "chats_heldout"
     changes |= {"eval_data": f"held={workspace / held}", "eval_strategy": "steps", "eval_steps": 3}
-    # Adam divides by the gradient's size, so a gradient of rounding errors gives a step of any
-    # sign.
+    # Adam divides by the gradient's size. With a small epsilon, a gradient of mere rounding errors
+    # would give a full step of a random sign.
     changes |= {"adam_epsilon": 1e-4}
     figures, weights = [], []
     for head in ("fused", "logits"):

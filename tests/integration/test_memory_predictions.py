@@ -28,7 +28,7 @@ def test_a_cpu_takes_what_was_predicted(name, choice):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(
     ("name", "choice"),
-    # Not compared with recomputation: there the prediction for compiled layers is too high.
+    # Runs with recomputation are not compared: the prediction for compiled layers is too high.
     [(name, choice) for name in SHAPES for choice in CHOICES if (name, choice) not in OVERCOUNTED],
 )
 def test_a_gpu_takes_what_was_predicted(name, choice):

@@ -1,4 +1,4 @@
-"""Weighted datasets: a resume is as exact as with one, and shares count over the whole run."""
+"""Weighted datasets: a resume is as exact as with one dataset; shares hold over the whole run."""
 
 import shutil
 from pathlib import Path

@@ -18,8 +18,9 @@ from utils.model.probe import build_probe_model, probe_config
 from utils.model.weights import runnable
 from utils.run.chat import load
 
-# Models with three rows of positions; layers for images inside the text model; attention that looks
-# ahead without a mask; experts; recurrent layers; token types of images; an ordinary one.
+# The models have, in this order: three rows of positions; layers for images inside the text model;
+# attention that looks ahead without a mask; experts; recurrent layers; token types of images. The
+# last model is an ordinary one.
 MODELS = ["qwen3_vl", "mllama", "paligemma", "kimi_k25", "qwen3_5", "gemma3", "mistral3"]
 PROCESSOR = {
     "preprocessor_config.json": '{"image_mean": [0.5]}', "processor_config.json": '{"a": 1}',
@@ -171,7 +172,7 @@ def test_towers_of_a_probe_take_no_memory():
 
 
 def test_a_model_with_two_texts_is_refused_at_the_start(pretraining, tmp_path):
-    """Musicgen has an encoder and a decoder for text, so neither counts as its text part."""
+    """Musicgen has an encoder and a decoder for text, so its text part is not unique."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MusicgenConfig().to_dict()))
     with pytest.raises(ConfigurationError, match="is an encoder with a decoder"):

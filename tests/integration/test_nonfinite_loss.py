@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 POISONED_RUN = Path(__file__).with_name("poisoned_run.py")
 DOCUMENTS = 60
-STEP = 4  # the spoilt step of 6; it is one of the saved steps 2, 4 and 6
+STEP = 4  # the spoilt one of 6 steps; steps 2, 4 and 6 are saved
 # One document per row, two micro-batches of two rows per step.
 RUN = {"packing": "none", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "cosine"}
 
 
 ORDER = SampleOrder([DOCUMENTS], seed=42).sequences(np.arange(24)).reshape(6, 4)  # by step
 BATCH = ORDER[STEP - 1]
-SPOILT = int(BATCH[3])  # the step's last row: in micro-batch 2 of one rank, or on rank 1 of two
+SPOILT = int(BATCH[3])  # the step's last row: on one rank in micro-batch 2, on two on rank 1
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def poisoned(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(pretraining, poisoned, monkeypatch):
-    """Start a run in this process with a spoilt document of this kind."""
+    """Return a function that starts a run in this process; the spoilt document acts by `kind`."""
     real = Trainer.compute_loss
 
     def start(run: Path, kind: str | None, **changes: object) -> int:
@@ -112,7 +112,7 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
 
 
 def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys):
-    """Otherwise two ranks would learn of the spoilt step one step later."""
+    """Otherwise two ranks would learn of the spoilt step after the evaluation, a step later."""
     split = f"heldout={workspace / 'heldout'}"
     with pytest.raises(NotFiniteError):
         start(tmp_path / "run", "nan", eval_data=split, eval_strategy="steps", eval_steps=4)
@@ -129,7 +129,7 @@ def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys)
 def test_what_one_of_two_ranks_finds_ends_both(
     config, kind, cause, pretraining, poisoned, tmp_path
 ):
-    """Nothing is saved at the step and the next one: ranks learn of it when a step begins."""
+    """Ranks learn of the spoilt step one step later. Nothing is saved at either step."""
     run = tmp_path / "run"
     settings = {"train_data": poisoned, "per_device_train_batch_size": 1, "save_steps": 3}
     argv = pretraining(run, **RUN | settings)

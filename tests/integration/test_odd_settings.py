@@ -1,7 +1,7 @@
-"""Every setting with odd values: it trains a step if the dry run accepts it, else it is refused.
+"""Every setting with odd values: the dry run refuses a value, or a start trains a step with it.
 
-Each start is a forked process, so that earlier ones cannot affect it. `make test` tries a sample of
-the settings, `--exhaustive` all.
+Each start is a forked process, so that earlier starts cannot affect it.
+`make test` tries a sample of the settings, `--exhaustive` all.
 """
 
 import json
@@ -54,7 +54,7 @@ OPTIONS = [
 
 
 def odd_values(declaration: Declaration) -> list[object]:
-    """Return all choices of a setting, or values that somebody may write for its type."""
+    """Return all choices of a setting, or odd values that a user may write for its type."""
     if declaration.choices is not None:
         return [*(str(each).lower() for each in declaration.choices), "x", "", "null"]
     if {int, float} & set(declaration.origins):
@@ -100,7 +100,7 @@ SAMPLE = {
 
 @pytest.fixture
 def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
-    """Return the endings of a dry run and of a start of one step, and the last one's output."""
+    """Return a function for the endings of a dry run and a start of one step, with its output."""
 
     def forked(main, argv: list[str]) -> int:
         process = os.fork()
@@ -111,7 +111,7 @@ def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
                     os.dup2(
                         os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream
                     )
-                # Those of pytest do not write to these descriptors.
+                # pytest's own streams do not write to these descriptors.
                 sys.stdout, sys.stderr = (
                     os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)
                 )

@@ -40,7 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd)
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
 def test_two_ranks_round_alike_and_resume_exactly(config, wide, tmp_path):
-    """They resume from rank 0's file, or from shards of codes and scales."""
+    """The ranks resume from rank 0's file (DDP), or from shards of codes and scales (FSDP2)."""
     whole, settings = tmp_path / "whole", {**SMALLEST, "per_device_train_batch_size": 1}
     done = run_two_processes(config, "pretrain.py", wide(whole, **settings))
     assert done.returncode == 0, done.stdout[-3000:]

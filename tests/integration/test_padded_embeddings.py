@@ -35,7 +35,7 @@ def test_padding_trains_saves_and_resumes(source, pretraining, base_model, tmp_p
     assert logits[..., 128:].mean() < logits[..., :128].mean(), "no token that was to be predicted"
     generated = model.generate(prompt, do_sample=True, max_new_tokens=60, eos_token_id=None)
     assert generated.max() < 128
-    # The next stage keeps these rows, also if it asks for the same multiple again.
+    # The next stage keeps these rows, even if it sets the same multiple again.
     stage = {"model_config": None, "init_from": whole, "max_steps": 1}
     assert pretrain.main(pretraining(tmp_path / "next", **stage)) == 0
     assert AutoConfig.from_pretrained(tmp_path / "next" / "final").vocab_size == 200

@@ -1,4 +1,4 @@
-"""If padding changes a model's numbers, it trains on documents without padding."""
+"""A model whose numbers padding would change trains on documents without padding."""
 
 import json
 
@@ -11,7 +11,8 @@ import pretrain
 from utils.config.errors import ConfigurationError
 from utils.model.isolation import NO_PADDING
 
-# One head scores the blocks that a token may see. Ties depend on the row's length.
+# One head scores the blocks that a token may see. Between equal scores, the length of the padded
+# sequence decides.
 SPARSE = {
     "model_type": "deepseek_v4", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32,
     "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "index_head_dim": 16, "index_n_heads": 1,

@@ -1,4 +1,4 @@
-"""What was parsed stays as it was parsed: a run derives values, and writes none back."""
+"""Parsed settings never change: a run derives values from them, and writes none back."""
 
 import copy
 from dataclasses import FrozenInstanceError, fields

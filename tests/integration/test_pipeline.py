@@ -27,7 +27,7 @@ CANARIES = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """Prepare text/ and chats/ from JSONL with a trained tokenizer; for chats without pad token."""
+    """Prepare text/ and chats/ from JSONL with a trained tokenizer; chats/ has no pad token."""
     root = tmp_path_factory.mktemp("prepared")
     names = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     texts = [{"text": f"{i}: " + " ".join(names[i % 8 :] + names[: i % 8]) * 3} for i in range(60)]
@@ -58,7 +58,7 @@ SMALL = {
 
 
 def model_config(path: Path) -> Path:
-    """Write a configuration without a vocabulary size, which follows the tokenizer."""
+    """Write a configuration without a vocabulary size: the run derives it from the tokenizer."""
     config = json.loads(tiny.make_model_config(path).read_text())
     del config["vocab_size"]
     path.write_text(json.dumps(config))
@@ -92,9 +92,9 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
 
 
 def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
-    """This includes wandb, which goes offline by itself without a network.
+    """The files of wandb are included; without a network wandb goes offline by itself.
 
-    The run needs its own process, because wandb keeps the settings of the first run.
+    The run needs its own process, because wandb keeps the settings of a process's first run.
     """
     env_file = tmp_path / ".env"
     env_file.write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
@@ -110,7 +110,7 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
         sample_prompts="two and",
         **SMALL,
     )
-    # Nothing listens there, as on a node without internet.
+    # Nothing listens at this address, as on a node without internet.
     environment = quiet_environment({"WANDB_BASE_URL": "http://127.0.0.1:9"})
     for name in [name for name in environment if name.startswith("WANDB_") or name in CANARIES]:
         if name != "WANDB_BASE_URL":

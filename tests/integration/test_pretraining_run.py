@@ -39,12 +39,12 @@ def whole(pretraining, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(whole, tmp_path) -> Path:
-    """Copy the run, without the lock, which this process holds."""
+    """Copy the run without its lock, because this process holds the lock."""
     return shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
 
 
 def counted_calls(monkeypatch) -> list[str]:
-    """Count calls that tokenize, map or download."""
+    """Return a list to which calls that tokenize, map or download add their names."""
     calls: list[str] = []
 
     def counted(name: str, real):
@@ -63,7 +63,7 @@ def counted_calls(monkeypatch) -> list[str]:
 def test_a_run_leaves_a_model_that_plain_transformers_loads(
     pretraining, workspace, tmp_path, monkeypatch
 ):
-    """It is the best model; training tokenizes, maps and downloads nothing."""
+    """final/ is the best model. Training tokenizes, maps and downloads nothing."""
     run, calls = tmp_path / "run", counted_calls(monkeypatch)
     settings = {
         "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 2,
@@ -91,7 +91,7 @@ def test_a_run_leaves_a_model_that_plain_transformers_loads(
 def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
     pretraining, workspace, tmp_path, capsys
 ):
-    """Trainer would cast the weights in place for the evaluation after the last step."""
+    """Trainer alone would cast the weights in place for the evaluation after the last step."""
     made = {}
     for full in (False, True):
         run = tmp_path / str(full)
@@ -107,7 +107,7 @@ def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
 
 
 def test_packing_does_not_change_the_loss_of_the_same_documents(pretraining, workspace, tmp_path):
-    """A step over all documents has the same loss and gradient packed and one per sequence."""
+    """A step over all documents has the same loss and gradient, packed or one per sequence."""
     results = {}
     lengths = open_token_dataset(str(workspace / "documents")).lengths
     for name in ("best_fit", "none"):
@@ -134,7 +134,7 @@ def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, p
 
 
 def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretraining):
-    """Trainer alone would keep the steps with which the checkpoint was written."""
+    """Trainer alone would keep logging_steps and save_steps of the checkpoint's start."""
     tiny.cut(copied, step=3)
     changes = {"logging_steps": 2, "save_steps": 1, "save_total_limit": 9}
     pretrain.main(pretraining(copied, **SCHEDULE, **changes))
@@ -143,7 +143,7 @@ def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretraining):
 
 
 def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
-    """Check the records in checkpoints and journal, and config.yaml as a recipe of the same run."""
+    """Check the facts in checkpoints and journal. config.yaml is a recipe of the same run."""
     manifest, record = read_manifest(whole / "checkpoint-6"), tiny.starts(whole)[0]
     assert (manifest.step, manifest.samples, manifest.world_size) == (6, 24, 1)
     assert manifest.run_id == json.loads((whole / "provenance.json").read_text())["run_id"]

@@ -21,7 +21,7 @@ def traced(path):
 
 
 def mark_of(path, name):
-    """Return the beginning and the end, in us, of the only event of this name."""
+    """Return the beginning and end, in microseconds, of the only event of this name."""
     (mark,) = (event for event in traced(path) if event.get("name") == name)
     return mark["ts"], mark["ts"] + mark["dur"]
 
@@ -55,7 +55,7 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
     steps = [name for name in names if name.startswith("Optimizer.step#")]
     assert len(steps) == 2, "of the steps 3 and 4 alone"
 
-    # Steps before the resumed step are left out: a part of 3 to 5, then all of 2 and 3.
+    # Steps before the resumed step are not traced: first a part of 3 to 5, then all of 2 and 3.
     tiny.cut(run, step=4)
     for written, said in (
         ("3:6", "steps 5 to 5 of rank 0"), ("2:4", "profile: none, this start begins after step 4"),

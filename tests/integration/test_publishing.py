@@ -187,7 +187,7 @@ def _publish_the_adapter(hub: Hub, tmp_path: Path) -> None:
     card = ModelCard(there["README.md"].decode())
     assert (card.data.base_model, card.data.base_model_relation) == ("Qwen/Qwen3-8B", "adapter")
     assert "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules mine=me/lora" in card.text
-    # A second upload deletes old parts of the weights, which would be loaded too, and nothing else.
+    # A second upload deletes only old parts of the weights: they would be loaded as well.
     there |= {"adapter_model-2.safetensors": b"", "LICENSE": b"mine"}
     code, shown = run(hub, tmp_path, *words[:-3], "--private", "--base_model", "Qwen/Qwen3-8B")
     assert code == 0, shown

@@ -1,4 +1,4 @@
-"""QLoRA from start to finish: weights quantized on load, trained, resumed, merged, chatted with."""
+"""QLoRA from start to finish: weights are quantized on load, trained, resumed, merged, used."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def argv(fine_tuning, workspace, tmp_path):
 
 @pytest.fixture
 def live(monkeypatch):
-    """Return the loaded model, and its outputs after training."""
+    """Return facts about the loaded model: predicted and measured bytes, logits after training."""
     seen, load, export = {}, weights.load_model, finish.export_final
 
     def loaded(settings, config, *others):
@@ -76,7 +76,7 @@ def live(monkeypatch):
     ("name", "changes"),
     [
         ("llama", {"save_dtype": "float32", "lora_target_modules": ["q_proj", "down_proj"]}),
-        ("gemma3", {"save_dtype": "float32", "use_bnb_nested_quant": False}),  # with a tower
+        ("gemma3", {"save_dtype": "float32", "use_bnb_nested_quant": False}),  # with a vision tower
         pytest.param("gpt2", {"dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", {"use_dora": False}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3", {"use_dora": True, "bf16": True, "use_cpu": True, "dtype": "bfloat16",

@@ -1,6 +1,6 @@
 """Each model family of the recipes trains three steps with its recipe and a small model.
 
-A recipe keeps the settings that decide what is trained and how; sizes are cut.
+The tests keep a recipe's settings that decide what is trained and how, and reduce sizes.
 """
 
 import json

@@ -23,13 +23,13 @@ SHORT = {"max_steps": 3}
 LORA = {"use_peft": "true", "lora_target_modules": ["q_proj", "v_proj"]}
 SECRET = "hf_" + "x" * 34
 MAMBA = "model_type: mamba\nhidden_size: 32\nnum_hidden_layers: 2\n"
-# These are refused while weights load, when the directory is already claimed.
+# These faults are found while weights load. By then the run directory exists.
 LOADING = {"no optimizer", "stage of other shapes", "missing tensor", "half a file"}
 
 
 @dataclass
 class Place:
-    """The place of a case: its own directory, and the session's data and models."""
+    """The directories of a case: its private one, and the session's data and models."""
 
     path: Path
     workspace: Path
@@ -47,7 +47,7 @@ class Place:
         return {"output_dir": shutil.copytree(self.finished, self.run), **changes}
 
     def rewritten(self, files: str, change: Callable[[str], str]) -> dict[str, object]:
-        """Do the same with some files of the directory changed."""
+        """Return the settings of `resumed` after a change of some files in the copy."""
         changes = self.resumed()
         for path in self.run.glob(files):
             path.write_text(change(path.read_text()))
@@ -160,7 +160,7 @@ PRETRAINING = {
     "no tokenizer": ({"tokenizer_name_or_path": None}, "give --tokenizer_name_or_path"),
     "token as a flag": ({"hub_token": SECRET}, "HF_TOKEN"),
     "kernel": ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
-    # Faults that libraries find in the objects that settings name.
+    # Libraries find these faults in the objects that settings name.
     "schedule": (
         {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
         "learning_rate 1e-08 (--learning_rate): lr_end (1e-07) must be smaller than initial lr",
@@ -275,7 +275,7 @@ def ended(pretraining, fine_tuning, tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path, workspace, base_model, ended, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # so the run would train on this machine
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # a start without the fault could train here
     return Place(tmp_path, workspace, base_model, *ended, monkeypatch)
 
 
@@ -322,7 +322,7 @@ def test_what_starts_passes_the_dry_run_and_says_how_it_resumes(
 
 
 def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, capsys):
-    """The dry run on a login node gives the same refusal as a start, which asks the device."""
+    """A dry run on a login node refuses by STOKER_GPU_MEMORY_GIB as a start does by the device."""
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
     argv = [*pretraining(place.run, activation_checkpointing="auto"), "--dry_run", "true"]
     place.monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "79")
@@ -334,9 +334,10 @@ def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, cap
 
 
 def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
-    """torch for CUDA claims a GPU even without one, as long as it need not use it.
+    """A dry run without a GPU still checks that the attention keeps packed documents apart.
 
-    Bloom adds positions to the scores by itself, so packed documents would see each other.
+    torch built for CUDA names a GPU as accelerator even if there is none. Bloom is refused: it adds
+    positions to the scores by itself, so packed documents would see each other.
     """
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
     place.monkeypatch.setattr(
@@ -374,7 +375,7 @@ def test_a_dry_run_starts_no_processes_and_a_start_of_one_needs_no_backend(place
 
 
 def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretraining):
-    """submit.sh may run inside an salloc, whose tasks are not those of the job."""
+    """submit.sh may run inside an salloc. The tasks of the salloc are not those of the job."""
     place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     argv = [*pretraining(place.run), "--dry_run", "true"]
     with pytest.raises(ConfigurationError, match="srun started 2 copies"):
@@ -395,7 +396,7 @@ def test_what_has_no_effect_is_logged(place, pretraining, capsys):
 
 
 def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining):
-    """Trainer always gives Adafactor these two, and many recipes set them."""
+    """Trainer always gives Adafactor these two options, and many recipes set them."""
     options = "scale_parameter=False,relative_step=False"
     argv = pretraining(place.run, optim="adafactor", optim_args=options, dry_run="true")
     assert pretrain.main(argv) == 0

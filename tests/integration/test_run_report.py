@@ -20,7 +20,7 @@ BROWSER = shutil.which("chromium")
 
 @pytest.fixture(scope="module")
 def run(pretraining, workspace, tmp_path_factory) -> Path:
-    """Run six steps, undo those after the checkpoint of the third, and run the rest again."""
+    """Run six steps, cut the run back to the checkpoint of step 3, and run steps 4 to 6 again."""
     directory = tmp_path_factory.mktemp("runs") / "resumed"
     argv = pretraining(directory, eval_data=f"heldout={workspace / 'heldout'}", eval_steps=3)
     assert pretrain.main(argv) == 0
@@ -153,7 +153,7 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
 
 
 def test_runs_are_compared(opened, run, tmp_path):
-    # Without checkpoints, whose copies of config.yaml would count too.
+    # Remove the checkpoints: their copies of config.yaml would be used.
     ignored = shutil.ignore_patterns("checkpoint-*")
     other = shutil.copytree(run, tmp_path / "other", ignore=ignored)
     settings = other / "config.yaml"
@@ -171,7 +171,7 @@ def test_runs_are_compared(opened, run, tmp_path):
 
 
 def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
-    """The launcher writes it after any ending; without a launcher the run does."""
+    """The launcher writes the report after any failure; without a launcher, the run itself does."""
     run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
     command.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
     command.chmod(0o755)

@@ -13,13 +13,13 @@ from utils.launch.verdict import judge
 pytestmark = pytest.mark.slow
 
 STARVED = "tests/integration/starved_run.py"
-SECRET = "LlamaForCausalLM"  # a word of the page, declared a secret
+SECRET = "LlamaForCausalLM"  # a word that the page would contain; the test makes it a secret
 SIZE = r" +[\d.]+ [KMG]iB  "
 
 
 @pytest.fixture
 def starved(pretraining, workspace, tmp_path):
-    """Run out of memory at a given moment; return the run, its output, notes and rank's page."""
+    """Return a function that lets a run out of memory; it returns run, output, verdict and page."""
 
     def start(moment: str, ranks: int = 1, **changes: object):
         run, notes = tmp_path / "run", tmp_path / "notes"
@@ -65,7 +65,7 @@ def test_in_training(starved):
 
 
 def test_in_the_evaluation_of_one_of_two_ranks(starved):
-    """The other rank loses its peer; the journal has both ranks' memory in each earlier phase."""
+    """The other rank loses its peer. The journal has the memory of both ranks in earlier phases."""
     run, done, verdict, page = starved("eval:1:6", ranks=2, async_save="true")
     text = page.read_text()
     assert done.codes[1] == 79, done.stdout[-3000:]

@@ -32,7 +32,7 @@ def settings(workspace) -> dict[str, object]:
 
 @pytest.fixture
 def asking(settings, tmp_path) -> dict[str, object]:
-    """Return the same settings with prompts: a text and a file of two."""
+    """Return the same settings with three prompts: a text, and a file with two."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "t9 t12"}\n"t1"\n')
     return settings | {"sample_prompts": ["t5 t8 t11", prompts], "sample_max_new_tokens": 5}

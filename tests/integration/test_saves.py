@@ -1,4 +1,4 @@
-"""Checkpoints outside of the step schedule, and in the background."""
+"""Checkpoints that are saved outside of the step schedule, or in the background."""
 
 import errno
 import json
@@ -26,7 +26,10 @@ def checkpoints(run: Path) -> set[int]:
 
 
 def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted, tmp_path, capsys):
-    """The clock is due at every step, but the best model comes from the step schedule."""
+    """With save_minutes near zero a save is due at every step.
+
+    The best model is still chosen among the checkpoints of the step schedule.
+    """
     run, whole = tmp_path / "run", uninterrupted()
     capsys.readouterr()
     assert start(run, save_minutes=1e-9, save_total_limit=100) == ExitCode.DONE
@@ -41,7 +44,7 @@ def test_a_checkpoint_that_grows_old_is_followed_by_another(start, uninterrupted
     assert_the_same_end(run, whole)
 
 
-# The held-out loss falls until step 2, where the schedule has no save.
+# The held-out loss falls until step 2. The step schedule has no save there.
 OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
 
 
@@ -53,7 +56,7 @@ OVERSHOOTING = {"learning_rate": 0.3, "warmup_steps": 6, "save_best": "true"}
 def test_a_stop_at_a_new_best_changes_nothing(
     event, step, nth, background, start, uninterrupted, tmp_path
 ):
-    """The stop's checkpoint becomes the best one, once the owed evaluation is done."""
+    """The checkpoint of the stop becomes the best one once the next start has evaluated it."""
     settings = OVERSHOOTING | {"save_total_limit": 2}
     run, whole = tmp_path / "run", uninterrupted(**settings)
     losses, weights = tiny.evaluations(whole, "first"), "model.safetensors"
@@ -84,7 +87,7 @@ class AtEachStep(Provoke):
 
 
 class Slow:
-    """Background copies that begin when told, or after a while."""
+    """Copies in the background that wait for `go_on`, or for some seconds."""
 
     def __init__(self, monkeypatch, seconds: float = 60):
         self.go_on, self.running, self.most = threading.Event(), 0, 0
@@ -112,7 +115,7 @@ def staged(run: Path) -> list[Path]:
 
 def digests(run: Path, step: int) -> dict[str, str]:
     files = read_manifest(run / f"checkpoint-{step}").files
-    # trainer_state.json and the run's record contain its directory.
+    # trainer_state.json and the run's record contain the directory's name, so they differ.
     names = [name for name in files if name != "trainer_state.json" and name[:4] != "run/"]
     return {name: files[name].sha256 for name in names}
 

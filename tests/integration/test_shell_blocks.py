@@ -37,7 +37,7 @@ SLURM_OPTIONS = {
     *("--ntasks-per-node", "--gpus", "--pty"),
 }
 VLLM_OPTIONS = {"--enable-lora", "--lora-modules", "--max-lora-rank"}
-# Only checked to be started by bash.
+# For these programs the test only checks that bash starts them.
 TAKEN_AS_THEY_ARE = {
     *("curl", "docker", "apptainer", "git", "grep", "pip", "rsync", "sacctmgr", "scancel"),
     *("scontrol", "sinfo", "squeue", "tail", "touch", "transformers", "wandb"),
@@ -134,12 +134,12 @@ def read_script(words: Sequence[str]) -> None:
 
 
 class UnderstoodError(Exception):
-    """Raised instead of what a module would do after parsing its arguments."""
+    """Raised in a module's main once its arguments are parsed, to end it there."""
 
 
 def read_module(name: str, *arguments: str) -> None:
-    """Let a module's main parse its arguments, and do no more."""
-    if name in ("venv", "lm_eval"):  # not in the lock file
+    """Run a module's main, but stop it once it has parsed its arguments."""
+    if name in ("venv", "lm_eval"):  # lm_eval is not in the lock file
         return
     with pytest.MonkeyPatch.context() as patch:
         known = argparse.ArgumentParser.parse_known_args

@@ -87,7 +87,7 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
 def test_a_resumed_run_averages_and_adds_noise_as_the_uninterrupted_one(
     kind, fine_tuning, workspace, tmp_path
 ):
-    """This includes the best checkpoint; checkpoints are saved in the background."""
+    """The best checkpoint is compared as well. Checkpoints are saved in the background."""
     settings = {
         **kind, "ema_decay": 0.9, "neftune_noise_alpha": 5, "async_save": True,
         "eval_data": f"heldout={workspace / 'chats_heldout'}", "eval_steps": 3,
@@ -119,7 +119,7 @@ def test_noise_goes_with_compiled_layers_and_leaves_no_trace(fine_tuning, tmp_pa
 
 
 def test_noise_is_as_loud_as_the_document_is_short():
-    """The noise equals transformers' noise for a batch with this document alone."""
+    """A document gets the noise that transformers gives to a batch of this document alone."""
 
     class Model(nn.Module):
         def __init__(self):

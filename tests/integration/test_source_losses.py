@@ -1,7 +1,7 @@
-"""Losses by source of a mixture, and accuracy of held-out splits, compared with plain oracles.
+"""Losses by source of a mixture, and accuracy of held-out splits, compared with a plain loop.
 
 There are three sources. One sequence has no loss token, and one source runs out. Logs, saves and
-the cut are at different steps.
+the interruption are at different steps.
 """
 
 import shutil
@@ -38,7 +38,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    """Make masked documents of sources with different patterns; some of "rare" have no target."""
+    """Make masked documents of sources with different patterns; one of "rare" has no loss token."""
     root, made = tmp_path_factory.mktemp("sources"), {}
     for seed, (name, count) in enumerate(COUNTS.items()):
         columns = tiny.masked(tiny.documents(count, seed=10 + seed))
@@ -73,7 +73,7 @@ def evaluation(run: Path) -> dict[str, float]:
 
 
 def assert_alike(run: Path, other: Path) -> None:
-    """Check for the same keys in the same lines, equal up to rounding."""
+    """Check that the lines of two runs have the same keys, and figures equal up to rounding."""
     assert len(by_source(run)) == STEPS // 2
     for own, wanted in zip(by_source(run), by_source(other), strict=True):
         assert own == pytest.approx(wanted, rel=2e-5)
@@ -94,7 +94,7 @@ def expected_run(whole: Path, settings, pretraining) -> Path:
 
 
 def test_they_change_nothing_and_outlive_a_stop(settings, pretraining, whole, tmp_path, capsys):
-    """Training without them is bit-equal, and a resumed run logs the same bits."""
+    """Training without losses by source is bit-equal. A resumed run logs the same bits."""
     expected_run(whole, settings, pretraining)
     assert "  accuracy " in capsys.readouterr().out
     assert {key for line in by_source(whole) for key in line} == {
@@ -141,7 +141,7 @@ def test_experts_term_is_no_part_of_them(settings, fine_tuning, tmp_path):
 
 
 def plain_losses(model: torch.nn.Module, tokens: Path, sequence: int) -> tuple[torch.Tensor, ...]:
-    """Return the float64 losses of a document's loss tokens alone, and whether each is a hit."""
+    """Return a document's losses at its loss tokens, and whether each token is the most likely."""
     columns = open_token_dataset(tokens)
     packed = PackedDataset([columns], [plan_packing(columns.lengths, 64, "none")])
     batch = packed.__getitems__([sequence])

@@ -37,7 +37,7 @@ def first(pretraining, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def next_stage(pretraining) -> Callable[..., list[str]]:
-    """Return the command line of a run with weights, configuration and tokenizer of a stage."""
+    """Return the command line of a run that starts from a stage: weights, config and tokenizer."""
 
     def argv(run: Path, init_from: Path, **changes: object) -> list[str]:
         others = {"model_config": None, "tokenizer_name_or_path": None}
@@ -70,7 +70,7 @@ def test_a_chain_of_three_stages(first, next_stage, fine_tuning, workspace, tmp_
     pretrain.main(next_stage(second, first, **changes))
     config = AutoConfig.from_pretrained(second / "final")
     assert_began_with(second, first / "final", config=config)
-    with pytest.raises(AssertionError):  # so the rope settings do change the losses
+    with pytest.raises(AssertionError):  # the rope settings change the losses
         assert_began_with(second, first / "final")
 
     changes = {"model_name_or_path": None, **evaluated(workspace, "chats_heldout")}
@@ -109,7 +109,7 @@ def test_a_checkpoint_as_a_stage_with_its_optimizer(first, next_stage, tmp_path,
     assert {float(state["step"]) for state in after["state"].values()} == {4.0}
     assert {float(state["step"]) for state in anew["state"].values()} == {1.0}
     assert after["param_groups"][0]["initial_lr"] == 3e-3
-    # Adam's moments combine the earlier ones with this step's gradient, equal in both runs.
+    # Adam's moments combine the previous moments with this step's gradient, equal in both runs.
     before = optimizer_state(first / "checkpoint-3")
     for index, state in after["state"].items():
         earlier = before["state"][index]["exp_avg"]
@@ -181,10 +181,10 @@ def finished(run: Path) -> dict[str, bytes]:
 def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
     config, first, next_stage, tmp_path, capsys
 ):
-    """The finished model does not depend on either."""
+    """The finished model is the same if the stage is gone and a checkpoint is damaged."""
     run, gone = tmp_path / "run", tmp_path / "gone"
     shutil.copytree(first, gone)
-    generation = gone / "final" / "generation_config.json"  # with a different setting
+    generation = gone / "final" / "generation_config.json"  # gets a setting of this test
     generation.write_text(json.dumps(json.loads(generation.read_text()) | {"max_new_tokens": 7}))
     argv = next_stage(run, gone, per_device_train_batch_size=1)
 
@@ -204,7 +204,7 @@ def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < committed.keys()
     config_json = (checkpoint / "config.json").read_text()
     assert '"rms_norm_eps": 1e-06' in config_json
-    # A valid configuration of equal size whose model computes something else.
+    # A valid configuration with as many bytes; its model computes something else.
     (checkpoint / "config.json").write_text(config_json.replace("1e-06", "1e-01"))
     shutil.rmtree(run / "final")
     shutil.rmtree(gone)
@@ -227,7 +227,7 @@ def test_the_weights_under_adapters_stay_those_of_the_first_start(
     sft_train.main(argv)
     uninterrupted = finished(run)
     tiny.cut(run, step=3)
-    shutil.copytree(first / "final", stage / "final")  # with other weights
+    shutil.copytree(first / "final", stage / "final")  # its weights are halved below
     tensors = load_file(stage / "final" / "model.safetensors")
     halved = {name: tensor * 0.5 for name, tensor in tensors.items()}
     save_file(halved, stage / "final" / "model.safetensors", metadata={"format": "pt"})

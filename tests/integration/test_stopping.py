@@ -64,7 +64,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been(
 def test_an_evaluation_broken_off_is_done_first_by_the_resumed_run(
     step, batch, start, uninterrupted, tmp_path, capsys
 ):
-    """The stop comes in the second split, with a save due; or in the first, at the last step."""
+    """The stop comes in the second split at a saved step, or in the first one at the last step."""
     run, whole = tmp_path / "run", uninterrupted()
     provoke = Provoke("on_prediction_step", step, touch("STOP"), nth=batch)
     assert start(run, provoke) == ExitCode.STOPPED
@@ -133,7 +133,7 @@ def test_save_writes_a_checkpoint_and_the_run_continues(
 
 
 def test_the_best_model_is_the_uninterrupted_runs(start, uninterrupted, tmp_path):
-    """The model gets worse after step 2, where only the stop left a checkpoint."""
+    """The model gets worse after step 2. Only the stop saved a checkpoint at that step."""
     settings = {"learning_rate": 0.3, "warmup_steps": 6, "save_total_limit": 2}
     run, whole = tmp_path / "run", uninterrupted(**settings)
     losses = tiny.evaluations(whole, "first")
@@ -156,7 +156,7 @@ def test_the_learning_rate_follows_owed_evaluations(start, uninterrupted, tmp_pa
     run, whole = tmp_path / "run", uninterrupted(**settings)
     rates = tiny.figures(whole, "learning_rate").tolist()
     assert rates[6] < rates[0], "the evaluation at step 6 lowers it"
-    for step, nth in ((2, 3), (6, 3), (6, 6)):  # the last one interrupts the owed evaluation
+    for step, nth in ((2, 3), (6, 3), (6, 6)):  # the last stop interrupts the repeated evaluation
         provoke = Provoke("on_prediction_step", step, touch("STOP"), nth)
         assert start(run, provoke, **settings) == ExitCode.STOPPED
     assert start(run, **settings) == ExitCode.DONE
@@ -165,7 +165,7 @@ def test_the_learning_rate_follows_owed_evaluations(start, uninterrupted, tmp_pa
 
 
 def test_an_evaluation_due_at_the_last_step_is_owed_too(start, uninterrupted, tmp_path, capsys):
-    """A start also removes old STOP and SAVE files."""
+    """The next start does this evaluation. It also removes old STOP and SAVE files."""
     run = tmp_path / "run"
     assert start(run, Provoke("on_step_begin", STEPS - 1, touch("STOP"))) == ExitCode.STOPPED
     shown = capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_an_evaluation_due_at_the_last_step_is_owed_too(start, uninterrupted, tm
 
 
 def test_a_resumed_run_scales_losses_as_the_uninterrupted_one(start, tmp_path, monkeypatch):
-    """accelerate scales losses for float16 on a GPU; here torch's scaler for CPUs does."""
+    """accelerate scales losses for float16 on a GPU. This test uses torch's scaler for CPUs."""
     make = Accelerator.__init__
 
     def with_a_scaler(accelerator, *args, **kwargs):

@@ -113,7 +113,10 @@ def test_fine_tuning_in_two_processes_equals_one(name, adapters, fine_tuning, wo
 
 
 def test_weights_in_4_bits_are_sharded_and_resume(fine_tuning, workspace, tmp_path):
-    """FSDP2 gathers them as bfloat16 without changing a bit; checkpoints do not contain them."""
+    """FSDP2 gathers the 4-bit weights as bfloat16 without changing a bit.
+
+    Checkpoints do not contain these weights.
+    """
     settings = QLORA | {"bf16": True, "use_cpu": True, "dtype": "bfloat16", "learning_rate": 1e-3}
     settings |= evaluation(workspace, "chats_heldout")
     alone, run, cut = tmp_path / "alone", tmp_path / "run", tmp_path / "cut"
@@ -152,7 +155,7 @@ def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
 
 
 def test_a_run_of_two_processes_resumes_on_one(pretraining, pretrained_alone, workspace, tmp_path):
-    """For other strategies and numbers see tests/exactness."""
+    """tests/exactness tests other strategies and other numbers of processes."""
     run = tmp_path / "run"
     settings = evaluation(workspace, "heldout")
     argv = pretraining(run, per_device_train_batch_size=1, **settings)

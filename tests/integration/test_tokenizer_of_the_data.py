@@ -122,7 +122,7 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(models, tmp_path):
 
 
 def test_tokens_beyond_the_embedding_that_no_data_uses_train(models, tmp_path):
-    """As in Gemma 3 1B, with 262,145 tokens and 262,144 rows."""
+    """Gemma 3 1B has such a token: 262,145 tokens, but 262,144 rows in its embedding."""
     small = tmp_path / "base"
     model = AutoModelForCausalLM.from_pretrained(models / "base")
     model.resize_token_embeddings(300)
@@ -172,7 +172,7 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     for get in ("get_input_embeddings", "get_output_embeddings"):
         old, now = (getattr(model, get)().weight for model in (before, final))
         mean = old[:300].mean(dim=0)
-        # New rows begin as the mean; only the row of <is> was trained.
+        # New rows begin as the mean of the old rows; only the row of <is> was trained.
         assert not torch.allclose(now[new], mean, atol=1e-4)
         assert torch.linalg.vector_norm(now[new] - mean) < 0.5
         if adapted:

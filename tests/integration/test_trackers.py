@@ -28,7 +28,10 @@ SECRETS = {
 
 @pytest.fixture
 def tracked(pretraining, workspace, tmp_path):
-    """Run with a tracker, undo the steps after 3, finish; return directory, losses, outputs."""
+    """Return a function: run with a tracker, cut the run back to step 3, finish it.
+
+    It returns the run's directory, losses and outputs.
+    """
 
     def run(tracker):
         pytest.importorskip(tracker)
@@ -116,7 +119,7 @@ def test_trackio(tracked):
 
 
 def test_an_offline_wandb_record_is_uploaded_into_one_run(tracked, tmp_path):
-    """status.py --sync reads .env, and uploads the record of a killed start as far as complete."""
+    """status.py --sync reads .env. It uploads a killed start's record as far as it is complete."""
     run, losses, evaluations = tracked("wandb")
     killed, _ = records = sorted(run.glob("wandb/offline-run-*/*.wandb"))
     os.truncate(killed, killed.stat().st_size - 10)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, tmp_path):
-    """tests/unit/checkpoints/test_pickles.py tests each loader."""
+    """A resume refuses such a file. tests/unit/checkpoints/test_pickles.py tests each loader."""
     run, touched = tmp_path / "run", tmp_path / "touched"
     pretrain.main(pretraining(run, max_steps=3))
     assert not list(run.rglob("training_args.bin")), "it would be a pickle"
@@ -36,7 +36,8 @@ def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, tmp_path):
         assert checkpoint.is_dir(), "a refused checkpoint stays where it is"
         shutil.rmtree(checkpoint)
         shutil.copytree(whole, checkpoint)
-    # The guard stays on for callers that turn it off: DeepSpeed, torch.distributed.checkpoint.
+    # The guard also acts on callers that pass weights_only=False, as DeepSpeed and
+    # torch.distributed.checkpoint do.
     path = payloads.write(tmp_path, "optimizer.pt", payloads.Touch(touched))
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(path, weights_only=False)

@@ -1,4 +1,4 @@
-"""xLSTM trains with native kernels on a CPU and Triton's on a GPU; final/ names published ones."""
+"""xLSTM trains with native kernels on a CPU, Triton's on a GPU; final/ names the published ones."""
 
 import json
 import shutil

@@ -131,7 +131,7 @@ def assert_same_run(run: Path, whole: Path) -> None:
 
 
 def plain_loss(model: torch.nn.Module, columns: dict[str, list[list[int]]]) -> float:
-    """Return the expected loss: the model's own, with each document alone and unpadded."""
+    """Return the expected loss: that of the plain model, with each document alone and unpadded."""
     total, targets = 0.0, 0
     rows = columns["input_ids"]
     for row, mask in zip(rows, columns.get("completion_mask", rows), strict=True):

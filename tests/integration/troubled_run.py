@@ -1,8 +1,8 @@
 """`pretrain.py` with trouble in one rank while it fetches a batch: STOKER_TEST_TROUBLE=KIND:RANK:N.
 
-sleep, stop (SIGSTOP), kill, raise and part (a different collective from the other ranks) happen at
-the Nth batch of that rank. full: the disk is full in a save. slow: the rank is late with N batches,
-then slow in N forward passes, then as fast as the others.
+sleep, stop (SIGSTOP), kill, raise and part (the rank calls a collective that the other ranks do not
+call) happen at the Nth batch of that rank. full: the disk is full during a save. slow: the rank is
+late with N batches, then slow in N forward passes, then as fast as the others.
 """
 
 import errno
@@ -43,7 +43,7 @@ def trouble_batches() -> None:
         if batches == int(COUNT):
             sys.stdout.write(
                 f"trouble {time.time()}\n"
-            )  # one write, because all ranks print at the same time
+            )  # one call of write, so that the lines of several ranks do not mix
             sys.stdout.flush()
             if KIND == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)

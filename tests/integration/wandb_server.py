@@ -18,7 +18,7 @@ class WandbServer(ThreadingHTTPServer):
     """A server on a free port of this machine that accepts one key.
 
     points: the logged lines of each run. configs: the settings of each run. files: the last content
-    by path. artifacts: name and type of the complete ones.
+    by path. artifacts: name and type of each complete artifact.
     """
 
     def __init__(self, key: str):

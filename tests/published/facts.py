@@ -52,7 +52,8 @@ class Published:
     """A model: its config.json (without the version), tokenizer and generation_config.json.
 
     tokens: special tokens with their published ids. layers: the layers that the small model keeps.
-    cut: sizes that need a special treatment. packs: whether documents can be packed; if not, `why`.
+    cut: small sizes that `small_config` cannot derive. packs: whether documents can be packed. why:
+    the reason if they cannot.
     """
 
     name: str
@@ -113,7 +114,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _small_size(name: str, value: int, config: Mapping[str, Any]) -> int | None:
-    """Return a proportional size for the small model, or None for a setting that is not a size."""
+    """Return a setting's size in the small model, or None if the setting is not a size."""
     heads, width = _first(config, HEAD_COUNTS), _first(config, WIDTHS)
     if name in WIDTHS:
         return WIDTH * value // width

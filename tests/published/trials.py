@@ -32,7 +32,7 @@ RUN: dict[str, object] = {
 
 
 def documents(count: int, seed: int) -> list[list[int]]:
-    """Make documents of ordinary words, without special tokens."""
+    """Make learnable documents without special tokens."""
     made, words = tiny.documents(count, seed, longest=60), VOCABULARY - FIRST_WORD
     return [[FIRST_WORD + token % words for token in document] for document in made]
 
@@ -97,7 +97,7 @@ def _fine_tune(settings: Mapping[str, object], run: Path) -> list[float]:
 
 
 def _plain_difference(run: Path, final: Path) -> float:
-    """Return the difference of the evaluation from transformers' loss, document by document."""
+    """Return the difference between the run's evaluation and transformers' loss by document."""
     model: Any = _class_of(final).from_pretrained(
         final, attn_implementation="eager", dtype=torch.float32
     )

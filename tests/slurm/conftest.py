@@ -16,7 +16,7 @@ from training_jobs import TrainingJobs, job_environment
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Two idle nodes. A test that stops a node starts it again (`start_node`, `wait_for_nodes`)."""
+    """Start a Slurm with idle nodes. A test that stops a node has to start it again."""
     path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")
@@ -32,7 +32,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session")
 def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJobs]:
-    """The shipped job scripts on that Slurm, with a tokenizer, data and the demo's model."""
+    """Submit jobs with the shipped scripts to this Slurm, with a tokenizer, data and a model."""
     files = tmp_path_factory.mktemp("files")
     tiny.make_tokenizer(files / "tokenizer")
     tiny.make_model_config(files / "model.json")

@@ -59,12 +59,12 @@ class Scene:
         tell = self.directory / "tell"
         tell.write_text(f'#!/bin/sh\necho "$code" >>{shlex.quote(str(self.events))}\n')
         tell.chmod(0o755)
-        # The exit code of a job script that requeues its job is in a variable of the script only.
+        # A job script that requeues its job has the exit code only in a shell variable.
         exported = self.directory / "exported.sh"
         exported.write_text("declare -x code\n")
         self.env |= {"STOKER_ON_EVENT": str(tell), "BASH_ENV": str(exported)}
         self.env |= {"STOKER_TEST_HOLD": str(self.hold), "STOKER_PROCESSES_PER_NODE": "1"}
-        # Ranks look for requests once a second: a job must not end before.
+        # Ranks look for requests once a second, so the job must run longer than that.
         self.env |= {"STOKER_TEST_STEP_DELAY_S": "0.2"}
 
     @property
@@ -76,7 +76,7 @@ class Scene:
         return self.jobs.slurm
 
     def submit(self, row: "Interruption | None" = None) -> None:
-        """Submit the job; each time with the same command."""
+        """Submit the job with the same command each time."""
         options, settings, env = (row.options, row.settings, row.env) if row else ((), {}, {})
         self.submitted.append(
             self.jobs.submit(
@@ -162,7 +162,7 @@ class Scene:
                 continue  # the process has ended
 
     def rank(self, rank: int) -> psutil.Process:
-        """Return a rank, not the data workers that it forks."""
+        """Return the process of a rank. Its data workers, which it forks, do not match."""
         found = {
             process.pid: process
             for process, command, environment in self.processes()
@@ -187,7 +187,7 @@ class Scene:
         return process
 
     def srun(self) -> psutil.Process:
-        """Return the srun of the job script, not the helper that it forks."""
+        """Return the srun of the job script. The helper that srun forks does not match."""
         (process,) = (
             process
             for process, command, _ in self.processes()
@@ -217,11 +217,10 @@ def nothing(scene: Scene) -> None:
 class Interruption:
     """A row of the table.
 
-    `code` is the exit code of the job script: None if the job continues to train, ANY if Slurm ends
-    the script, which may be before its last line. `says` is a pattern of the log line for the user.
-    `lost` is the number of steps that may be repeated. `before` acts before the job is submitted.
-    `mend` undoes the fault before the same command is submitted again. With `fine_tuning` the row
-    is also tested with LoRA.
+    code: the exit code of the job script; None if the job continues to train; ANY if Slurm ends the
+    script, perhaps before its last line. says: a pattern of the log line for the user. lost: how
+    many steps may be repeated. before: acts before the job is submitted. mend: undoes the fault
+    before the same command is submitted again. fine_tuning: test the row with LoRA as well.
     """
 
     name: str
@@ -322,7 +321,7 @@ def scancel(scene: Scene) -> None:
 
 
 def submit_again(scene: Scene) -> None:
-    """Submit the same command while the first job runs: the nodes of `other` are idle."""
+    """Submit the same command to the idle partition `other` while the first job runs."""
     scene.other = scene.jobs.submit(
         scene.run, *TWO_NODES, "--partition=other", training=scene.script,
         env={"STOKER_PROCESSES_PER_NODE": "1"}, model_config=scene.model,
@@ -343,7 +342,7 @@ def mount(*options: str) -> Provoke:
 
 
 def mount_image(scene: Scene) -> None:
-    """Mount a file system that can fail: a file with ext4."""
+    """Mount a file with an ext4 file system, which a test can let fail."""
     image = scene.directory / "disk.img"
     with image.open("wb") as file:
         file.truncate(2**30)
@@ -378,11 +377,11 @@ def free(scene: Scene) -> None:
     (scene.disk / "others_file").unlink()
 
 
-# Nodes that differ from the first one
+# A second node that differs from the first one
 
 
 def hide(*, path: Callable[[Scene], Path]) -> Provoke:
-    """Let the second node see an empty folder in place of this one."""
+    """Let the second node see an empty folder in place of `path`."""
 
     def provoke(scene: Scene) -> None:
         scene.slurm.stop_node("n2")
@@ -417,7 +416,7 @@ def without_python(scene: Scene) -> None:
 
 
 def without_torch(scene: Scene) -> None:
-    """The second node finds a Python that has no packages."""
+    """Let the second node find a Python without packages."""
     folder, bare = python_folder(scene, "environment"), python_folder(scene, "bare", "-S")
     scene.env["PATH"] = os.pathsep.join([str(folder), str(bare), "/usr/bin", "/bin"])
     hide(path=lambda _: folder)(scene)

@@ -1,8 +1,8 @@
 """A real Slurm on this machine: slurmctld and a slurmd for each node, of two cores and two GPUs.
 
-n1 and n2 are the partition `main`, the default; n3 and n4, `other`, are for a second job at the
-same time, because an interrupted job mostly waits. A job in `urgent` takes n1 and n2 away from a
-job in `main` at once, and from a job in `patient` after two minutes of grace.
+The default partition `main` has n1 and n2. The partition `other` has n3 and n4, for a second job at
+the same time. A job in `urgent` takes n1 and n2 away from a job in `main` at once, and from a job
+in `patient` after two minutes of grace.
 
 The GPUs are empty files, so Slurm counts and allocates them, but nothing can be computed on them.
 Keys, state and logs are all in one directory; munged, slurmctld and slurmd are processes of the
@@ -23,7 +23,7 @@ from pathlib import Path
 from launching import wait_until
 
 NODES = ("n1", "n2", "n3", "n4")
-PATIENCE_S = 300.0  # after which a test gives up; machines have busy minutes
+PATIENCE_S = 300.0  # a test gives up after this time; machines have busy minutes
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
 _CONFIG = """\
@@ -73,7 +73,7 @@ PartitionName=other Nodes=n3,n4
 
 @dataclasses.dataclass
 class Job:
-    """A submitted job: its id and the file its output goes to."""
+    """A submitted job: its id and the file with its output."""
 
     id: str
     log: Path
@@ -109,7 +109,7 @@ class SlurmCluster:
     def stop(self) -> None:
         """End all jobs, then the daemons."""
         if "slurmctld" in self.daemons:
-            with contextlib.suppress(TimeoutError):  # a node that a test left dead keeps its job
+            with contextlib.suppress(TimeoutError):  # the job of a dead node stays
                 self.cancel_all()
         for name in sorted(self.daemons, reverse=True):  # slurmd, slurmctld, munged
             self.daemons[name].terminate()
@@ -130,7 +130,7 @@ class SlurmCluster:
         wait_until(self._no_job_is_left, "jobs are left", self._state, timeout_s=60)
 
     def start_node(self, node: str, hidden: Path | None = None) -> None:
-        """Start a node's slurmd; jobs there see an empty file system in place of `hidden`."""
+        """Start a node's slurmd. Jobs there see an empty file system in place of `hidden`."""
         if hidden is None:
             self._spawn("slurmd", "-D", "-N", node, name=f"slurmd {node}")
             return
@@ -151,7 +151,7 @@ class SlurmCluster:
         for blow in (
             signal.SIGSTOP,
             signal.SIGKILL,
-        ):  # stop all first, or one would report that another was killed
+        ):  # stop all processes first, or one could report that another was killed
             for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, blow)

@@ -3,9 +3,9 @@
     make soak                                      into benchmarks/results/exactness/soak.json
     make soak SOAK_ARGS="--minutes 3 --every 20"   a trial; the file is not written
 
-Pretraining and fine-tuning with LoRA take turns, on two nodes of one rank and one data worker each.
-When the time is over, the last run ends undisturbed. Needs root, slurm-wlm and munge. If anything
-was lost or needed a person, it exits with 1 and leaves the runs and logs.
+Pretraining and fine-tuning with LoRA alternate, on two nodes of one rank and one data worker each.
+When the time is over, the last run ends undisturbed. Needs root, slurm-wlm and munge. If work was
+lost or a person would have been needed, the exit code is 1 and the runs and logs are kept.
 """
 
 import argparse
@@ -42,9 +42,7 @@ RESULT = ROOT / "benchmarks/results/exactness/soak.json"
 TAIL = 1500  # characters of a log, beside a problem
 FROZEN_S = 5.0
 STEPS, SAVE_STEPS = 240, 2
-MOST_STEPS = (
-    8  # at most so many steps until a start is ended; it is never killed before its first step
-)
+MOST_STEPS = 8  # a start is ended after at most this many steps, and never before its first one
 SLOWLY = {"STOKER_TEST_STEP_DELAY_S": "0.4"}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SETTINGS: dict[str, object] = tiny.RUN | {
@@ -95,7 +93,7 @@ class Run:
         return next((step for step, path in found if (path / MANIFEST).exists()), 0)
 
     def verify(self, at_least: int) -> None:
-        """Read every committed checkpoint; the newest is of step `at_least` or a later one."""
+        """Verify every committed checkpoint. The newest step must be at least `at_least`."""
         if not at_least:
             return
         run_id = json.loads((self.directory / "provenance.json").read_text())["run_id"]
@@ -161,7 +159,7 @@ class RunOver(Exception):
 
 
 class Soak:
-    """Disturbs runs, one kind after another; `kinds` are in a new random order every round."""
+    """Disturbs runs by one kind of kill after another. Each round has a new random order."""
 
     def __init__(self, slurm: SlurmCluster, files: Path, chance: random.Random, every_s: float):
         self.slurm, self.files, self.chance, self.every_s = slurm, files, chance, every_s
@@ -212,7 +210,7 @@ class Soak:
             self.worst[name] = max([self.worst[name], *(cycle.lost_steps for cycle in found)])
 
     def comes_so_far(self, run: Run, deadline: float) -> bool:
-        """Wait for the next kill's minute and some steps; return whether the run still runs."""
+        """Wait until the next kill is due and some steps are done; return whether the run runs."""
         wanted = run.steps() + self.chance.randrange(1, MOST_STEPS)
 
         def due() -> bool:
@@ -233,13 +231,13 @@ class Soak:
         return True
 
     def verify(self, run: Run, name: str, newest: int) -> None:
-        """Check the run's checkpoints; if this kind ends all processes, wait for that first."""
+        """Check the run's checkpoints. If this kill ends all processes, wait for that first."""
         if name not in ("slurmd restarted", "a rank frozen for 5 s"):
             wait_until(lambda: not processes_of(run.directory), "processes are left")
         run.verify(newest)
 
     def await_progress(self, run: Run, name: str) -> None:
-        """Wait for a new step; a job that will not make one is submitted again."""
+        """Wait for a new step; submit the command again if the job cannot make one."""
         steps = run.steps()
 
         def settled() -> bool:
@@ -436,7 +434,7 @@ def soak(
 
 
 def main() -> int:
-    """Run the soak; write its figures when it took the hour."""
+    """Run the soak; write its figures only after a whole hour."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=60, help="seconds between kills")

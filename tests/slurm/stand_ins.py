@@ -63,12 +63,12 @@ class StandIns:
         (self.directory / "srun.code").write_text(f"{code}\n")
 
     def slurm_says(self, state: str, reason: str, restarts: int, may_requeue: int) -> None:
-        """Set squeue's answer, in its columns."""
+        """Set the columns of squeue's answer."""
         columns = f"{state:30}{reason:30}{restarts:<12}{may_requeue:<8}\n"
         (self.directory / "state").write_text(columns)
 
     def leaves(self, code: int, verdict: str) -> None:
-        """Let the launchers leave a verdict, and the run its mark."""
+        """Let the stand-in for srun leave a launcher's verdict, and the mark of a begun run."""
         (self.directory / "run_started").write_text("runs/a\n")
         (self.directory / "exit_code").write_text(f"{code}\n")
         (self.directory / "verdict.txt").write_text(f"{verdict}\n")

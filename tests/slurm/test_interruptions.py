@@ -122,7 +122,7 @@ def undisturbed(scene: Scene, kind: str) -> Path:
 
 
 def record(row: Interruption, kind: str, outcome: Outcome) -> None:
-    """Keep the outcome in the file that `make interruptions` names, beside those of other rows."""
+    """Add the outcome to the other rows in the result file of `make interruptions`."""
     if not (target := os.environ.get("STOKER_INTERRUPTIONS_FILE")):
         return
     path = Path(target)
@@ -134,7 +134,7 @@ def record(row: Interruption, kind: str, outcome: Outcome) -> None:
     path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-# One job meets these in turn, the last ranks waiting after these steps.
+# One job meets these rows in turn. Its ranks wait after these steps.
 IN_TURN = {
     4: "`scancel --signal=TERM`",
     12: "`touch RUN/STOP`",
@@ -144,10 +144,10 @@ IN_TURN = {
 
 
 def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_path):
-    """Two jobs side by side: one meets its time limit, the other all further causes in turn."""
+    """Two jobs run side by side: one meets its time limit, the other all other causes in turn."""
     limited_run = tmp_path / "limited"
-    # Forty steps take longer than the limit, a start-up a fraction of it: Slurm may send its
-    # signal a minute early, and one minute once held no step on a busy machine.
+    # Forty steps take longer than the limit of two minutes, and a start takes a fraction of it. A
+    # limit of one minute once left no time for a step: Slurm may send its signal a minute early.
     slowly = {"STOKER_TEST_STEP_DELAY_S": "2.8"}
     limit = ("--partition=other", "--time=2", "--signal=B:USR1@5")
     limited = jobs.submit(limited_run, *TWO_NODES, *limit, env=slowly)
@@ -162,7 +162,8 @@ def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_p
     print(found)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
-    # There may be more starts than cycles: the limit can come before a first or after a last step.
+    # There may be more starts than cycles: the limit may come before the first step of a start or
+    # after the last one.
     restarts = int(jobs.slurm.fields(limited)["Restarts"])
     assert restarts == limited.output().count("; requeued, start") >= len(found)
 

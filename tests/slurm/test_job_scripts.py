@@ -56,7 +56,7 @@ def test_a_job_finds_its_repository_from_elsewhere(stand_ins, tmp_path):
 
 
 def test_the_job_scripts_end_alike():
-    """sbatch copies each script, so they cannot share the lines that find the repository."""
+    """The lines that find the repository are in each script, because sbatch copies one file."""
     bodies = {}
     for name in ("train", "multinode", "sweep", "prepare"):
         _, bodies[name] = (ROOT / f"slurm/{name}_job.sh").read_text().split("set -euo pipefail\n")
@@ -80,7 +80,7 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     script = [f"{stand_ins.root}/slurm/launch_node.sh", "train.py", "--hub_token", "hf_secret"]
     assert given[-4:] == script
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(given)
-    assert "--cpus-per-task=36" in given  # that of the smallest node
+    assert "--cpus-per-task=36" in given  # the cores of the smallest node
     assert "--container-image=a b" in given
     assert "job 7, start 1: 4 node(s) n1" in done.stdout
     assert "hf_secret" not in done.stdout
@@ -89,7 +89,7 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     same = {"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "4"}
     stand_ins.run(TRAIN, "train.py", env=same)
     assert stand_ins.environment("srun")["SLURM_GPUS_PER_NODE"] == "h100:4"
-    # GPUs on the command line override the script's.
+    # The GPUs of the command line override those of the script.
     stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
     assert "SLURM_GPUS_PER_NODE" not in stand_ins.environment("srun")
 
@@ -171,7 +171,7 @@ def test_other_ends_are_not_requeued_and_the_verdict_comes_last(stand_ins):
 
 
 def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
-    """The fourth in a row ends the job. A start that reaches the run resets the count."""
+    """The fourth such start in a row ends the job. A start that begins the run resets the count."""
     stand_ins.answer(139)
     for restart in range(7):
         if restart == 2:
@@ -341,7 +341,7 @@ def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
-    """Try each way to request GPUs. The command line overrides the heads of both scripts."""
+    """Try each way to request GPUs. The command line overrides the #SBATCH lines of the scripts."""
     asked = {
         "gpus-per-node": ["--gpus-per-node=2"],
         "gres": ["--gres=gpu:2"],
@@ -373,7 +373,7 @@ def test_the_launcher_is_started_once_a_node_with_what_the_job_has(jobs):
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_slurm_requeues_what_was_stopped_and_nothing_else(jobs):
-    """One-node jobs run at the same time, and each ends in another way."""
+    """Several jobs of one node run at the same time, and each ends in another way."""
     stop = {name: jobs.submit(how="stop") for name in ("signalled", "cancelled")}
     wait_until(lambda: all(jobs.started(job, "ready") for job in stop.values()), "not up")
     jobs.slurm.run("scancel", "--batch", "--signal=USR1", stop["signalled"].id)

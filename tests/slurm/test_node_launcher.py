@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("idle")]
 
 NODE = "slurm/launch_node.sh"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
-# Writes its facts into a file of its rank, then does what its first argument says.
+# Writes its facts into a file with its rank's name, then does what its first argument says.
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -93,7 +93,7 @@ def environment(**changes: str) -> dict[str, str]:
 class End:
     """The end of a step: its exit code and the verdict, as slurm/training_job.sh reads them.
 
-    `srun_code` is srun's own, the largest of the tasks'.
+    srun_code: the exit code of srun itself, the largest code of its tasks.
     """
 
     code: int
@@ -201,9 +201,9 @@ def test_the_cause_is_told_from_its_consequences(slurm, worker, tmp_path, action
     ],
 )
 def test_a_launcher_that_dies_is_a_lost_rank(slurm, worker, tmp_path, node, action, cause):
-    """Its ranks die as well. The first node's launcher held the store of all launchers.
+    """The launcher's ranks die as well. The first node's launcher holds the store of torchrun.
 
-    Slurm may kill the other launcher before its verdict. The job script takes that for 76.
+    Slurm may kill the other launcher before it writes a verdict. The job script then exits with 76.
     """
     done = srun(slurm, tmp_path, *TWO_NODES, NODE, worker, tmp_path, action, node)
     assert done.code in (76, 137), done.output

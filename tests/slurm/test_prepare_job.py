@@ -129,7 +129,7 @@ def test_a_python_that_knows_no_signals_is_ended_by_the_stop_signal(stand_ins):
 def test_an_interrupted_array_resumes_merges_checks_and_does_nothing_twice(slurm, tmp_path):
     """One share of three is done outside of Slurm; the array of two does the rest."""
     output, source = tmp_path / "a prepared $(touch canary)", tmp_path / "texts.jsonl"
-    # Work units have 1 MiB at least: four of them, so that no share of two is empty.
+    # A unit of work has at least 1 MiB. With four units no share of two tasks is empty.
     text = '{"text": "' + " ".join(f"t{number % 126}" for number in range(2000)) + '"}\n'
     source.write_text(text * (4 * 2**20 // len(text) + 1))
     tokenizer = tiny.make_tokenizer(tmp_path / "tokenizer")

@@ -42,7 +42,7 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
         for disk in disks.values():
             subprocess.run(["umount", str(disk)], check=True)
 
-    # This job is awaited last, because it would slow down the timed jobs above.
+    # Wait for this job last, because it would slow down the timed jobs above.
     killed = {"STOKER_TEST_KILL_RANK_AT_STEP": "1:3"}
     options = ("--gpus-per-node=2", "--partition=other")
     endless = jobs.submit(tmp_path / "run", *options, script="slurm/train_job.sh", env=killed)
@@ -62,7 +62,7 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
     log = refused(jobs, job, 2, "lerning_rate.*learning_rate")
     assert log.count("lerning_rate") <= 6, log  # not once per rank
 
-    # A run that makes no progress between its restarts.
+    # This run makes no progress between its restarts.
     assert jobs.slurm.wait(endless) == "FAILED", endless.output()
     log = endless.output()
     assert jobs.slurm.fields(endless)["ExitCode"] == "77:0", log

@@ -48,7 +48,7 @@ def queue(slurm) -> list[str]:
 def test_the_check_has_what_slurm_understood(slurm, submit, tmp_path):
     script, plan = tmp_path / "job.sh", tmp_path / "plan.py"
     script.write_text(HEAD)
-    # Replaces a script's dry run, and refuses.
+    # This script takes the place of the training script; its dry run refuses.
     plan.write_text("raise SystemExit(2)  # dry_run\n")
     for words, environment, (nodes, gpus, limit, requeued) in SPELLINGS:
         done = submit(*words, str(script), str(plan), "a b", **environment)

@@ -1,4 +1,4 @@
-"""A sweep as a job array on a real Slurm: one point fails; a second submission only trains it."""
+"""A sweep as a job array on a real Slurm: one point fails; a second submission trains only that."""
 
 import pytest
 import tiny
@@ -40,7 +40,7 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(jobs, call, idle, tmp_
     directories = [sweep.output_dir / name for name in sweep.points]
     log = f"--output={tmp_path}/%a.log"
 
-    # One index more than points.
+    # The array has one index more than there are points.
     done = call("sbatch", *OPTIONS, log, "--array=0-2", "slurm/sweep_job.sh", str(file))
     assert done.returncode == 2, "sbatch --wait returns the worst code of the array"
     logs = [(tmp_path / f"{index}.log").read_text() for index in range(3)]
@@ -59,7 +59,7 @@ def test_a_sweep_runs_through_and_resumes_where_it_failed(jobs, call, idle, tmp_
     assert finished(sweep) == [True, True]
     assert [len(tiny.starts(path)) for path in directories] == [1, 1]
 
-    # Nothing is left: nothing is submitted.
+    # No point is left, so nothing is submitted.
     done = call("slurm/submit.sh", *OPTIONS, log, "slurm/sweep_job.sh", str(file))
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "nothing is left to run, nothing is submitted\n"

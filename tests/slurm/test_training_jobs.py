@@ -1,4 +1,4 @@
-"""`sbatch slurm/multinode_job.sh` on two nodes of two processes: the numbers of one process."""
+"""`sbatch slurm/multinode_job.sh` on two nodes of two processes gets the numbers of one process."""
 
 import pytest
 import tiny
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def alone(jobs: TrainingJobs, tmp_path_factory):
-    """Make the run in one process, without launcher and Slurm."""
+    """Run the same training in one process, without launcher and Slurm."""
     run = tmp_path_factory.mktemp("alone") / "run"
     torch.set_num_threads(1)  # two threads would wait for each other beside other tests
     pretrain.main(jobs.flags(run, use_cpu="true", per_device_train_batch_size=2))

@@ -45,7 +45,7 @@ LORA: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Cycle:
-    """An interruption in the journal: repeated steps, and seconds without a new step."""
+    """The cost of an interruption, from the journal: repeated steps, seconds without a new step."""
 
     lost_steps: int
     seconds: float
@@ -56,7 +56,7 @@ def job_environment(env: Mapping[str, str] | None = None, config: str = "cpu") -
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "STOKER_PROCESSES_PER_NODE": "2",
-        "STOKER_MAIN_ADDRESS": "127.0.0.1",  # n1 and n2 are not real host names
+        "STOKER_MAIN_ADDRESS": "127.0.0.1",  # the host names n1 and n2 do not exist
     }
     return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
 

@@ -1,7 +1,7 @@
 """A checkpoint from elsewhere in a new run directory: `--resume_from_checkpoint DIR`.
 
-Each checkpoint has copies of its run's config.yaml and provenance.json in the folder `run`. So it
-can resume in any directory, and a start compares the settings as in the old directory.
+Each checkpoint has copies of its run's config.yaml and provenance.json in the folder `run`. So a
+checkpoint can resume in any directory, and the start compares its settings with the old ones.
 """
 
 import contextlib
@@ -34,7 +34,10 @@ FLAG = "--resume_from_checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A committed checkpoint outside the run's directory; `record` has its run's record."""
+    """A committed checkpoint outside the run's directory.
+
+    record: the folder with the config.yaml and provenance.json of the checkpoint's own run.
+    """
 
     directory: Path
     record: Path
@@ -42,12 +45,12 @@ class ForeignCheckpoint:
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
-    """Return the checkpoint of `--resume_from_checkpoint`; None if the run resumes from its own.
+    """Return the checkpoint of FLAG; None without one, or if the run has checkpoints already.
 
-    `named` is the directory of a checkpoint, or of a run, of which the newest checkpoint is taken.
-    Its files are not read here. Raises ConfigurationError.
+    `named` is FLAG's value: the directory of a checkpoint, or of a run. The newest checkpoint of a
+    run is taken. Only its manifest and record are read. Raises ConfigurationError.
     """
-    if not named or named is True:  # resume from the newest of the run
+    if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
     if _newest(output_dir) is not None:
         logger.info(
@@ -87,10 +90,10 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 
 
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
-    """Copy the checkpoint into the run's directory and verify it; also the best one beside it.
+    """Copy the named checkpoint, and the best one beside it, to `output_dir`; verify the copies.
 
-    With `needs_best` the best checkpoint must be there. Rank 0 alone calls it and holds the lock. A
-    kill leaves a whole checkpoint or none. Raises ConfigurationError.
+    The best checkpoint may be missing unless `needs_best`. Only rank 0 calls this, while it holds
+    the run lock. A kill leaves a whole checkpoint or none. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -120,7 +123,10 @@ def _newest(output_dir: Path) -> Path | None:
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return the directory of the best checkpoint so far, if it is a different one and exists."""
+    """Return the best checkpoint beside the found one; None if they are the same or it is missing.
+
+    Only the name of `best` counts. Raises ConfigurationError for a missing one if `needs_best`.
+    """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
         return None
@@ -136,12 +142,12 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 
 
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
-    """Copy a checkpoint under a temporary name and verify the copy; return its directory.
+    """Copy a checkpoint under a temporary name and verify the copy; return the copy's directory.
 
     The copy must have the run and the step of the `expected` manifest.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed here
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
     try:
         for name in (*read_manifest(source).files, MANIFEST):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)

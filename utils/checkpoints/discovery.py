@@ -29,8 +29,9 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
 RESHARDED = "resharded."  # a temporary copy for another number of ranks
 SHOWN_PROBLEMS = 5
-LEAST_KEPT = 2  # one may be damaged
-# A save leaves this space: the next start writes lock, provenance and journal before it deletes.
+LEAST_KEPT = 2  # the newest one may be damaged
+# A save leaves this space free. The next start needs it for its lock, provenance and journal, which
+# it writes before it deletes anything.
 RESERVE_BYTES = 2**20
 
 
@@ -45,7 +46,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return how a run writes a damaged final/ again, in brackets; empty for another folder."""
+    """Return, in brackets, how a damaged final/ is written again; empty if no run can do this."""
     directory = Path(final)
     if directory.name != FINAL or not numbered_checkpoints(directory.parent):
         return ""
@@ -54,9 +55,10 @@ def how_to_rewrite(final: str | Path) -> str:
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the best checkpoint so far, which the checkpoint in `directory` names; else None.
+    """Return the best checkpoint so far, which trainer_state.json in `directory` names; else None.
 
-    Only the name counts: the run may have moved, and a foreign file may name any folder.
+    Only the last part of the stored path is used: the run may have moved, and a foreign file may
+    name any folder.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -83,7 +85,10 @@ def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Man
 
 
 def set_aside(directory: Path, prefix: str) -> str:
-    """Rename a directory so that it is no checkpoint any more; return its new name."""
+    """Rename a checkpoint or file with a prefix, so that it is ignored; return its new name.
+
+    The new name contains a number if the plain one exists already.
+    """
     number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
         number += 1
@@ -102,7 +107,7 @@ def delete(directory: Path) -> None:
         doomed = directory
         if not directory.name.startswith(DELETING):
             doomed = directory.with_name(DELETING + directory.name)
-            shutil.rmtree(doomed, ignore_errors=True)  # of a run that was killed here
+            shutil.rmtree(doomed, ignore_errors=True)  # left by a killed run
             directory.rename(doomed)
             flush(directory.parent)
         shutil.rmtree(doomed)
@@ -111,23 +116,23 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return the directories of checkpoints with these prefixes."""
+    """Return the former checkpoints whose names begin with one of these prefixes."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
 def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the directories named like a checkpoint without a manifest, newest first."""
+    """Return the directories that are named like a checkpoint but lack a manifest, newest first."""
     numbered = [directory for _, directory in numbered_checkpoints(output_dir)]
     return [directory for directory in numbered if not (directory / MANIFEST).exists()]
 
 
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
-    """Return the newest checkpoint of the run that verifies; None to start at step 0.
+    """Return the newest undamaged checkpoint of the run; None if the run has none.
 
-    Every file is read and compared with the manifest. Uncommitted and damaged checkpoints are set
-    aside. A `dry_run` moves nothing and reads no tensors. Rank 0 alone calls it. If all committed
-    checkpoints are damaged, raises StorageError and moves nothing: a person has to decide whether
-    to train from step 0 again.
+    Compare all files with the manifest, newest checkpoint first. Set uncommitted and damaged
+    checkpoints aside. A `dry_run` moves nothing and reads no tensors. Only rank 0 calls this. If
+    all committed checkpoints are damaged, raise StorageError and move nothing: a person has to
+    decide whether to train from step 0 again.
     """
     found, damaged = _newest_whole(output_dir, run_id, tensors=not dry_run)
     for directory in [] if dry_run else leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
@@ -146,7 +151,10 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def _newest_whole(
     output_dir: Path, run_id: str, *, tensors: bool
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest whole checkpoint, and the problems of each newer one."""
+    """Return the newest undamaged checkpoint and the problems of each newer one.
+
+    Raises StorageError if all committed checkpoints are damaged.
+    """
     damaged: dict[Path, str] = {}
     for step, directory in numbered_checkpoints(output_dir):
         if (directory / MANIFEST).exists():
@@ -168,7 +176,10 @@ def _newest_whole(
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return the problems of a committed checkpoint; ConfigurationError for another run's."""
+    """Return the differences between a checkpoint and its manifest; see `file_problems`.
+
+    Raises ConfigurationError for a checkpoint of another run.
+    """
     try:
         manifest = read_manifest(directory)
         if manifest.run_id != run_id:
@@ -184,15 +195,19 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return the largest number of checkpoints at a time, after so many `saves`.
+    """Return the largest number of checkpoints that exist at the same time during `saves` saves.
 
-    LEAST_KEPT stay until a new one is committed: with a limit of 2 there are three for a moment.
+    LEAST_KEPT checkpoints stay until the next one is committed. So three exist for a moment even
+    if `keep` is 2.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
-    """Delete this run's committed checkpoints except the newest `keep` (None: all) and the best."""
+    """Delete this run's committed checkpoints except the newest `keep` (None: all) and the best.
+
+    Also delete incomplete checkpoints of killed starts.
+    """
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
         delete(directory)
@@ -208,11 +223,12 @@ def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: 
 def find_room(
     output_dir: Path, run_id: str | None, keep: int | None, estimated_bytes: float, count: int = 1
 ) -> list[Path]:
-    """Return the directories to delete before `count` more checkpoints fit.
+    """Return the directories to delete so that `count` more checkpoints fit.
 
-    These are leftovers of killed starts, then the checkpoints that `rotate` would delete after the
-    next commit, oldest first, while LEAST_KEPT committed ones stay. The size of a checkpoint is
-    that of the newest one, or `estimated_bytes`. Raises StorageError if this is not enough.
+    First come leftovers of killed starts, then the checkpoints that `rotate` would delete after the
+    next commit, oldest first. LEAST_KEPT committed checkpoints always stay. A new checkpoint is as
+    large as the newest one, or `estimated_bytes` without one. Raises StorageError if these
+    deletions free too little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []
@@ -242,7 +258,7 @@ def find_room(
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of a file system, without regard to quotas. Raises OSError."""
+    """Return the free bytes of a directory's file system; ignore quotas. Raises OSError."""
     return shutil.disk_usage(directory).free
 
 
@@ -252,7 +268,7 @@ def taken_bytes(directory: Path) -> int:
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return the committed checkpoints beyond the newest `keep` and the best, oldest first."""
+    """Return the committed checkpoints except the newest `keep` and the best, oldest first."""
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]

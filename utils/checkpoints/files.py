@@ -30,22 +30,23 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Strategies with one layout: whole weights, and the optimizer's state whole or in equal parts.
+# Groups of strategies that load each other's checkpoints. All of them store whole weights; the
+# first group stores a whole optimizer state, the second one in equal parts.
 ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 # Files of a run directory outside of its checkpoints.
 CONFIG = "config.yaml"  # the settings of the first start
 PROVENANCE = "provenance.json"  # an entry for each start
 FINAL = "final"  # the finished model
-RECORD = "run"  # in a checkpoint: copies of CONFIG and PROVENANCE
-# Files of the processor of a model for images or sound, in addition to its tokenizer's.
-OLD_TEMPLATE = "chat_template.json"  # a processor prefers it to any other template
+RECORD = "run"  # the folder in a checkpoint with copies of CONFIG and PROVENANCE
+# Files that the processor of an image or sound model has in addition to its tokenizer's files.
+OLD_TEMPLATE = "chat_template.json"  # a processor prefers this file to any other template
 PROCESSOR_FILES = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json", OLD_TEMPLATE,
 )  # fmt: skip
 OWN_STATE = "stoker"  # the key of our state in a checkpoint's trainer_state.json
-RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it is a part of file names
-MARGIN = 1.02  # a checkpoint is a little larger than the last: logs and random states grow
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a run's id is a part of file names
+MARGIN = 1.02  # each checkpoint is a little larger than the previous one: logs and RNG states grow
 # Files of a model's configuration and a tokenizer, without tensors.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 # One core hashes about a gigabyte per second, so several cores hash parts of a file.
@@ -63,7 +64,7 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digest of a committed file; `sha256` is the digest of `file_digests`."""
+    """Size and digest of a committed file; `file_digests` computes `sha256`."""
 
     size_bytes: int
     sha256: str
@@ -88,7 +89,7 @@ def owner(name: str) -> int:
 def list_files(directory: Path) -> list[str]:
     """Return the relative paths of all files and links except the manifest, sorted.
 
-    NFS keeps deleted files that are still open as .nfsXXXX. They do not count.
+    Files named .nfsXXXX are left out: NFS keeps deleted files under such names while they are open.
     """
     paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = [path.relative_to(directory).as_posix() for path in paths if path.name[:4] != ".nfs"]
@@ -100,7 +101,7 @@ def flush_and_record(
 ) -> dict[str, FileRecord]:
     """Flush files and their folders to stable storage, and hash them. Raises OSError.
 
-    With a `source`, copy the files from this folder.
+    With a `source`, copy the files from that folder and hash the originals.
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
@@ -127,8 +128,8 @@ def file_problems(
 ) -> list[str]:
     """Compare the files of a checkpoint with their committed records; return the differences.
 
-    Names and sizes come first, because they show most damage without reading. Without `tensors`,
-    only the contents of DESCRIPTIONS are read.
+    Compare names and sizes first, because they show most damage without reading. Compare contents
+    only if these agree. Without `tensors`, read only files with a suffix in DESCRIPTIONS.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -160,7 +161,7 @@ def flush(path: Path) -> None:
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     """Return the SHA-256 of each file. Raises OSError.
 
-    The digest of a file with several parts is the SHA-256 of the digests of its parts.
+    For a file larger than PART_BYTES this is the SHA-256 of the digests of its parts.
     """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [
@@ -180,7 +181,8 @@ def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
 def cached_digests(files: Sequence[Path]) -> dict[str, str]:
     """Return the digest of each file by its name, from the disk cache if possible.
 
-    A file counts as unchanged while its path, size and modification time are. Raises OSError.
+    A file counts as unchanged if its path, size and modification time are the same as before.
+    Raises OSError.
     """
     states = file_states(files)  # before reading, so that later writes are noticed
     path = cache_path("digests", states)
@@ -194,7 +196,7 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _part(path: Path, begin: int) -> bytes:
-    """Return the digest of the part of a file that begins at an offset."""
+    """Return the SHA-256 of the part of a file that begins at the offset `begin`."""
     digest, left = hashlib.sha256(), PART_BYTES
     with path.open("rb") as file:
         file.seek(begin)
@@ -205,15 +207,15 @@ def _part(path: Path, begin: int) -> bytes:
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint that is not as it was committed; the text has the difference."""
+    """The error for a checkpoint that changed after its commit; the message says what changed."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The content of a committed checkpoint and the run that wrote it.
 
-    samples, tokens: from step 0, tokens without padding. fingerprints: digests of data, tokenizer
-    and settings. versions: those of the packages.
+    samples, tokens: trained on since step 0; padding is not counted. fingerprints: digests of data,
+    tokenizer and settings. versions: of the installed packages.
     """
 
     run_id: str
@@ -235,7 +237,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Commit the checkpoint in a directory after its files were flushed. Raises OSError."""
+    """Commit the checkpoint in a directory; its files must be flushed before. Raises OSError."""
     flush(directory.parent)  # the entry of the directory itself
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
@@ -244,9 +246,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
-    The checkpoint may be foreign: this checks that all names are regular files in the directory, or
-    missing. Raises DamagedCheckpointError if a bit of it changed, OSError if it cannot be read, and
-    ConfigurationError if a later version of Stoker wrote it.
+    The checkpoint may be foreign, so each listed name must be a regular file in the directory, or
+    missing. Raises DamagedCheckpointError if the manifest was changed, OSError if it cannot be
+    read, and ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -280,7 +282,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _has_its_types(manifest: Manifest) -> bool:
-    """Return whether the run's id and all counts are such: both become parts of paths."""
+    """Check the types of the fields. The run's id and the counts become parts of paths."""
     sizes = [record.size_bytes for record in manifest.files.values()]
     counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
     counts += [manifest.samples, manifest.tokens]

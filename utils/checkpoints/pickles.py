@@ -1,8 +1,8 @@
-"""A safe unpickler: only known classes in a checkpoint are loaded, and only its own files.
+"""A safe unpickler: a checkpoint can load only known classes, and only its own files.
 
-Trainer loads with weights_only=True. DeepSpeed and torch.distributed.checkpoint do not, so a
-variable of torch overrides them. torch unpickles the metadata of sharded checkpoints without a
-check, so this module reads the metadata first.
+Trainer loads with weights_only=True. DeepSpeed and torch.distributed.checkpoint do not, so an
+environment variable of torch forces it for them. torch unpickles the metadata of sharded
+checkpoints without a check, so this module checks the metadata first.
 """
 
 import io
@@ -21,7 +21,8 @@ from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 
-# Files that no library unpickles. The metadata of shards describes how to read them.
+# Suffixes of files that no library unpickles. Only parts of a .distcp shard are unpickled, as its
+# metadata says: see `_read_sharded`.
 HARMLESS = frozenset({
     ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
 })  # fmt: skip
@@ -35,9 +36,9 @@ METADATA_NAMES = re.compile(
 
 
 def guard_loading(strategy: str) -> None:
-    """Override weights_only=False in this process; let torch.save write no CRC-32.
+    """Force weights_only=True in this process, and let torch.save write no CRC-32.
 
-    For a CRC-32 torch.save would read the file again, and torch.load does not check it.
+    torch.load does not check the CRC-32, for which torch.save would read the file again.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -47,7 +48,7 @@ def guard_loading(strategy: str) -> None:
 
 def allow_known_classes(strategy: str) -> None:
     """Allow the classes in a strategy's checkpoints for loading with weights_only."""
-    # torch's context manager for this would also remove earlier classes at its end.
+    # Not by torch's context manager: its end would also forbid classes that were allowed before.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
     if strategy.startswith("zero"):
@@ -73,7 +74,7 @@ def refuse_code(checkpoint: Path) -> None:
 def forbidden(path: Path) -> str | None:
     """Return why a file of a checkpoint must not be loaded; None for a safe file.
 
-    Raises OSError, and ConfigurationError for the name of a file outside of the checkpoint.
+    Raises OSError, and ConfigurationError if the file names another one outside of the checkpoint.
     """
     try:
         if path.name.endswith(".index.json"):
@@ -90,7 +91,7 @@ def forbidden(path: Path) -> str | None:
                     torch.load(path, weights_only=True)
     except (OSError, ConfigurationError):
         raise
-    except Exception as error:  # bytes may raise any error here
+    except Exception as error:  # a damaged or hostile file may raise any error here
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             return f"names {named[1]}, which no checkpoint needs: loading it would run that."
         return "is nothing that torch.save writes of known classes."
@@ -106,7 +107,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_sharded(metadata: Path) -> None:
-    """Read the metadata, and the parts of shards that are no tensors, as FileSystemReader does."""
+    """Unpickle the metadata and the non-tensor parts of shards, as torch's FileSystemReader does.
+
+    Raises UnpicklingError for a class that is not allowed.
+    """
     with metadata.open("rb") as file:
         content = _MetadataUnpickler(file).load()
     named = {info.relative_path for info in content.storage_data.values()}

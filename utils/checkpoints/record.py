@@ -43,7 +43,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    """Check that the value can be a part of a file's name, as the ids of jobs are."""
+    """Check that the value can be a part of a file's name: ids of jobs are used in such names."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -65,7 +65,7 @@ def _is_time(value: Any) -> bool:
         return False
 
 
-# The fields of an entry of provenance.json that Stoker reads again. Each of them may be null.
+# The check of each field that Stoker reads from an entry of provenance.json. A field may be null.
 _START: dict[str, Any] = {
     "time": _is_time, "script": _is_text, "argv": _are_texts, "python": _is_text,
     "resumed_from": _is_text, "git": {"commit": _is_text}, "weights_from": {"path": _is_text},
@@ -87,10 +87,11 @@ _WRONG = {
 
 
 class RunRecord:
-    """The record in a directory. Each file is read once, when it is first needed.
+    """The record of the run in a directory. Each file is read once, when it is first needed.
 
     A file is lost if it is damaged and no checkpoint has a whole copy of it. Reading a lost file
-    raises ConfigurationError. With `lenient`, for programs that show a run, it counts as empty.
+    raises ConfigurationError. With `lenient`, a lost file counts as empty: programs that only show
+    a run use this.
     """
 
     def __init__(self, directory: Path, *, lenient: bool = False):
@@ -121,7 +122,7 @@ class RunRecord:
 
     @property
     def config(self) -> str | None:
-        """The text of config.yaml; None for a lost file."""
+        """The text of config.yaml; None for a lost file if `lenient`."""
         return self._config[0]
 
     @cached_property
@@ -141,7 +142,7 @@ class RunRecord:
         return found
 
     def restore(self) -> None:
-        """Write the damaged files again; rank 0 alone calls it and holds the lock.
+        """Replace the damaged files; only rank 0 calls this, while it holds the run lock.
 
         A damaged file stays beside the new one under another name. Raises ConfigurationError if a
         damaged file has no whole copy.
@@ -157,7 +158,7 @@ class RunRecord:
 
     @cached_property
     def _copies(self) -> Path | None:
-        """The folder with the newest copies that are as they were committed and can be parsed."""
+        """The folder with the newest undamaged copies that can be parsed; None without copies."""
         names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
         for _, checkpoint in numbered_checkpoints(self.directory):
             try:
@@ -176,7 +177,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The valid content of provenance.json, and the problem of the file."""
+        """The content of provenance.json or its copy, and the file's problem ("" without one)."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -194,7 +195,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The valid text of config.yaml, and the problem of the file."""
+        """The text of config.yaml or its copy, and the file's problem ("" without one)."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -205,7 +206,7 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file, or None, and the problem to report if the file is not used."""
+        """Return the parsed file (None if damaged), and the problem to report if a copy is used."""
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), _WRONG[name]
         except OSError as error:
@@ -214,7 +215,7 @@ class RunRecord:
             return None, f"{_WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Return the problem of a lost file. Raises ConfigurationError unless `lenient`."""
+        """Return a lost file's problem with advice; raise ConfigurationError unless `lenient`."""
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
@@ -242,7 +243,7 @@ def is_run(directory: Path) -> bool:
 
 
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
-    """Copy the record into a checkpoint that is being written; restore damaged files before."""
+    """Restore damaged files of the record; copy it into a checkpoint that is being written."""
     try:
         RunRecord(output_dir).restore()
     except ConfigurationError as error:
@@ -273,7 +274,7 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Check the types of a value's fields; a shape is a check, or one for each field."""
+    """Check a value's type. `shape` is a check, or a mapping with a shape for each field."""
     if value is None:
         return True
     if callable(shape):
@@ -283,7 +284,7 @@ def _fits(value: Any, shape: Any) -> bool:
 
 
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the last start: those of the first start with all later changes."""
+    """Return the settings of the last start: the first start's settings with all later changes."""
     settings = RunRecord(run_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}

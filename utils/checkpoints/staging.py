@@ -18,31 +18,32 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
 PREFIX = "stoker-staged-"
-# A rank may wait until another one wrote its largest file. A dead rank closes its connection.
+# A rank may wait while another rank writes its largest file. A dead rank is noticed sooner, because
+# its connection closes.
 GROUP_TIMEOUT_S = 24 * 3600
 
 
 class BackgroundWriter:
-    """A thread of each rank that copies staged files, and commits with the other ranks' threads.
+    """A thread of this rank that copies staged files to storage.
 
-    The threads have their own process group, so that their collectives never mix with training's.
-    The rank's directory in memory is locked while its process lives. The next start on the node
-    removes unlocked ones.
+    The threads of all ranks commit a checkpoint together. They have their own process group, so
+    that their collectives never mix with those of training. The rank's directory in memory is
+    locked while its process lives. The next start on the node removes unlocked directories.
     """
 
     def __init__(self, run_id: str, rank: int):
         self.rank, self.prefix = rank, f"{PREFIX}{run_id}-{rank}-"
-        self.directory: Path | None = None  # locked with this descriptor
+        self.directory: Path | None = None  # in memory; the descriptor `lock` locks it
         self.lock = -1
         self.group = cpu_group(GROUP_TIMEOUT_S)
         self.pool = ThreadPoolExecutor(1, "checkpoint writer")
         atexit.register(self.remove_directory)
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return the directory in memory for this rank's checkpoint; None if a node has no room.
+        """Return the directory in memory for this rank's files; None if any node has no room.
 
-        Collective over ranks. `own_bytes` is what this rank wrote the last time (None: unknown,
-        then its node needs `all_bytes`).
+        Collective over ranks. `own_bytes` is the size of this rank's files in the previous save.
+        None: unknown, so its node needs room for `all_bytes`, the whole checkpoint.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -59,7 +60,7 @@ class BackgroundWriter:
         return on_every_rank(self.make_directory)[self.rank]
 
     def make_directory(self) -> Path:
-        """Return the directory, empty and readable by this user alone. Raises OSError."""
+        """Return the directory in memory, empty and private to this user. Raises OSError."""
         if self.directory is None or not self.directory.exists():
             self.remove_directory()
             self.directory, self.lock = locked_directory(MEMORY, self.prefix)
@@ -73,23 +74,24 @@ class BackgroundWriter:
                 shutil.rmtree(path)
 
     def remove_directory(self) -> None:
-        """Remove the directory. The next start on this node removes what this leaves."""
+        """Remove the directory in memory. The next start on this node removes any remains."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self.lock)
             self.directory = None
 
     def close(self) -> None:
-        """Release memory and process group; all ranks call it, while nothing is being written."""
+        """Release the memory and the process group. All ranks call it while no thread writes."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return the staged files that this rank copies: its own, and those without an owner.
+        """Return the names of the staged files that this rank copies to storage.
 
-        Collective over ranks.
+        If several ranks staged the same name, its owner copies the file, or the first of these
+        ranks if the owner did not stage it. Collective over ranks.
         """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
@@ -100,7 +102,7 @@ class BackgroundWriter:
 
 
 def free_bytes() -> int:
-    """Return the free memory of this node for files; 0 if it has no MEMORY directory."""
+    """Return how many bytes of files this node's memory can still hold; 0 without MEMORY."""
     if not MEMORY.is_dir():
         return 0
     status = os.statvfs(MEMORY)
@@ -108,6 +110,6 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove the staged files of this user's killed processes, which take memory from jobs."""
+    """Remove staged files of this user's killed processes: they would take memory from jobs."""
     for directory in remove_abandoned(MEMORY, PREFIX):
         logger.warning("%s was left in memory by a run that was killed: removed", directory)

@@ -2,8 +2,8 @@
 
 Trainer writes its files as it always does. Then each rank flushes and hashes its own files, and
 rank 0 writes the manifest last. No directory is renamed: when transformers did that, ranks raced
-for one name (#28364, #36112). In the background Trainer writes into memory, and each rank's thread
-copies its files to where they belong before the manifest is written.
+for one name (#28364, #36112). For a save in the background, Trainer writes into memory. A thread of
+each rank copies the rank's files into the checkpoint, then the manifest is written.
 """
 
 import dataclasses
@@ -45,20 +45,21 @@ class Save:
 
     step: int
     size_bytes: int
-    stall_s: float  # training waited
-    write_s: float  # in the background, after that
+    stall_s: float  # how long training waited
+    write_s: float  # how long the background then wrote
 
 
 class Checkpoints:
     """Commits and keeps the checkpoints of a run; every method is collective over ranks.
 
-    A save is `begin`, then Trainer's own into `run_dir`, then `commit`. `facts` are what all
-    manifests of this start have in common; the `keep` newest checkpoints stay (None: all) and the
-    best; `estimated_bytes` is what one takes, until one is there to go by. With `background`,
-    commits are under way when `commit` returns; `finish` waits for them.
+    A save has three steps: `begin`, Trainer's own save into `run_dir`, `commit`. With `background`,
+    `commit` returns before the checkpoint is committed; `finish` waits for the commit.
 
-    run_dir   the directory in which Trainer makes its checkpoint-N
-    saves     what was committed so far, in this start
+    facts            the values that all manifests of this start have in common
+    keep             how many of the newest checkpoints stay, beside the best one; None: all
+    estimated_bytes  the size of a checkpoint until this start has saved one
+    run_dir          the directory in which Trainer makes its checkpoint-N
+    saves            the checkpoints that this start has committed
     """
 
     def __init__(
@@ -69,18 +70,18 @@ class Checkpoints:
         self.output_dir, self.facts, self.rank = output_dir, facts, rank
         self.keep, self.estimated_bytes = keep, estimated_bytes
         self.background = background
-        self.work: Future[None] | None = None  # what is written there, until `finish`
+        self.work: Future[None] | None = None  # the save in the background, until `finish`
         self.run_dir = output_dir
         self.saves: list[Save] = []
         self.begun = 0.0
-        self.own_bytes: int | None = None  # that this rank wrote the last time
+        self.own_bytes: int | None = None  # size of this rank's files in the previous save
 
     def directory(self, step: int) -> Path:
         """Return the path of the checkpoint of a step."""
         return self.output_dir / f"checkpoint-{step}"
 
     def is_committed(self, step: int) -> bool:
-        """Whether this step has a checkpoint already: then it holds just what a new one would."""
+        """Check whether this step is committed already. A new save of it would be the same."""
         return on_rank_0((self.directory(step) / MANIFEST).is_file)
 
     @property
@@ -95,11 +96,11 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether that failed on this rank; `finish` raises why."""
+        """Whether the save in the background failed on this rank; `finish` raises its error."""
         return self.work is not None and self.work.done() and self.work.exception() is not None
 
     def begin(self, step: int) -> bool:
-        """Wait for the save before, and make room; False: the step is committed already.
+        """Wait for the previous save and make room; return False if the step is committed already.
 
         Raises StorageError, or ConfigurationError if another job took the directory, on all ranks.
         """
@@ -115,13 +116,13 @@ class Checkpoints:
             size_bytes = self.saves[-1].size_bytes if self.saves else self.estimated_bytes
             staged = self.background.open(step, self.own_bytes, size_bytes)
         self.run_dir = staged or self.output_dir
-        # Trainer names the best checkpoint where its directory is there. With sharded weights
-        # (FSDP) that of this step came later: which rank found it was chance.
+        # Trainer stores the path of the best checkpoint only if that directory exists. With sharded
+        # weights (FSDP), Trainer makes the directory late, and some ranks would not find it.
         on_every_rank(lambda: (self.run_dir / self.directory(step).name).mkdir(exist_ok=True))
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Commit what Trainer wrote for this step, then rotate; raises StorageError."""
+        """Commit the files that Trainer wrote for this step, then rotate. Raises StorageError."""
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
 
@@ -146,13 +147,13 @@ class Checkpoints:
         self.work = background.pool.submit(write)
 
     def finish(self) -> None:
-        """Wait for what is being written in the background; raises StorageError on all ranks."""
+        """Wait for the save in the background. Raises its StorageError on all ranks."""
         work, self.work = self.work, None
         if work is not None:
             work.result()
 
     def close(self) -> None:
-        """Release what writing in the background needs."""
+        """Close the background writer."""
         if self.background is not None:
             self.background.close()
 
@@ -176,7 +177,7 @@ class Checkpoints:
     def _commit_files(
         self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
-        """Record every rank's files, commit, rotate; return their bytes."""
+        """Record the files of all ranks, commit and rotate; return the checkpoint's bytes."""
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
         manifest = dataclasses.replace(

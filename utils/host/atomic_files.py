@@ -24,7 +24,7 @@ from utils.host.machine import host_name
 from utils.host.redaction import redact
 
 CACHE_FORMAT = 1
-LONGEST_NAME = 1000  # of a path inside a folder; systems take 4096 bytes with the folder
+LONGEST_NAME = 1000  # characters of a path inside a folder; with the folder, 4096 bytes are allowed
 
 Content = TypeVar("Content")
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
-    """Write a text to `path` in one step; flush it before it gets this name. Raises OSError.
+    """Write a text to `path` in one step: flush a draft, then rename it. Raises OSError.
 
     Known secrets are masked, unless the text has to be `exact` because its digest is stored.
     """
@@ -56,9 +56,9 @@ def paths_inside(
 ) -> dict[str, Path]:
     """Return the path in `folder` of each name that the manifest or index `listed_in` holds.
 
-    The files may be missing. With `links`, the user's own links may lead out of the folder, as in
-    the Hub's cache. Raises ConfigurationError for a name that leaves the folder or that is not a
-    regular file, and for two names that are the same name to some file systems.
+    The files may be missing. With `links`, symbolic links may lead out of the folder, as in the
+    Hub's cache. Raises ConfigurationError for a name that leaves the folder or is not a regular
+    file, and for two names that some file systems treat as the same.
     """
     paths: dict[str, Path] = {}
     plain: dict[str, str] = {}
@@ -102,7 +102,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
     """Make a private directory, locked until the returned descriptor is closed; raises OSError.
 
     The end of the process closes the descriptor. `remove_abandoned` of another process may remove
-    the directory before it is locked: then this makes another one.
+    the directory before it is locked. Then make another one.
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -116,13 +116,13 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove this user's directories whose processes have ended; return their paths.
+    """Remove the directories in `base` that this user's ended processes left; return their paths.
 
-    `locked_directory` made these directories, and they are not locked any more.
+    `locked_directory` made these directories. They are not locked any more.
     """
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
-        with contextlib.suppress(OSError):  # a link, a living process's, or already removed
+        with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed
             if directory.lstat().st_uid != os.getuid():
                 continue
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -144,7 +144,7 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str, facts: Any) -> Path:
-    """Return the cache file of the content that `facts` (JSON values) determine."""
+    """Return the path of a cache file. `facts` (JSON values) must determine its content."""
     name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
     return cache_root() / kind / f"{name}.json"
 

@@ -1,4 +1,4 @@
-"""Collectives: actions of one rank or of all, with the same answer or error on all ranks."""
+"""Collectives: actions on rank 0 or on all ranks, with the same answer or error on all ranks."""
 
 import datetime
 import os
@@ -26,12 +26,15 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
 
 
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
-    """Run an action on every rank; return all answers by rank, or raise all errors everywhere."""
+    """Run an action on every rank; return all answers in rank order, or raise all errors.
+
+    Collective over the ranks of `group`: every rank gets the same answers or the same error.
+    """
     return _answers(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, by rank; collective."""
+    """Return the values of all ranks, in rank order; collective."""
     if not _connected():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -82,11 +85,11 @@ def cpu_group(timeout_s: float) -> Any:
 
 
 class Agreement:
-    """The maximum of one integer per rank, known one turn later; all ranks take part in each turn.
+    """The maximum of one integer per rank, in turns: begin a turn, read its result a step later.
 
     A turn is an all-reduce over the CPUs' network (gloo), in a separate thread while the ranks
-    compute. Reading the result one step later does not block the device, and seldom waits for
-    another rank. A single process has its result at once.
+    compute. All ranks take part. Reading the result one step later does not block the device, and
+    seldom waits for another rank. A single process has its result at once.
     """
 
     def __init__(self, timeout_s: float = 1800):
@@ -105,13 +108,14 @@ class Agreement:
         return int(value.item())
 
     def begin_turn(self, number: int) -> None:
-        """Begin a turn with this rank's number; `result` must have been called before."""
+        """Begin a turn with this rank's number. Read the `result` of the previous turn before."""
         assert self.pending is None, "the last turn was not read"
         self.own = number
         if self.group is not None:
             value = torch.tensor([number], dtype=torch.int32)
             maximum = torch.distributed.ReduceOp.MAX
-            # Hide it from a profiler: gloo would end the event after its memory is freed.
+            # Hide the all-reduce from a profiler: gloo ends the profiler's event after its memory
+            # is freed.
             torch.autograd._enable_record_function(False)
             try:
                 work = torch.distributed.all_reduce(value, maximum, group=self.group, async_op=True)

@@ -35,11 +35,11 @@ class _TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
-    """Turn any error of a library in a with block that reads foreign files into a clear error.
+    """Turn any library error of a with block that reads foreign files into a ConfigurationError.
 
-    `what` is the file, folder or Hub name that the block reads. The ConfigurationError has it, the
-    `problem` and the damaged files of a folder. It has the `advice` if no file is damaged. Errors
-    of storage, memory and other ranks are raised as they are.
+    `what` is the file, folder or Hub name that the block reads. The message holds `what`, the
+    `problem` and the damaged files of a folder; if no file is damaged, it holds the `advice`.
+    Errors of storage, memory and other ranks are raised unchanged.
     """
     folder = Path(what)
     try:
@@ -60,7 +60,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Add the name of a file or a folder to a ConfigurationError of a with block that lacks it."""
+    """Add the name `what` to a ConfigurationError of a with block, unless the error has it."""
     try:
         yield
     except ConfigurationError as error:
@@ -74,9 +74,9 @@ def naming(what: str | Path) -> Iterator[None]:
 def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Raise ConfigurationError if a with block computes too long or uses too much memory.
 
-    The limits are CPU_LIMIT_S of CPU time of this process, and `memory_bytes` more than it uses now
-    (None if CUDA may start, which reserves addresses). Nested calls keep the outer limit. Threads
-    other than the main thread get no signals, and so no limit.
+    The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` more address space than the process
+    uses now. Pass None if CUDA may start, which reserves much address space. A nested call keeps
+    the outer limits. Only the main thread has limits, because only it handles signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
@@ -98,7 +98,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
         yield
     except _TimeIsUp:
         raise ConfigurationError(f"{what} takes more than {CPU_LIMIT_S:g} s of CPU time.") from None
-    except (MemoryError, RuntimeError) as error:  # torch's is a RuntimeError
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
         if memory_error(error) is None:
             raise
         raise ConfigurationError(f"{what}: {reason(error)}.") from error
@@ -114,7 +114,7 @@ def reason(error: BaseException) -> str:
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
     text = " ".join(text.split())
-    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # before it is cut
+    said = redact(text if " " in text else f"{type(error).__name__} {text}")  # before shortening
     return (said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}...").rstrip(" .")
 
 
@@ -132,8 +132,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a folder that libraries read; for a file, the file."""
-    with contextlib.suppress(OSError, ValueError):  # a name that no system takes
+    """Return the files in a folder that libraries read. For a single file, return only that."""
+    with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
         if folder.is_dir():
             return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
     return [folder]

@@ -24,7 +24,7 @@ NOT_FINITE = (
     "NaN",
     "Infinity",
     "-Infinity",
-)  # no numbers in JSON: written as text
+)  # JSON has no such numbers: they are written as text
 STARTS = ("started", "resumed")
 LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
 BLOCK_BYTES = 2**16
@@ -65,9 +65,9 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as valid JSON: numbers of numpy and torch, and NOT_FINITE as text.
+    """Return a value as valid JSON, with known secrets masked.
 
-    Known secrets are masked.
+    Numbers of numpy and torch become plain numbers. The numbers in NOT_FINITE become text.
     """
 
     def plain(other: Any) -> Any:
@@ -80,14 +80,14 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a journal as one series, without lines that were rolled back, damaged or repeated.
 
-    Non-finite figures are floats again. The last of several events of one kind, split and step
-    counts, because an interrupted evaluation is done again for all splits.
+    Non-finite figures are floats again. If several lines have the same event, split and step, only
+    the last is returned: an interrupted evaluation is repeated for all splits.
     """
     return as_series(read_lines(Path(path))[0])
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the series of these lines, as `read_journal` does."""
+    """Return these lines as one series, without rolled-back or repeated ones (`read_journal`)."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]
@@ -104,9 +104,9 @@ def read_lines(
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of a journal and the number of damaged lines. Raises OSError.
 
-    `first` selects the lines within the first bytes of the file, `last` those that end within the
-    last bytes. Without `ranks`, a line has its offset in the file (`at`) instead of
-    `memory_by_rank`, which is most of a line.
+    `first` and `last` are numbers of bytes. With `first`, read only lines within the first bytes of
+    the file; with `last`, only lines that end within its last bytes. Without `ranks`, each line has
+    its offset in the file (`at`) instead of its longest field, `memory_by_rank`.
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
@@ -167,7 +167,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return the value of a field; None for an unusable measure. Raises ValueError for its type."""
+    """Return a field's value; None for an unusable measure. Raises ValueError for a wrong type."""
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
@@ -201,9 +201,9 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text on one line of a terminal: line ends, escape codes and the like as escapes.
+    r"""Return a text fit for one line of a terminal, with known secrets masked.
 
-    Known secrets are masked.
+    Line ends, escape codes and other unprintable characters become escapes.
 
     >>> printable("a b"), printable("line\nend \x1b[1m")
     ('a b', 'line\\nend \\x1b[1m')

@@ -18,7 +18,7 @@ def global_rank() -> int:
 
 
 def cpu_fact(name: str) -> str:
-    """Return a value of the first core from /proc/cpuinfo, as `vendor_id`; "" without one."""
+    """Return an entry of the first core in /proc/cpuinfo, such as `vendor_id`; "" without it."""
     found = re.search(rf"^{name}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return found[1].strip() if found else ""
 
@@ -27,7 +27,7 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this job may still use on this host.
 
     Slurm limits memory by control groups of the step, the job and the user. Files in /dev/shm count
-    as used. Cached file pages that the kernel would drop first do not. `root` is for tests.
+    as used. Cached file pages that the kernel drops first count as free. `root` is for tests.
     """
     rooms = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
     for version, groups in _memory_groups(root):
@@ -41,8 +41,9 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 def memory_kills(root: Path = Path("/")) -> int:
     """Return how many processes of this control group the kernel has killed for lack of memory.
 
-    The count is from the process's own group: the kernel counts there for any limit, and the groups
-    around it hold other jobs. Without a count in a group, it is from the whole host.
+    Read the innermost group that counts kills. The kernel counts a kill there even if an outer
+    group's limit was reached, and outer groups hold other jobs. If no group counts kills, return
+    the count of the whole host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -52,7 +53,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield the version of control groups, and this process's group with all groups around it."""
+    """Yield the version of control groups, and this process's group followed by its parents."""
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -65,7 +66,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
     """Return the bytes left in one control group; infinity without a limit."""
     if not (group / limit).is_file():
-        return float("inf")  # the root group, or a path of the host, in a container
+        return float("inf")  # the root group has no limit; a container does not see the host's path
     allowed = (group / limit).read_text(encoding="utf-8").strip()
     used = int((group / usage).read_text(encoding="utf-8"))
     statistics = _numbers(group / "memory.stat")

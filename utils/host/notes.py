@@ -1,8 +1,8 @@
 """Last words: the note of a rank that ends early, its place in the code, errors of the machine.
 
 The launcher reads the notes, one file per rank, in the directory STOKER_NOTES_DIR. Under
-slurm/launch_node.sh it is for one node, under slurm/training_job.sh for all nodes of a job. Without
-that variable nothing reads notes, and none are written.
+slurm/launch_node.sh this directory is for one node, under slurm/training_job.sh for all nodes of a
+job. Without this variable no notes are written.
 """
 
 import dataclasses
@@ -28,15 +28,16 @@ VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# Some libraries raise their own types of errors, so only the texts tell a fault of the storage.
-# torch and protobuf only report that their writer failed.
+# Some libraries raise their own types of errors, so a fault of the storage shows only in the text.
+# torch and protobuf report only that their writer failed.
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
 _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED"
-# Texts of torch (a data worker), datasets and Python (a pool). They do not name the killer.
+# Texts of torch (a data worker), datasets and Python (a process pool) after a process died. They do
+# not say what killed the process.
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
-runs_begun: list[Path] = []  # in this process, as rank 0
+runs_begun: list[Path] = []  # output directories of the runs that this process began as rank 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Note:
 
     kind: "stopped" (a checkpoint was written), "refused" (the text is the first problem), "failed"
     (the text is the traceback's last line), "hung" (the text is the place in the code) or "killed"
-    (the text is the signal; the launcher wrote the note). A hung rank had given `beats` signs of
-    life, and may be `waiting` for other ranks.
+    (the text is the signal; the launcher wrote the note). `beats` and `waiting` are for a hung
+    rank: how many signs of life it gave, and whether it is waiting for other ranks.
     """
 
     kind: str
@@ -83,16 +84,16 @@ def read_notes(directory: str | os.PathLike[str]) -> list[Note]:
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write the cause of the job's end and its exit code. Return False if that was not possible.
+    """Write the verdict: the cause of the job's end, and the job's exit code.
 
-    The job may have a verdict already, or there is no directory.
+    Return False if the job has a verdict already or if the files cannot be written.
     """
     first = _create(VERDICT, redact(text.rstrip()) + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def mark_run_started(output_dir: Path) -> None:
-    """Write a mark for the job script, which counts starts that end before the run begins."""
+    """Leave a mark that the run has begun: the job script counts starts that end before that."""
     runs_begun.append(output_dir)
     _create(RUN_STARTED, f"{output_dir}\n")
 
@@ -115,7 +116,7 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def _create(name: str, text: str) -> bool:
-    """Write a file in one step; return False if the file exists or cannot be written."""
+    """Write a file among the notes in one step; return False if it exists or writing fails."""
     directory = notes_directory()
     if directory is None:
         return False
@@ -165,7 +166,7 @@ def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the first line of `Type: message`, and the place in this repository."""
+    """Return the first line of `Type: message`, followed by the place in the code."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{lines[0]} ({place(frames)})" if frames else lines[0]
@@ -185,10 +186,10 @@ def storage_error(error: BaseException) -> StorageError | None:
 
 
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
-    """Return the error by which memory ran out, `error` or a cause of it; None for other errors.
+    """Return the error that shows lack of memory: `error` itself or one of its causes; else None.
 
-    `killed` tells whether the kernel killed a process of this job for lack of memory. Without that
-    evidence a lost helper process is a LostProcessError, see below.
+    `killed` tells whether the kernel killed a process of this job for lack of memory. Then a lost
+    helper process counts too. Without that evidence, `lost_process` reports the loss.
     """
     return _cause(error, lambda one: _lacks_memory(one) or (killed and _lost_process(one)))
 
@@ -199,7 +200,10 @@ def memory_owner(cause: BaseException) -> str:
 
 
 def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
-    """Return `error` as an OutOfMemoryError if memory ran out where no trainer writes a page."""
+    """Return an OutOfMemoryError if `error` shows lack of memory, else None.
+
+    This is for errors outside of training. During training, the trainer writes a page with advice.
+    """
     cause = memory_cause(error, killed)
     if cause is None:
         return None
@@ -247,9 +251,9 @@ def _storage_fault(error: BaseException) -> str | None:
 
 
 def _of_a_library(error: BaseException) -> bool:
-    """Check whether an error may be a library's report of a fault of the machine.
+    """Check by its type whether an error may be a library's report of a fault of the machine.
 
-    Any other error may quote a user's text.
+    The texts of other errors are not searched, because they may quote a user's text.
     """
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

@@ -31,7 +31,7 @@ _SECRET_NAME = re.compile(
 # A shorter value is more likely a word or a number ("true", "2026") than a secret. Masking it would
 # damage every file. Services issue longer secrets.
 _SHORTEST_SECRET = 8
-# Tokens of the Hub and of GitHub, also within a longer word; an address's user with a password.
+# Tokens of the Hub and of GitHub, also within a longer word; `user:password` in an address.
 _FORMS = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"""|(?<=://)[^\s/@:'"\\,<>]*:[^\s/'"\\,<>]+(?=@)"""
@@ -39,10 +39,10 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Set the tokens in TOKEN_NAMES from a `.env` file in the environment; return their names.
+    """Set environment variables for the TOKEN_NAMES in a `.env` file; return the names set.
 
     Variables that are set already stay. The file may be missing. Other lines are ignored with a
-    warning. Raises ConfigurationError for a file that is not private. No message has a value.
+    warning. Raises ConfigurationError for a file that is not private. No message shows a value.
     """
     from io import StringIO
 
@@ -60,7 +60,7 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
 
 def _read_private(path: Path) -> str:
     """Return the text of a file that only this user can read; "" without the file."""
-    if path.is_dir():  # a virtual environment of that name
+    if path.is_dir():  # some users name their virtual environment .env
         return ""
     try:
         # Follow no symlink, because others may change its target. Do not wait for a pipe.
@@ -88,7 +88,7 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Mask every known secret in plain data. Do it before encoding: YAML wraps long texts."""
+    """Mask every known secret in plain data. Call it before encoding: YAML wraps long texts."""
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:
@@ -102,7 +102,7 @@ def redacted(value: Any) -> Any:
 
 
 def _secrets() -> tuple[str, ...]:
-    """Return the secrets in the environment. Logs contain a multi-line key line by line."""
+    """Return the secrets in the environment, and the single lines of a multi-line secret."""
     values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     parts = {part.strip() for value in values for part in (value, *value.splitlines())}
     return tuple(sorted(part for part in parts if len(part) >= _SHORTEST_SECRET))
@@ -127,7 +127,7 @@ def _masked(text: str, forms: tuple[str, ...]) -> str:
 def _in_yaml(text: str) -> str:
     try:
         import yaml
-    except ModuleNotFoundError:  # an environment without packages is refused: no YAML is written
+    except ModuleNotFoundError:  # without packages the launch is refused, and no YAML is written
         return text
     return yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2]
 
@@ -182,7 +182,7 @@ def _print_redacted_error(
 
 
 def write_error(text: str) -> None:
-    """Write a text to stderr at once, redacted. Ignores errors, as of a log on a full disk."""
+    """Write a redacted text to stderr at once. Ignores errors, such as a log on a full disk."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()

@@ -30,7 +30,7 @@ FOLDER = ".lock"
 BEAT_S = 5.0
 WATCH_S = 30.0  # several beats: storage may stall, a library may hold the interpreter
 LOOK_S = 0.5
-LONGEST_ERROR = 250  # characters, of twelve bytes each at most, in a file of SIZE
+LONGEST_ERROR = 250  # characters; each takes up to twelve bytes of the file, which has SIZE bytes
 SIZE = 4096
 
 _held: dict[Path, "RunLock"] = {}
@@ -42,7 +42,7 @@ def take_run_lock(output_dir: Path) -> None:
     The lock is held until `leave_run_lock` or the end of the process. Watches the heartbeat of an
     earlier owner for up to WATCH_S. Raises OSError, and ConfigurationError for a living owner.
     """
-    leave_run_lock(output_dir)  # of an earlier run in this process
+    leave_run_lock(output_dir)  # an earlier run of this process may hold it
     _held[output_dir.resolve()] = RunLock(output_dir)
     atexit.register(leave_run_lock, output_dir)
 
@@ -58,19 +58,19 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process in its locks."""
+    """Store the error that ends this process in the locks that it holds."""
     for lock in _held.values():
         lock.error = error[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Store what this process is doing, which the next heartbeat writes."""
+    """Store what this process is doing; the next heartbeat writes this phase into the lock."""
     for lock in _held.values():
         lock.phase = phase
 
 
 def held_runs() -> dict[Path, str]:
-    """Return the run directories that this process holds, with the error that ends each."""
+    """Return the run directories that this process holds, with the error of each ("": none)."""
     return {path: lock.error or "" for path, lock in _held.items()}
 
 
@@ -78,9 +78,10 @@ def held_runs() -> dict[Path, str]:
 class RunOwner:
     """An owner of a run directory, as its file in .lock describes it.
 
-    left: the owner released the lock, with the `error` that ended it, if one did. gone: its process
-    is known to be dead. since: when it took the directory, by its machine's clock. beat: its last
-    heartbeat, by the storage's clock, with its `phase` then. Both are unix seconds.
+    left: the owner released the lock. error: the error that ended the owner, None without one.
+    gone: its process is known to be dead. since: when it took the directory, by its machine's
+    clock. beat: its last heartbeat, by the storage's clock. phase: what it was doing at that
+    heartbeat. Times are in unix seconds.
     """
 
     number: int
@@ -108,7 +109,7 @@ class RunOwner:
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
     """Yield the owners of a run directory, newest first, without waiting for a heartbeat.
 
-    Damaged files are left out. An owner is gone once there is a newer one.
+    Damaged files are left out. An owner counts as gone if a newer one exists.
     """
     newer = False
     for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
@@ -129,10 +130,10 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return who took the directory from this process; None if nobody did, or without a lock.
+    """Return a sentence about the job that took the directory from this process; else None.
 
     A process that was suspended for longer than WATCH_S may lose its lock. Call this before writing
-    what other jobs rely on. Raises OSError.
+    files that other jobs rely on. Returns None also if this process has no lock. Raises OSError.
     """
     lock = _held.get(output_dir.resolve())
     return lock.new_owner() if lock else None
@@ -181,10 +182,10 @@ class RunLock:
         self.thread.start()
 
     def new_owner(self) -> str | None:
-        """Return who has the directory now; None for this process."""
+        """Return a sentence about the directory's new owner; None if it is still this process."""
         number, content = _newest(self.folder)
         if not content and self.path.name == f"owner-{number}":
-            return None  # this process's file, damaged: the next beat writes it again
+            return None  # this process's own file is damaged: the next heartbeat writes it again
         if content and content["owner"].get("token") == self.owner["token"]:
             return None
         return (
@@ -223,7 +224,7 @@ class RunLock:
         return number
 
     def _is_gone(self, other: dict[str, Any]) -> bool:
-        """Check whether an owner is known to be gone. If not, only its heartbeat can tell."""
+        """Check whether an owner is known to be gone. If not, its heartbeat has to be watched."""
         if _is_dead(other):
             return True
         # Slurm starts a job again once every process of the earlier start is gone.
@@ -255,7 +256,7 @@ class RunLock:
 
 
 def _machine() -> str:
-    """Return the boot and the process namespace, within which a pid is unique."""
+    """Return the ids of the boot and the process namespace. Within both, a pid is unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -265,7 +266,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
     if owner["machine"] != _machine():
         return False
     try:
-        os.kill(owner["pid"], 0)  # psutil asks /proc, which may hide other users' processes
+        os.kill(owner["pid"], 0)  # not psutil: /proc may hide other users' processes
     except ProcessLookupError:
         return True
     except PermissionError:

@@ -7,6 +7,6 @@ rendezvous          first check: the nodes reach each other and are alike
 accelerate_command  the processes of a script, its accelerate config, the arguments for accelerate
 processes           second check: the ranks are connected and run the requested strategy
 signals             Slurm's signals as requests to stop
-script, verdict     the beginning and end of a process; the cause of a job's end
+script, verdict     the beginning and end of a script's process; the cause of a job's end
 notify              messages about the end of a job to a webhook
 """

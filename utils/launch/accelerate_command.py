@@ -16,9 +16,9 @@ OF_OTHERS = (
     *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
     *("fp8_config", "megatron_lm_config"),
 )
-# Seconds in which the launchers of all nodes must join. They have just met at the rendezvous.
+# Seconds in which the launchers of all nodes must join torchrun. They were compared just before.
 JOIN_TIMEOUT_S = 120
-# Seconds from SIGTERM to SIGKILL for the other workers of a node on which one failed.
+# Seconds from SIGTERM to SIGKILL for the other workers of a node after one of them failed.
 SHUTDOWN_TIMEOUT_S = 5
 
 
@@ -38,9 +38,9 @@ def plan_launch(
 
 
 def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy in a script's arguments: of a flag, or else of a recipe.
+    """Return the strategy that a script's arguments set, by a flag or else by a recipe.
 
-    Faults of the arguments are left to the script, which reports them.
+    Wrong arguments are ignored here, because the script reports them.
     """
     from utils.config.command_line import CONFIG_FLAG, read_flags
     from utils.config.recipes import read_recipes
@@ -102,15 +102,16 @@ def launch_arguments(
             options += ["--deepspeed_multinode_launcher", "standard"]
     by_torchrun = config.kind not in ONE_PROCESS
     if not by_torchrun and allocation.gpus is None:
-        options += ["--cpu"]  # or accelerate sets ACCELERATE_USE_CPU=False for the script
+        options += ["--cpu"]  # else accelerate sets ACCELERATE_USE_CPU=False for the script
     script, *script_args = command
     args = launch_command_parser().parse_args([*options, script])
     if by_torchrun:
         # torchrun replaces ${local_rank} in arguments, and $$ by $.
         script_args = [argument.replace("$", "$$") for argument in script_args]
     args.training_script, args.training_script_args = script, script_args
-    # accelerate passes these to torchrun, which ends the workers at such a signal. The launcher
-    # itself answers the stop signals. SIGHUP (a closed terminal) ends workers except under nohup.
+    # accelerate passes these signals to torchrun, which ends the workers when it gets one. The
+    # launcher itself answers the stop signals. SIGHUP is the signal of a closed terminal. It ends
+    # the workers except under nohup.
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S

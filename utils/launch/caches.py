@@ -30,7 +30,7 @@ from utils.launch.signals import NODE_DIR
 logger = logging.getLogger(__name__)
 
 PREFIX = "stoker-"
-LARGEST_BYTES = 2**30  # a larger archive is not read, and so replaced
+LARGEST_BYTES = 2**30  # a larger archive is not read; the next one replaces it
 _CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # A UNIX socket's path has at most 107 bytes, and multiprocessing appends 32 to TMPDIR.
@@ -38,10 +38,10 @@ _LONGEST_TMPDIR = 75
 
 
 def enter_node_directory() -> Path:
-    """Make this job's private (0700) directory on this node's own disk, and point libraries there.
+    """Make this job's private (0700) directory on this node's disk; set libraries' caches to it.
 
-    It is under SLURM_TMPDIR, TMPDIR or /tmp. Caches that the user set stay where they are. Removes
-    the directories of launchers that were killed. Raises StorageError.
+    It is under SLURM_TMPDIR, TMPDIR or /tmp. Caches that the user set stay where they are. Also
+    remove the directories of killed launchers of this node. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     # On network storage each node sees only its own locks, so it judges only its own directories.
@@ -73,7 +73,7 @@ def unpack_compiled(folder: Path) -> int:
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
             with tarfile.open(archive) as packed:
-                # The "data" filter of older Pythons can be bypassed: only plain files get that far.
+                # Allow only plain files: the "data" filter of older Pythons can be bypassed.
                 members = [member for member in packed if not member.isdir()]
                 names = [member.name.removeprefix("./") for member in members]
                 paths_inside(folder, names, archive)
@@ -105,9 +105,10 @@ def _count(folder: Path) -> int:
 
 
 def archive_path() -> Path:
-    """Return this user's archive for this Python, this torch and this processor.
+    """Return the path of this user's archive for this Python, this torch and this processor.
 
-    C++ code is compiled for one type of processor. The type of a GPU is in the keys of the entries.
+    Compiled C++ code fits one type of processor. Code for GPUs of several types can share an
+    archive, because the GPU's type is a part of each entry's key.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

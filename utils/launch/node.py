@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         verdict = leave_or_print(verdict)
         failed = verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
         if ALONE and signals.directory is not None:
-            # Only the node of rank 0 has this note. In a job, the job script does the same.
+            # Only the node of rank 0 has this note. In a job, the job script reports instead.
             for note in signals.directory.rglob(RUN_STARTED):
                 run = Path(note.read_text(encoding="utf-8").strip())
                 if failed:
@@ -100,9 +100,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
-    """Launch in a private directory; return the end of the processes, or the refusal."""
+    """Launch the processes in a private directory; return the verdict on their end or refusal."""
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # no stop before it is known here
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         configure_logging()
@@ -116,16 +116,16 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
         return Verdict(f"interrupted on {host_name()}", 128 + signal.SIGINT)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
-        if refusal is None:  # this verdict is the cause: srun will end the other nodes
+        if refusal is None:  # srun will end the other nodes: this verdict names the cause
             write_error(traceback.format_exc())
             return Verdict(f"the launcher on {host_name()} failed: {last_line(error)}", FAILED)
         return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Write the verdict for the job script, or print it without one; return the job's verdict.
+    """Write the verdict for the job script, or print it without a job; return the job's verdict.
 
-    The first verdict of a job counts, because its cause came first.
+    The first verdict of a job counts. This may be an earlier one, which another node left.
     """
     if verdict.exit_code == ExitCode.DONE:
         return verdict
@@ -137,7 +137,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 
 
 def launch(command: list[str], signals: StopSignals) -> Verdict:
-    """Check all nodes and run the processes; return their end. Raises ConfigurationError."""
+    """Check all nodes and run the processes; return the verdict. Raises ConfigurationError."""
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
             f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "

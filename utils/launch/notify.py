@@ -25,7 +25,10 @@ TIMEOUT_S = 8.0  # the job script waits for 10
 
 
 def tell(run: Path, code: int, text: str) -> None:
-    """Report the end of a run that has no job script, by its exit code. Raises nothing."""
+    """Tell STOKER_ON_EVENT the end of a run outside of a job; `code` is its exit code.
+
+    Raises nothing.
+    """
     target = os.environ.get("STOKER_ON_EVENT")
     if not target:
         return

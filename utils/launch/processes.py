@@ -44,10 +44,11 @@ class LaunchFacts:
 
 
 def check_launch() -> LaunchFacts:
-    """Check that all processes are connected; every rank calls it, before the data is opened.
+    """Check that all processes are connected; return the facts of this process.
 
-    Call it after TrainingArguments is made, because `use_cpu` sets up accelerate's `PartialState`.
-    Raises ConfigurationError for a wrong command, UnfitClusterError for a fault of the cluster.
+    Every rank calls it before the data is opened, but after TrainingArguments is made, because
+    `use_cpu` sets up accelerate's `PartialState`. Raises ConfigurationError for a wrong command,
+    UnfitClusterError for a fault of the cluster.
     """
     from accelerate import PartialState
 
@@ -87,12 +88,12 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 
 
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
-    """Return the host of every rank, by the first collective of all ranks.
+    """Return the host of every rank. This is the first collective of all ranks.
 
-    Raises UnfitClusterError, which names this host and rank. Raises torch's own error if another
-    rank was killed or stopped during the collective, because the job may then try again. A stuck
-    collective stays in its daemon thread, so the process has to end without teardown, as
-    `run_script` does.
+    Raises UnfitClusterError, with this host and rank, if the collective fails or takes too long.
+    Raises torch's own error if another rank ended during the collective: then the job may try
+    again. A stuck collective stays in its daemon thread, so the process has to end without
+    teardown, as `run_script` does.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -132,7 +133,7 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 
 
 def tune_strategy(accelerator: Any) -> None:
-    """Avoid gradient copies in DDP, rounded sums in FSDP2; call it before accelerate prepares."""
+    """Avoid gradient copies in DDP and rounded sums in FSDP2. Call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

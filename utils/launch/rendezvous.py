@@ -37,7 +37,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Return facts about this node. `same` has to be equal on all nodes; torch sees `devices`."""
+    """Return facts about this node; those under the key `same` have to be equal on all nodes.
+
+    `files` are hashed. `devices` is the number of GPUs that torch sees.
+    """
     code = hashlib.sha256()
     for path in files:
         code.update(f"{path}\0".encode("utf-8", "surrogateescape"))
@@ -50,13 +53,13 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "host": allocation.host,
         "gpus": allocation.gpus,
         "devices": devices,
-        "clock_ahead_s": 0.0,  # of the first node's
+        "clock_ahead_s": 0.0,  # compared with the first node's clock
         "same": same | {"processes": allocation.processes},
     }
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare all nodes of the job. Raises the same UnfitClusterError on all nodes that came."""
+    """Compare all nodes of the job. Raises the same UnfitClusterError on all connected nodes."""
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
@@ -94,7 +97,7 @@ def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """Receive the facts of all nodes, on the first node; send the problems to all of them."""
+    """Receive the facts of all nodes on the first node; send the problems back and return them."""
     hosts, nodes = allocation.hosts, {0: dict(facts)}
     deadline = time.monotonic() + timeout_s
     listen(allocation.host, allocation.port).close()  # rank 0's port has to be free
@@ -130,7 +133,7 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
             with (
                 socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection,
                 connection.makefile("rw") as stream,
-            ):
+            ):  # the first node answers once all nodes have sent their facts
                 message = [allocation.node, time.time(), facts]
                 print(json.dumps(message), file=stream, flush=True)
                 connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # until all nodes came

@@ -77,10 +77,10 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Send log lines to stdout: all lines of rank 0, and warnings of other ranks with their name.
+    """Send log lines to stdout: all of rank 0; of other ranks only warnings, with host and rank.
 
     Secrets are redacted from log lines and uncaught errors. Libraries log warnings on rank 0. On
-    other ranks, where these would repeat, they log errors. Safe to call again.
+    other ranks the warnings would repeat, so libraries log only errors. Safe to call again.
     """
     rank = global_rank()
     install_redaction()
@@ -119,8 +119,8 @@ def configure_environment() -> None:
     atexit.register(gc.freeze)
     if sys.version_info < (3, 11, 10):
         # fork copies Python's lock of threads. A thread of torch may hold this lock, and then the
-        # data worker hangs at its start (github.com/python/cpython/issues/112275). Asking for the
-        # frames waits until the lock is free.
+        # data worker hangs at its start (github.com/python/cpython/issues/112275). The call of
+        # _current_frames waits until the lock is free.
         os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
     # PEFT imports bitsandbytes, which then asks for a package that training never uses.
@@ -156,19 +156,20 @@ def _stay_offline_in_jobs() -> None:
 def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
-    A ConfigurationError is shown without traceback. So are a full disk and a missing package. Rank
-    0 shows all of it. The first rank of each other node shows one line, because the fault may be
-    the node's. Any other exception is shown with its traceback, host and rank, and becomes 1. Both
-    leave a note for the launcher. SystemExit (except Answer) and KeyboardInterrupt pass through.
+    A ConfigurationError, a full disk and a missing package are shown without traceback. Rank 0
+    shows all problems. The first rank of each other node shows one line, because its node may be at
+    fault. Any other exception is shown with traceback, host and rank, and becomes exit code 1. Each
+    of these errors leaves a note for the launcher. SystemExit (except Answer) and KeyboardInterrupt
+    pass through.
 
     Under slurm/launch_node.sh, which reads the notes, a stop with a checkpoint (ExitCode.STOPPED)
     becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
-    ending: int | None = None  # while main runs, and after errors that pass through
+    ending: int | None = None  # None while main runs, and after errors that pass through
     last_words = ""
-    failed: list[Path] = []  # failed runs without a launcher, which would write their report
-    told: list[Path] = []  # runs without a launcher, which would report their end
+    failed: list[Path] = []  # failed runs that have no launcher to write their report
+    told: list[Path] = []  # runs that have no launcher to report their end
 
     def leave_at_once() -> None:
         """Write reports and messages; then, with several ranks, skip the interpreter's teardown.
@@ -205,7 +206,7 @@ def run_script(main: Callable[[], int | None]) -> int:
 def write_report(run: Path) -> None:
     """Run report.py for a failed run in a separate process with a time limit. Raises nothing."""
     command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
-    # The process is no rank, and writes no note for the launcher.
+    # The process is not a rank: without these variables it writes no note for the launcher.
     others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -223,7 +224,7 @@ def _run(main: Callable[[], int | None]) -> int:
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
         return 0
-    except OutOfMemoryError as error:  # a trainer has written its page
+    except OutOfMemoryError as error:  # the trainer has written a page about it
         return _refuse(error, of_this_rank=True)
     except ConfigurationError as error:
         return _refuse(error)

@@ -1,4 +1,4 @@
-"""Signals that end jobs, as a request to stop that the training loop answers.
+"""Signals that end jobs, turned into requests to stop, which the training loop answers.
 
 The meaning of SIGTERM depends on its sender. Slurm's SIGTERM is for the job: slurm/launch_node.sh
 then writes the file STOP into the node's private directory (STOKER_NODE_DIR), and every process
@@ -23,7 +23,7 @@ _LAUNCHERS = (
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-# The launcher gets the same signal and writes its file within this time.
+# The launcher gets the job's SIGTERM as well, and writes the file STOP within this time.
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -52,13 +52,13 @@ def install_stop_signals() -> None:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
     if os.environ.get(NODE_DIR):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the file has the request already
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the file STOP carries the request
 
 
 def end_with_launcher() -> None:
     """Let the kernel kill this rank when its launcher dies; do nothing without a launcher.
 
-    A rank that lost its launcher would continue, and keep its run from a new start.
+    Without this, a rank whose launcher died would continue and block a new start of its run.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
     if parent == launcher or is_launcher(parent):
@@ -103,7 +103,7 @@ def _node_request() -> str | None:
 
 
 def _answer_signals(pipe: int) -> None:
-    """Store requests to stop. End the process at a SIGTERM of the launcher without a request."""
+    """Store requests to stop. End the process at a SIGTERM for which the file STOP is missing."""
     global _requested  # noqa: PLW0603 - see above
     while True:
         numbers = os.read(pipe, 64)  # one byte per signal that has a handler

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 
-# Ports below 32768: any outgoing connection may use a higher one. The number of pairs is a prime,
-# so that jobs get different ports if their ids differ by less than it.
+# Ports below 32768, because any outgoing connection may use a higher one. The number of pairs is a
+# prime: jobs whose ids differ by less than this number get different ports.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -32,8 +32,8 @@ class Allocation:
     """The nodes and processes of the job, and this node's index among them.
 
     hosts: Slurm's names of all nodes. node: the index of this node. processes: the number per node.
-    gpus: the same number, or None on a CPU. address, port: rank 0's; on a single node the port is 0
-    and accelerate chooses a free one.
+    gpus: equal to `processes`, or None on a CPU. address, port: rank 0's; on a single node the port
+    is 0 and accelerate chooses a free one.
     """
 
     hosts: tuple[str, ...]
@@ -59,8 +59,8 @@ def read_allocation(
 ) -> Allocation:
     """Return the nodes and processes, from Slurm's variables or, outside of Slurm, this machine's.
 
-    `devices` is the number of GPUs that torch sees, which counts outside of Slurm. `strategy` is
-    from the settings. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
+    `devices` is the number of GPUs that torch sees; it is used only outside of Slurm. `strategy` is
+    the setting. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
     resources.
     """
     hosts, node = _nodes(environment)
@@ -91,7 +91,7 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
     """Return the names of the step's nodes and the index of this one."""
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "0"))
     several = int(environment.get("SLURM_JOB_NUM_NODES", "1")) > 1
-    in_job = "SLURM_NODEID" in environment  # else the shell that salloc gives, on the login node
+    in_job = "SLURM_NODEID" in environment  # false in salloc's shell on the login node
     if "SLURM_JOB_ID" not in environment or (not tasks and in_job and not several):
         return (host_name(),), 0
     hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
@@ -118,7 +118,7 @@ def _processes(environment: Mapping[str, str], gpus: int) -> int:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Check whether the user requested the CPU: of accelerate, of DeepSpeed, or by cpu.yaml.
+    """Check whether the user requested the CPU, by a variable's value or by choosing cpu.yaml.
 
     cpu.yaml cannot contain `use_cpu: true`, because accelerate would then start only one process.
     """
@@ -158,7 +158,7 @@ def time_limit_s(text: str) -> int | None:
 def job_end_time() -> float | None:
     """Return the end of the job's time limit in unix seconds; None outside of a job.
 
-    Slurm 23 and later set it in the environment; for others this calls `squeue` once. If that
+    Slurm 23 and later set the time in the environment. Otherwise this calls `squeue` once. If that
     fails, logs a warning and returns None.
     """
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
@@ -178,11 +178,11 @@ def job_end_time() -> float | None:
 
 
 def job_times() -> dict[str, float]:
-    """Return when this start was submitted and began, in unix seconds, if Slurm answers."""
+    """Return `submit_time` and `start_time` of this start in unix seconds, as far as known."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
         return dict(zip(("submit_time", "start_time"), times, strict=True))
-    known = os.environ.get("SLURM_JOB_START_TIME", "")  # of Slurm 22.05 and later
+    known = os.environ.get("SLURM_JOB_START_TIME", "")  # set by Slurm 22.05 and later
     return {"start_time": float(known)} if known.isdecimal() else {}
 
 

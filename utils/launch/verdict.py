@@ -21,7 +21,8 @@ _LOST_PEER = re.compile(
 # torch aborts a process (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 CONSEQUENCE = 4  # the likelihood of an end that follows from another rank's end
-# torchrun on another node needs less time to end the other workers of a dead one.
+# If a worker died on another node, torchrun there ends the other workers within this time, and the
+# launcher then writes the note with the cause.
 WAIT_FOR_CAUSES_S = 8.0
 OUT_OF_MEMORY = (
     ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
@@ -64,7 +65,7 @@ def note_worker_ends(
 
 
 def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
-    """Return the cause of a failed end.
+    """Return the verdict after processes of this node failed.
 
     If all notes here follow from another rank's end, wait for the notes of other nodes. `silent` is
     the sentence for a job without notes.
@@ -94,7 +95,7 @@ def read_verdict() -> Verdict | None:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Return the verdict for the note that is most likely the cause, the earliest of its kind."""
+    """Return the verdict for the most likely cause; the earliest of equally likely notes."""
     by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
     if not by_likelihood:
         return Verdict(silent, ExitCode.LOST_RANK)
@@ -108,12 +109,12 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the verb for an end. `ended` fits a refusal before or during training."""
+    """Return the words before a note's text; `ended:` fits a refusal before or in training."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def _likelihood(note: Note) -> int:
-    """Return 0 for an end that must be the cause, more for an end that may follow from another."""
+    """Return 0 if a rank's end must be the cause; more if it may follow from another rank's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
@@ -124,11 +125,11 @@ def _likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Return the ranks that a hung run waits for, and where they are; `hosts` has one per rank.
+    """Return a text with the ranks that a hung run waits for; `hosts` has one host per rank.
 
-    The first of these that exists is at fault: a rank that ended; ranks without a note, which are
-    stopped or gone; the ranks with the fewest beats, preferably outside of collectives, because the
-    other ranks wait for them.
+    The first of these groups that exists is at fault: a rank that ended; ranks without a note,
+    which are stopped or gone; the ranks with the fewest beats. In the last group, ranks outside of
+    collectives are preferred, because ranks inside of one wait for other ranks.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]

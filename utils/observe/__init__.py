@@ -1,8 +1,8 @@
 """Runs from outside, without torch: what status.py and report.py read, judge and show.
 
 history         the one reader of a run directory: starts, log lines, checkpoints, pages, damage
-endings         how a start or a run stands: the evidence, and the words of status.py and report.py
-run_state       a run and its job in Slurm's queue as the value that status.py shows
+endings         the state of a start or a run: the evidence, and its words for status.py, report.py
+run_state       the values that status.py shows of a run and of its job in Slurm's queue
 status_lines    one run in lines, many in a table, or JSON; redrawn on request
 columns, ranks  figures of log lines as arrays, and the points of a chart; memory of each rank
 findings        where the hours went, loss spikes, settings that differ

@@ -56,7 +56,10 @@ _NO_CHART = {
 
 
 class Curves:
-    """Makes the series of one run, with at most so many points; a colour if runs are compared."""
+    """Maker of the series of one run, each with about `points` points.
+
+    colour: the index of the run's colour if several runs are compared.
+    """
 
     def __init__(self, run: History, points: int = POINTS, colour: int | None = None):
         self.run, self.points, self.colour = run, points, colour
@@ -69,7 +72,7 @@ class Curves:
         self.seen = np.insert(seen[:, ~np.isnan(seen[1])], 0, 0.0, axis=1)
 
     def tokens(self, steps: Sequence[float]) -> list[float | None]:
-        """Return the tokens seen at steps, from the training logs; None without any."""
+        """Return the tokens seen at each step, interpolated between logs; None if not logged."""
         if self.seen.shape[1] == 1:
             return [None] * len(steps)
         return [_short(at) for at in np.interp(steps, *self.seen).tolist()]
@@ -78,10 +81,10 @@ class Curves:
         self, label: str, key: str, lines: Sequence[Line] | None = None,
         style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
-        """Return one series of training logs, or of `lines`, with its coordinates on each axis.
+        """Return the series of `key` in training logs, or in `lines`, with a place on each axis.
 
-        Returns None without a finite value of `key`. A value that is not finite is a gap; a line
-        without the key is left out.
+        Return None if no value is finite. A value that is not finite leaves a gap in the curve. A
+        line without the key is left out.
         """
         lines = self.trained if lines is None else lines
         values = column(lines, key)
@@ -102,12 +105,12 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return the losses, or another figure, of a split."""
+        """Return the series of a split's evaluation losses, or of another figure."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
-        """Return lines with a running mean, and the number of logs in each mean."""
+        """Return lines with the running mean of a figure, and the number of logs in each mean."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
         values = column(self.trained, key)
         places = np.flatnonzero(np.isfinite(values))
@@ -121,7 +124,7 @@ class Curves:
         ], count
 
     def undone(self) -> list[Line]:
-        """Return the logs that a later start did again, with a gap (NaN) after each start."""
+        """Return the training logs that later starts repeated; a gap (NaN) ends each start."""
         found: list[Line] = []
         for start in self.run.starts:
             lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
@@ -181,7 +184,7 @@ def charts_of(
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: the named ones, then all others."""
+    """Return the chart of the slowest ranks: a series for each named one, one for all others."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -224,9 +227,9 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 def draw_picture(
     charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw five charts by step, and below the first the starts in time; as the page has them.
+    """Draw the page's first five charts by step, with a bar of the starts in time below the first.
 
-    The name of the file says its kind (.png, .pdf, .svg). Raises ConfigurationError where
+    The suffix of `path` selects the format (.png, .pdf, .svg). Raises ConfigurationError if
     matplotlib is not installed or the file cannot be written.
     """
     try:
@@ -263,7 +266,7 @@ def draw_picture(
 
 
 def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one chart by step; say where and how starts `ended`."""
+    """Draw one chart by step. Mark the end of each start in `ended` if its steps were repeated."""
     for line in chart["lines"]:
         y = [math.nan if value is None else value for value in line["y"]]
         lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
@@ -301,7 +304,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
 ) -> Chart:
-    """Return a chart of these series, without None; colours follow their order."""
+    """Return a chart of these series; None is left out. Colours follow the order of the series."""
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]
     fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]

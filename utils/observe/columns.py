@@ -1,4 +1,4 @@
-"""Figures of log lines as arrays, and the points of them that a chart shows."""
+"""Figures of log lines as arrays, and the choice of points that a chart shows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,23 +7,23 @@ import numpy as np
 
 
 def number(value: Any) -> float | None:
-    """Return what a user's hook or a rank logged as a float; None where it is no number."""
+    """Return a logged value as a float; None for other types, which a user's hook may log."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return None
 
 
 def column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    """Return a figure of each line as float64; NaN where a line has none."""
+    """Return a figure of each line as float64; NaN if a line lacks the figure."""
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
-    except (TypeError, ValueError):  # of a user's hook
+    except (TypeError, ValueError):  # a user's hook logged something else
         return np.array([number(value) for value in values], dtype=float)
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return the indices, in order, of `points` values at most: the extremes of equal parts."""
+    """Return ascending indices of about `points` values: the lowest and highest of equal parts."""
     if len(values) <= points:
         return np.arange(len(values))
     size = -(-len(values) * 2 // points)

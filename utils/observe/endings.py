@@ -1,4 +1,4 @@
-"""How a start or a run stands: the evidence for it, and its wording in status.py and the report."""
+"""The state of a start or a run: the evidence for it, its wording in status.py and the report."""
 
 import math
 import shlex
@@ -14,7 +14,7 @@ IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 @dataclass(frozen=True)
 class Job:
-    """A job in Slurm's queue; `left_s` until its time limit, None where it has none or waits."""
+    """A job in Slurm's queue. `left_s`: time until its limit; None if it waits or has no limit."""
 
     id: str
     state: str
@@ -24,7 +24,7 @@ class Job:
 
 
 class End(Enum):
-    """How a start or a run stands, in a word, and the evidence for it."""
+    """The state of a start or a run: one word, and the evidence for it."""
 
     ALIVE = "running", "its lock gives signs of life"
     SILENT = "running", "its lock gives none, but Slurm runs its job"
@@ -48,7 +48,7 @@ class End(Enum):
 
 
 def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
-    """Judge how a start ended by the journal, its lock and, of the last start, its Slurm job."""
+    """Judge how a start ended, from the journal, its lock and the last start's Slurm job."""
     owner, last, event = start.owner, start is run.starts[-1], start.last_event
     left = owner is None or owner.left
     alive = last and owner is not None and owner.alive
@@ -73,25 +73,25 @@ def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
 
 
 def end_of_run(run: History, job: Job | None = None) -> End:
-    """Judge how a run stands: as its last start."""
+    """Return the state of a run, which is the state of its last start."""
     return end_of_start(run, run.starts[-1], job) if run.starts else End.UNKNOWN
 
 
 def steps_not_finite(run: History, start: Start) -> list[int]:
-    """Return the steps of a start that were not finite."""
+    """Return the steps of a start at which a loss or gradient was not finite."""
     later = [other.began for other in run.starts if other.began > start.began]
     until = min(later, default=math.inf)
     return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
 
 
 def pages_of_a_failure(run: History) -> list[Page]:
-    """Return the pages that the last start wrote as it failed; a profile is no such page."""
+    """Return the pages that the last start wrote because it failed, so no page of a profile."""
     since = run.starts[-1].began if run.starts else 0.0
     return [page for page in run.pages if page.time >= since and "/" not in page.name]
 
 
 def start_in_words(run: History, start: Start) -> str:
-    """Return how a start ended, as a row of the report says it."""
+    """Return how a start ended, in words for its row in the report."""
     end = end_of_start(run, start)
     at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
     if end is End.NOT_FINITE:
@@ -112,7 +112,7 @@ def start_in_words(run: History, start: Start) -> str:
 
 
 def run_in_words(run: History) -> tuple[str, str]:
-    """Return how a run stands and what comes next, as the head of the report says it."""
+    """Return the state of a run and its next step, in words for the head of the report."""
     end, of = end_of_run(run), run.max_steps
     where = f"step {run.last_step or 0:,}" + (f" of {of:,}" if of else "")
     if end.word == "finished":
@@ -138,7 +138,7 @@ def _resumes(run: History) -> str:
 
 
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
-    """Return the evidence of how a run stands, as its first line in status.py says it."""
+    """Return the evidence for a run's state, in words for its first line in status.py."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
     if end is End.QUEUED and job:
         return f"job {job.id} is in the queue: {job.reason}"
@@ -164,7 +164,7 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
 
 
 def cause_in_words(run: History, end: End) -> str | None:
-    """Return why a run failed; None if it did not."""
+    """Return why a run failed or was interrupted; None if it was not."""
     if end.word not in ("failed", "interrupted"):
         return None
     if run.starts and run.starts[-1].error:

@@ -10,8 +10,9 @@ from utils.observe.columns import column, number
 from utils.observe.endings import end_of_start
 from utils.observe.history import History, Start
 
-SPIKE_SCORE = 8.0  # robust standard deviations over the logs before
-WINDOW, BLOCK, SHORTEST = 64, 16, 16  # logs: compared with a loss; judged at once; at least
+SPIKE_SCORE = 8.0  # robust standard deviations above the previous logs
+# Logs in the window before a loss; logs that are judged at once; finite logs that a window needs.
+WINDOW, BLOCK, SHORTEST = 64, 16, 16
 # Settings that differ in every run.
 OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
 HOURS = (
@@ -30,7 +31,7 @@ HOURS = (
 
 @dataclass
 class Spike:
-    """Logs with a loss far above the previous ones: steps, peak, and its gradient norm."""
+    """Consecutive logs with a loss far above earlier ones; loss and grad_norm are the peak's."""
 
     step: int
     last_step: int
@@ -41,9 +42,10 @@ class Spike:
 
 
 def where_the_hours_went(run: History) -> dict[str, float]:
-    """Return seconds by the keys of HOURS; their sum is the time from the first to the last sign.
+    """Return the seconds for each key of HOURS. Their sum is the time until the last sign of life.
 
-    Work that a later start did again counts as lost, and so does the time until its process died.
+    Work that a later start repeated counts as lost. So does the time between the last log of a
+    failed or interrupted start and its end.
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     for index, start in enumerate(run.starts):
@@ -66,9 +68,9 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 
 
 def _before(start: Start, since: float | None) -> dict[str, float]:
-    """Return the seconds before a start: since the previous one, or since the job was submitted.
+    """Return the seconds between the previous start, or the job's submission, and this start.
 
-    All of them are "between" if provenance.json does not have the times of the job.
+    The keys are from HOURS. All seconds are "between" if provenance.json lacks the job's times.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
@@ -80,7 +82,7 @@ def _before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds that the lines of a start account for."""
+    """Return the seconds, by use, that the log lines of a start account for."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -113,8 +115,8 @@ def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
         if len(window) < SHORTEST:
             continue
         middle = float(np.sort(window)[len(window) // 2])  # np.median takes ten times as long
-        # The median deviation of a normal distribution is 0.67 standard deviations. Equal losses
-        # have none: a thousandth of the loss is the least.
+        # The median deviation of a normal distribution is 0.67 standard deviations. For equal
+        # losses it is zero, so the spread is at least a thousandth of the loss.
         away = float(np.sort(np.abs(window - middle))[len(window) // 2])
         spread = max(1.4826 * away, 1e-3 * abs(middle), 1e-9)
         scores = (losses[first : first + BLOCK] - middle) / spread

@@ -1,8 +1,8 @@
 """The one reader of a run directory: its files as typed, frozen values, without torch or numpy.
 
-Any file may be missing, cut off or damaged: the rest is read, and `damaged` and `missing` say what
-was not. Lines that a later start undid stay in the starts, marked, so that the report can show what
-an interruption cost; `History.lines` has only the lines that count.
+Any file may be missing, cut off or damaged: the rest is read, and `damaged` and `missing` list the
+faults. A start keeps the lines that a later start rolled back, marked as `lost`: the report shows
+what an interruption cost. `History.lines` leaves these out.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from utils.host.notes import name_of_job, verdict_of
 from utils.host.redaction import redact, redacted
 from utils.host.run_lock import WATCH_S, RunOwner, run_owners
 
-# status.py reads only the ends of a long journal: the first lines for the speed at the start.
+# status.py reads only the beginning (for the first speed) and the end of a long journal.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
 # Pages that a run writes for people: out of memory, a hang, a profile.
 PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
 LONGEST_PAGE = 100_000  # characters
-# What slurm/job_setup.sh writes into a job's log before it puts the job back into the queue.
+# The line that slurm/job_setup.sh writes into a job's log before it requeues the job.
 _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
@@ -50,10 +50,10 @@ class Start:
 
     began: when it claimed the directory. entry: its entry in provenance.json, empty if that is
     lost. owner: its lock. trained: when training began, None if it never did. done: the step that
-    it resumed at, -1 for a new run. ended: its last sign of life. error: what the job's verdict,
-    the lock or the job's log says of its end. lost_steps: steps that a later start did again.
-    Each of the `lines` has `hours` (of running starts until then), `lost` (undone by a later start)
-    and `at` (its offset in the file).
+    it resumed at, -1 for a new run. ended: its last sign of life. error: why it ended, by the job's
+    verdict, the lock or the job's log. lost_steps: steps that a later start repeated. Each of the
+    `lines` has `hours` (the running time of all starts until then), `lost` (whether a later start
+    rolled it back) and `at` (its offset in the file).
     """
 
     began: float
@@ -68,12 +68,12 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of its last line, without saves: these are logged late, from the background."""
+        """The event of its last line except saves, which are logged late, from the background."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
     def last_step(self) -> int:
-        """The last step that it logged or began at."""
+        """The last step that it logged; without a log, the step at which it began."""
         return max((line["step"] for line in self.lines), default=max(self.done, 0))
 
     @property
@@ -92,7 +92,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A page that the run wrote for people; `beside` are the names in its folder of a profile."""
+    """A page that the run wrote for people. `beside`: for a profile, all names in its folder."""
 
     name: str
     text: str
@@ -102,11 +102,11 @@ class Page:
 
 @dataclass(frozen=True)
 class History:
-    """A run as its directory tells it.
+    """The facts about a run that its directory holds.
 
-    refused: the lock of the newest start, if that was refused and an earlier start tells the state.
-    lines: the lines that count, in order. first_lines: the first lines of the file. checkpoints:
-    the committed ones, newest first. nonfinite: the contents of the files nonfinite-step-N.json.
+    refused: the lock of the newest start, if it was refused and the run has an earlier start.
+    lines: in order, without rolled-back ones. first_lines: the beginning of the file. checkpoints:
+    the committed ones, newest first. nonfinite: the contents of the nonfinite-step-N.json files.
     """
 
     path: Path
@@ -131,12 +131,12 @@ class History:
 
     @cached_property
     def trained(self) -> list[Line]:
-        """The training logs that count."""
+        """The training logs that were not rolled back."""
         return [line for line in self.lines if line["event"] == "train"]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings in force: those of the first start with all accepted changes since."""
+        """The settings in force: the first start's settings with all changes accepted since."""
         settings: dict[str, Any] = redacted(self.record.settings)
         for start in self.starts:
             settings |= start.entry.get("changed") or {}
@@ -149,7 +149,7 @@ class History:
 
     @property
     def last_step(self) -> int | None:
-        """The last step that counts; None: training never began."""
+        """The last step of the last start that trained; None if training never began."""
         return self.last_trained.last_step if self.last_trained else None
 
     @property
@@ -169,10 +169,7 @@ class History:
         return found
 
     def time_left_s(self) -> float | None:
-        """Return the seconds to the last step, at the pace of the last start by the clock.
-
-        Evaluations and saves take their part of it. None: not known yet.
-        """
+        """Return the seconds left at the last start's pace, with evaluations and saves, or None."""
         if self.max_steps is None or self.last_step is None or not self.last_trained:
             return None
         own = [line for line in self.last_trained.lines if line["event"] == "train"]
@@ -185,8 +182,8 @@ class History:
 def read_run(path: Path, *, whole: bool = True) -> History:
     """Read a run directory; raises nothing.
 
-    Without `whole` it reads only the ends of a long journal, the newest checkpoint and no log of a
-    job. This takes milliseconds.
+    Without `whole` it takes milliseconds: it reads only the beginning and end of a long journal,
+    only the newest checkpoint, and no log of a job.
     """
     record = RunRecord(path, lenient=True)
     damaged = [f"{name} {text}" for name, text in record.damage.items()]
@@ -229,11 +226,11 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return the first lines of a journal, its lines or the last of them, and how many it skips."""
+    """Return a journal's first lines, all or its last lines, and the number of damaged lines."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
-        while not whole and not lines and tail < size:  # damaged lines may be as long as that
+        while not whole and not lines and tail < size:  # a damaged line may be that long
             tail *= 8
             lines, count = read_lines(path, last=tail, ranks=False)
         first = lines
@@ -254,10 +251,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return who had the directory, the newest first, and the newest start if it was refused.
+    """Return the run's owners, newest first, and the newest start's lock if it was refused.
 
-    A refused start takes the lock, leaves it while it is starting, and is not in provenance.json.
-    It counts as an owner if there is no other.
+    A refused start left the lock in the phase "starting" and has no entry in provenance.json. It
+    counts as an owner only if there is no other owner.
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))
@@ -270,12 +267,13 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Group the lines by the start that wrote them: the last one before, at the step it began."""
+    """Group the lines by start. A `started` or `resumed` line begins the lines of another start."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}
     for line in lines:
         if line["event"] in STARTS or current < 0:
+            # Find the latest start before this line that has no lines yet, preferably at its step.
             latest = line["time"] + 1  # times in provenance.json are whole seconds
             waiting = [place for place, start in enumerate(starts) if start.trained is None]
             fits = [place for place in waiting if starts[place].began <= latest]
@@ -299,9 +297,9 @@ def _resumed_at(start: Start) -> int:
 
 
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
-    """Yield each start with its lock, its end and the steps that a later start did again.
+    """Yield each start with its lock, its end and the steps that a later start repeated.
 
-    A start takes the lock before it writes its entry. The newest owner may have died in between.
+    A start takes the lock before it writes its entry. If it died in between, add it here.
     """
     if owners and all(start.began + 1 < owners[0].since for start in starts):
         starts = [*starts, Start(owners[0].since, {})]
@@ -310,7 +308,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
         later = starts[index + 1 :]
         owner = next((one for one in owners if before < one.since <= start.began + 1), None)
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
-        # Its lock beats until the end. A copied directory has the times of the copy.
+        # The lock beats until the end. In a copied directory the lock has the time of the copy.
         latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])
         if owner and owner.beat < latest:
             known.append(owner.beat)
@@ -325,13 +323,13 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
 
 
 def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
-    """Add what the verdict of a start's job, its lock or the job's log says of its end."""
+    """Add the cause of a start's end, from its job's verdict, its lock or its job's log."""
     cause = start.owner.error if start.owner else None
     if start.job.get("job_id"):
-        # That of --output, in these folders alone: a stranger's run may name any other.
+        # The log is named by --output. Read only these folders: a foreign run may name any path.
         name = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
         texts = (read(folder / name) for folder in (path, path.parent, Path.cwd(), _ROOT))
-        # Start 2 is the one with a restart count of 1, and resumes what the one before left.
+        # The log names the next start, counted from 1. Restart counts begin at 0.
         after = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 2
         lines = _REQUEUED.finditer("" if cause else next(filter(None, texts), ""))
         logged = [at[2] for at in lines if (at[1], int(at[3])) == after]
@@ -340,13 +338,13 @@ def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
 
 
 def _text(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):  # another user's, or a name that cannot be
+    with contextlib.suppress(OSError, ValueError):  # another user's file, or an impossible name
         return path.read_text("utf-8", "replace")
     return ""
 
 
 def _that_count(starts: Sequence[Start]) -> tuple[Line, ...]:
-    """Return the lines that count: the last one of each event, split and step."""
+    """Return the lines that were not rolled back, the last one of each event, split and step."""
     kept: dict[tuple[Any, ...], Line] = {}
     for start in starts:
         lines = [line for line in start.lines if not line["lost"]]
@@ -355,7 +353,7 @@ def _that_count(starts: Sequence[Start]) -> tuple[Line, ...]:
 
 
 def _read_checkpoints(path: Path, whole: bool, damaged: list[str]) -> Iterator[Manifest]:
-    """Yield the committed checkpoints by their manifests alone; the newest unless `whole`."""
+    """Yield the manifests of committed checkpoints; only the newest one unless `whole`."""
     for _, directory in numbered_checkpoints(path):
         try:
             if (directory / MANIFEST).exists():
@@ -389,7 +387,7 @@ def _read_nonfinite(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
 def _read_pages(path: Path, damaged: list[str]) -> Iterator[Page]:
     for file in (file for pattern in PAGES for file in sorted(path.glob(pattern))):
         if file.is_symlink() or not file.is_file():
-            continue  # of a stranger's run: the page would show another folder's file
+            continue  # a link of a foreign run could show any file on the report page
         try:
             with file.open(encoding="utf-8", errors="replace") as opened:
                 text = opened.read(LONGEST_PAGE)

@@ -1,4 +1,4 @@
-"""The page: facts for page.html and page.js, in one file that needs no network."""
+"""The report page: facts for page.html and page.js, in one file that needs no network."""
 
 import json
 import logging
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the run directories among `named` and in the folders among them.
+    """Return the run directories among `named`, and those inside the other named folders.
 
     With `compare`, a single run is compared with all runs in its folder. Raises ConfigurationError
-    with every path that is no run.
+    for all paths that are no run and contain none.
     """
     found: list[Path] = []
     problems = []
@@ -96,7 +96,7 @@ def write_at_the_end(output_dir: Path) -> None:
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Render the template; all texts are escaped, so that none can end the script with the data."""
+    """Render the template. All texts are escaped: none can close the data's script element."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -182,7 +182,7 @@ def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Format a figure with so many digits; an unknown one is a dash."""
+    """Format a figure with this number of digits; an unknown figure is a dash."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"

@@ -11,7 +11,7 @@ from utils.observe.history import History
 
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # ranks in all lines of a phase that are read; at least forty lines
+READ = 4000  # values that are read for a phase, lines times ranks; at least forty lines are read
 SHOWN = 6  # ranks with their own line in the chart
 Point = dict[str, Any]
 
@@ -45,14 +45,14 @@ def _ranks_of(run: History, lines: Sequence[Mapping[str, Any]]) -> list[list[dic
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return the point with the most memory of each phase, and the median of the ranks then."""
+    """Return each phase's point with the most memory, and the median of all ranks at its step."""
     rows = []
     for event, phase in PHASES.items():
         if own := [point for point in points if point["event"] == event]:
             top = max(own, key=lambda point: float(point["gib"]))
             then = sorted(point["gib"] for point in own if point["step"] == top["step"])
             rows.append(top | {"phase": phase, "median": then[len(then) // 2]})
-    # One rank in training alone: that is in the figures and charts of the whole run.
+    # No table for one rank in one phase: the figures and charts of the whole run show its memory.
     return rows if len({point["rank"] for point in points}) > 1 or len(rows) > 1 else []
 
 
@@ -75,7 +75,7 @@ def slowest(line: Mapping[str, Any]) -> str:
 
 
 def stragglers(run: History) -> list[dict[str, Any]]:
-    """Return the ranks that the others waited for, the costliest first: seconds and shares.
+    """Return the ranks that the others waited for, with seconds and shares; costliest first.
 
     `slowest_cost` is the share of a step's time that the other ranks lose by waiting.
     """

@@ -27,7 +27,7 @@ from utils.observe.endings import (
 from utils.observe.history import History, Line, read_run, unix_s
 
 STATES = ("running", "waiting", "failed", "stopped", "finished")
-LINES = 5  # training logs, the median of which is the speed
+LINES = 5  # training logs; their median is the speed
 SQUEUE_S = 5.0
 
 
@@ -39,8 +39,8 @@ class RunStatus:
     of training left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
     the rank that the others wait for, and the share of each step that they wait. error: why the
     last start ended. pages: files that it wrote when it ran out of memory or hung. advice: what to
-    do next. damaged: files that could not be read. skipped_lines: damaged lines of the journal
-    that were read. refused: why the newest start was refused, if an earlier one tells the state.
+    do next. damaged: files that could not be read. skipped_lines: number of damaged journal lines
+    found. refused: why the newest start was refused; `state` is then that of an earlier start.
     """
 
     run: str
@@ -73,7 +73,10 @@ class RunStatus:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return the runs in a folder and in its folders (sweeps); ConfigurationError without one."""
+    """Return the runs in a folder and in its subfolders (sweeps).
+
+    Raises ConfigurationError if the folder does not exist.
+    """
     if not directory.is_dir():
         raise ConfigurationError(
             f"{directory}: no such folder; name a run, or a folder of runs: --all DIR"
@@ -136,7 +139,7 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
 
 
 def _job_of(run: History, jobs: Mapping[str, Job]) -> Job | None:
-    """Return the job of the last start, or of the refused one, that is in the queue."""
+    """Return the job of the last start or of the refused start; None if it is not in the queue."""
     last = run.starts[-1] if run.starts else None
     ids = [owner.job for owner in (last and last.owner, run.refused) if owner]
     ids += [last.job.get("job_id")] if last else []
@@ -148,7 +151,7 @@ def _figures(run: History) -> dict[str, Any]:
     last, recent = (run.trained[-1] if run.trained else {}), run.trained[-LINES:]
     first = [line for line in run.first_lines if line["event"] == "train"]
     first = [line for line in first if "tokens_per_s" in line][:LINES]
-    known = recent and first and first[-1]["step"] < recent[0]["step"]  # not the same lines
+    known = recent and first and first[-1]["step"] < recent[0]["step"]  # no overlap
     slowest = None
     if "slowest_rank" in last:
         name = f"rank {last['slowest_rank']} on {last.get('slowest_host')}"

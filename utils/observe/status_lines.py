@@ -1,4 +1,4 @@
-"""Shows how runs are doing: lines, a table or JSON, once or again and again."""
+"""The state of runs as lines, a table or JSON, shown once or repeatedly."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from utils.observe.endings import Job
 from utils.observe.run_state import STATES, RunStatus, queued_jobs, read_status, runs_below
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
-WIDTH = 160  # of output into a file or a pipe
+WIDTH = 160  # columns of output into a file or a pipe
 
 
 def show_runs(
@@ -32,7 +32,7 @@ def show_runs(
             return _json(runs)
         return Group(*itertools.chain.from_iterable(map(_lines, runs)))
     folder = Path(all_in or "runs")
-    none_yet = all_in is None and not folder.is_dir()  # but jobs may wait
+    none_yet = all_in is None and not folder.is_dir()  # show waiting jobs
     runs = [read_status(path, jobs) for path in ([] if none_yet else runs_below(folder))]
     names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
     runs.sort(key=lambda run: (STATES.index(run.state), run.run))
@@ -46,7 +46,7 @@ def show_runs(
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
-    """Print the output of `look`; with `watch_s` again after so many seconds, until Ctrl-C."""
+    """Print the output of `look`; with `watch_s`, repeat this every so many seconds till Ctrl-C."""
     first = look()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if watch_s is None or isinstance(first, str):
@@ -59,7 +59,7 @@ def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> 
             while True:
                 time.sleep(watch_s)
                 live.update(look(), refresh=True)
-                sys.stdout.flush()  # into a pipe, too
+                sys.stdout.flush()  # a pipe needs it
     except KeyboardInterrupt:
         return 0
 

@@ -16,10 +16,10 @@ CUT_OFF = "incomplete record"  # wandb's message about a record without an end
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
     """Upload the records of all starts that are not uploaded yet, each into its run.
 
-    Returns an exit code. A start that is still recording is left for later, because wandb accepts a
-    file only once. A killed start is uploaded as far as it is complete; `wandb sync` would upload
-    it again at each call, and never reach later starts. The key is WANDB_API_KEY, also from `.env`,
-    or a login. Raises ConfigurationError for a record that wandb refuses.
+    Returns an exit code. The record of a running start is left for later, because wandb accepts a
+    file only once. The record of a killed start is uploaded as far as it is complete; `wandb sync`
+    alone would upload it again at each call, and never reach later starts. The key is WANDB_API_KEY
+    (from the environment or `.env`) or a login. Raises ConfigurationError if wandb refuses one.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()

@@ -3,16 +3,16 @@
 Only for tests. Python imports this file at start if its folder is on PYTHONPATH.
 STOKER_TEST_STEP_DELAY_S=0.5 makes each training step longer, so that a test can interrupt a run of
 small steps. STOKER_TEST_KILL_RANK_AT_STEP=1:3 kills rank 1 after three steps, in every start of the
-run. STOKER_TEST_HOLD=FOLDER holds the ranks after step 13 while FOLDER/13 exists.
+run. STOKER_TEST_HOLD=FOLDER holds the ranks after step N while the file FOLDER/N exists.
 STOKER_TEST_CLOCK_OFF_S=100 sets the clock of the job's second node ahead. STOKER_TEST_CPU_STRATEGY
 is one of:
 
-fsdp2      accelerate takes the FSDP branch for accelerators only: give it a DistributedType in
-           which one of those members is MULTI_CPU. Needs ACCELERATE_USE_CPU=true.
-deepspeed  accelerate finds no backend without a GPU unless asked for the CPU, and asked for the
-           CPU it leaves DeepSpeed out: answer gloo. Needs DS_ACCELERATOR=cpu, no use_cpu.
-           DeepSpeed compiles a shared-memory all-reduce at the first start (a minute): leave it
-           out, gloo does the work.
+fsdp2      accelerate runs FSDP only for certain members of DistributedType, all accelerators. This
+           makes one of these members mean MULTI_CPU. Needs ACCELERATE_USE_CPU=true.
+deepspeed  without a GPU, accelerate finds a backend only if the CPU is requested, and then it runs
+           no DeepSpeed. This makes gloo the backend. Needs DS_ACCELERATOR=cpu, no use_cpu.
+           DeepSpeed's shared-memory all-reduce takes a minute to compile at the first start. This
+           leaves it out, so that gloo reduces.
 
 Checked against accelerate 1.15 (`AcceleratorState.__init__`, `PartialState._prepare_backend`) and
 deepspeed 0.19 (`comm/torch.py`, `build_shm_op`).
@@ -109,6 +109,6 @@ def set_clock_ahead(seconds):
 
 if "STOKER_TEST_CLOCK_OFF_S" in os.environ and os.environ.get("SLURM_NODEID") == "1":
     set_clock_ahead(float(os.environ["STOKER_TEST_CLOCK_OFF_S"]))
-# Only the workers: the launcher has no RANK yet.
+# Change only the workers. The launcher has no RANK yet.
 if "RANK" in os.environ and (wanted := wanted_changes()):
     sys.meta_path.insert(0, ChangeAfterImport(wanted))

@@ -18,7 +18,7 @@ def damage(directory, name="optimizer.pt"):
 
 
 def test_the_newest_committed_one_is_taken_by_its_number(tmp_path):
-    """Older ones are not read; similar names are ignored."""
+    """Older checkpoints are not read, and folders with similar names are ignored."""
     commit(tmp_path, 9, 10, 2)
     damage(tmp_path / "checkpoint-9")
     write_files(tmp_path, 18).rename(tmp_path / "checkpoint-18-backup")
@@ -35,7 +35,7 @@ def test_what_was_not_committed_is_set_aside_with_a_log_line(tmp_path, caplog):
     write_files(tmp_path, 6)
     assert resume_point(tmp_path, RUN) is None
     assert names(tmp_path) == ["incomplete.checkpoint-6"]
-    commit(tmp_path, 2, 4)  # and deletes that
+    commit(tmp_path, 2, 4)  # the rotation after a commit deletes incomplete checkpoints
     write_files(tmp_path, 6)
     write_files(tmp_path, 3)
     assert resume_point(tmp_path, RUN) == tmp_path / "checkpoint-4"
@@ -117,7 +117,7 @@ def test_rotation_leaves_what_is_not_a_checkpoint_of_this_run(tmp_path):
 
 @pytest.fixture
 def disk(monkeypatch):
-    """Set the free space; a deletion adds the deleted bytes."""
+    """Set the free space of the disk; each deletion adds the deleted bytes."""
     free = [0]
     real = discovery.delete
 
@@ -149,9 +149,9 @@ def test_room_goes_by_the_newest_checkpoint_or_the_estimate(tmp_path, disk, monk
     ("saved", "keep", "best", "free", "left"),
     [
         ((2, 4, 6), 3, None, 10_000, (4, 6)),
-        ((2, 4, 6, 8), 3, None, 10_000, (4, 6, 8)),  # no more than the save needs
-        ((2, 4, 6), 2, 2, 10_000, (2, 6)),  # the best one counts as one of the two
-        ((2, 4), 2, None, 10_000, None),  # two stay until the next is there
+        ((2, 4, 6, 8), 3, None, 10_000, (4, 6, 8)),  # not more is deleted than the save needs
+        ((2, 4, 6), 2, 2, 10_000, (2, 6)),  # the best checkpoint is one of the two that stay
+        ((2, 4), 2, None, 10_000, None),  # two stay until the next one is committed
         ((2, 4, 6), 3, None, 10, None),  # nothing is deleted if it would not help
     ],
 )

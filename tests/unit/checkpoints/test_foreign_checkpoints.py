@@ -56,7 +56,7 @@ def theirs(tmp_path):
 
 
 def vouch(checkpoint: Path, names: tuple[str, ...] = (), **changes) -> None:
-    """Write an attacker's manifest: it matches all files, and has additional names."""
+    """Write an attacker's manifest: it matches all files and lists the additional `names`."""
     manifest = read_manifest(checkpoint.with_name("checkpoint-4"))
     files = flush_and_record(checkpoint, list_files(checkpoint))
     files |= {name: FileRecord(6, "00" * 32) for name in names}
@@ -115,7 +115,7 @@ def test_a_manifest_that_names_what_is_not_in_its_folder_is_refused(name, theirs
     with pytest.raises(DamagedCheckpointError):
         read_manifest(theirs)
     refused(theirs, "checkpoint-6: it is no committed checkpoint, .*manifest.json ")
-    # It is also ignored if somebody copied it into the run directory.
+    # The checkpoint is also ignored if somebody copied it into the run directory.
     assert not [each for each, _ in committed_checkpoints(theirs.parent, RUN) if each == theirs]
     assert resume_point(theirs.parent, RUN) == theirs.with_name("checkpoint-4")
 
@@ -184,7 +184,7 @@ def test_a_manifest_of_another_shape_is_refused(committed, said, theirs, monkeyp
 
 
 def test_what_changes_while_it_is_copied_is_not_taken(theirs, monkeypatch):
-    """The copy is compared with the manifest, not the source, which may have changed."""
+    """The copy is compared with the manifest: the source may have changed during the copying."""
     copied = shutil.copyfile
 
     def copy_and_change(source, target, **options):

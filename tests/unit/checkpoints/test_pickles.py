@@ -1,4 +1,4 @@
-"""Names in a checkpoint's pickles are read and not run."""
+"""Names of functions in a checkpoint's pickles are read, and the functions do not run."""
 
 import pickle
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_cut_files_archives_of_code_and_metadata_of_another_shape_are_refused(tm
 
 
 def test_nothing_is_imported_for_a_name_and_the_check_is_needed(tmp_path, monkeypatch):
-    """A package in the job's working directory is not imported because a pickle names it."""
+    """A pickle that names a package does not import it from the job's working directory."""
     touched = tmp_path / "touched"
     (tmp_path / "intruder.py").write_text(f"open({str(touched)!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -20,7 +20,7 @@ def write_record(run: Path, starts: list[dict]) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Make a run whose checkpoint has the record of the first of two starts."""
+    """Make a run of two starts; its checkpoint has the record of the first start."""
     write_record(tmp_path, STARTS[:1])
     copy_record(tmp_path, write_files(tmp_path, 2))
     commit(tmp_path, 2)
@@ -50,7 +50,7 @@ def test_a_damaged_file_is_replaced_by_its_copy(run, content):
 
 
 def test_the_copies_are_read_once(run):
-    """Hashing them takes long on slow storage, and a reader should see one state of the run."""
+    """Hashing the copies again would be slow, and a reader should see one state of the run."""
     (run / "provenance.json").unlink()
     record = RunRecord(run)
     assert record.exists

@@ -1,4 +1,4 @@
-"""Checkpoints staged in memory: private, freed, and never taken from a living process."""
+"""Checkpoints staged in memory: private, freed, and not deleted while their process lives."""
 
 import os
 import stat
@@ -39,7 +39,7 @@ def test_a_directory_is_for_its_user_alone_as_long_as_its_process_lives(memory, 
 
 
 def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
-    """These are another user's directory, a link to one, a file, another program's directory."""
+    """Another user's directory, a link to one, a file and another program's directory stay."""
     target = tmp_path.parent / f"{tmp_path.name}-target"
     (target / "inner").mkdir(parents=True)
     (memory / f"{PREFIX}link").symlink_to(target)
@@ -60,7 +60,7 @@ def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
 
 
 def test_each_staged_file_is_copied_by_one_rank(monkeypatch):
-    """The owner copies it if it has it (several ranks may write one), else any rank that has it."""
+    """Several ranks may stage a file of one name: its owner copies it, else the first of them."""
     staged = [
         ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth"],
         ["model.safetensors", "rng_state_1.pth", "extra"],
@@ -80,7 +80,7 @@ def test_each_staged_file_is_copied_by_one_rank(monkeypatch):
             None,
         ),  # the size of a rank's files is not known yet
         ([("n1", 400, 900), ("n1", 500, 900), ("n2", 90, 100)], "n1"),
-        ([("n1", 400, 900), ("n2", 100, 101)], "n2"),  # it may grow a little
+        ([("n1", 400, 900), ("n2", 100, 101)], "n2"),  # a checkpoint may grow a little
     ],
 )
 def test_each_node_needs_room_for_what_its_own_ranks_write(

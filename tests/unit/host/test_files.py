@@ -22,7 +22,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Make a folder with one good file, and with all kinds of paths out of it."""
+    """Make a folder with one good file, and with all kinds of links out of the folder."""
     folder = tmp_path / "real"
     (folder / "part").mkdir(parents=True)
     for path in (folder / "file", folder / "part" / "inner", tmp_path / "outside"):

@@ -47,7 +47,7 @@ def test_the_tightest_group_counts_and_file_pages_do_not(tmp_path, files):
         VERSION_2 | {f"{STEP}/memory.events": "oom 9\noom_kill 2\n"},
         VERSION_2 | {f"{JOB}/memory.events": "oom_kill 2\n"},  # the step has no group for memory
         VERSION_1 | {f"{OLD}/memory.oom_control": "under_oom 0\noom_kill 2\n"},
-        # As in a container, where the group's path is the host's.
+        # In a container, the group's path is one of the host.
         {
             "proc/self/cgroup": "4:memory:/docker/a\n",
             "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 2\n",

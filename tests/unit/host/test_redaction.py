@@ -149,9 +149,9 @@ WRITERS = {
 def test_a_secret_is_found_however_it_is_written(secret, writer, monkeypatch):
     monkeypatch.setenv("MY_SECRET", secret)
     if "yaml" in writer and "\n" in secret:
-        return  # YAML breaks and indents it: `redacted` comes before
+        return  # YAML breaks and indents the secret, so `redacted` is called before the encoding
     shown = redact(WRITERS[writer](f"before {secret} after"))
-    # Quotes around it may differ.
+    # The quotes around the secret may differ.
     words = re.findall(r"\w+|\*+", WRITERS[writer](f"before {MASK} after").replace("%2A", "*"))
     assert re.findall(r"\w+|\*+", shown) == words
 

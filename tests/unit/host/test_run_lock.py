@@ -28,7 +28,7 @@ HERE = {
 }  # fmt: skip
 ELSEWHERE = HERE | {"host": "n9", "machine": "another boot", "pid": 4711}
 
-# Takes the lock and obeys commands; argv may name another machine.
+# Takes the lock, then runs the lines that it reads; argv may name another machine.
 HOLD = """
 import os, pathlib, sys, time
 from utils.host import run_lock
@@ -63,7 +63,7 @@ def _impatient(monkeypatch):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Start processes that hold the lock of tmp_path; killed after the test."""
+    """Return a function that starts a process with the lock of tmp_path; kill all at the end."""
     started = []
 
     def start(end: str = "time.sleep(60)", machine: str = "") -> subprocess.Popen:
@@ -82,7 +82,7 @@ def holder(tmp_path):
 
 
 def owned_by(output_dir: Path, owner: dict, number: int = 1, beat: int = 0) -> Path:
-    """Write a lock as this owner would."""
+    """Write the lock file that this owner would write."""
     folder = output_dir / run_lock.FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"owner-{number}"
@@ -110,7 +110,7 @@ def test_a_second_job_is_refused_and_told_whose_it_is(holder, tmp_path, monkeypa
 
 
 def test_a_process_that_ends_leaves_the_lock(holder, tmp_path, caplog):
-    """This also holds for a process on another machine, whose end nobody could see."""
+    """This also holds for a process on another machine. There its end could not be seen."""
     holder("sys.exit(3)", machine="another").wait()
     for _ in range(3):  # the same process may start again
         assert not waits_to_take(tmp_path, caplog)
@@ -135,7 +135,7 @@ def test_another_users_living_process_is_not_taken_for_gone(tmp_path, monkeypatc
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("written", [True, False])
 def test_an_owner_without_a_heartbeat_is_taken_over(written, tmp_path, caplog):
-    """Its pid may belong to another process now, or it was killed before it wrote its name."""
+    """The owner's pid may belong to another process now, or the lock has no owner's name yet."""
     path = owned_by(tmp_path, HERE)
     named = f"process {os.getpid()} on n1, since 2026-01-01 00:00:00+00:00"
     if not written:
@@ -204,13 +204,14 @@ def test_a_removed_lock_is_lost(tmp_path):
     take_run_lock(tmp_path)
     (tmp_path / ".lock" / "owner-1").unlink()
     assert "was taken over" in taken_over(tmp_path)
-    owned_by(tmp_path, ELSEWHERE)  # with the same number
+    owned_by(tmp_path, ELSEWHERE)  # another owner with the same number
     leave_run_lock(tmp_path)
     assert not json.loads((tmp_path / ".lock" / "owner-1").read_text())["left"], "it is not ours"
 
 
-# Takes and releases the lock again and again. The owner makes a link, which must not exist before,
-# unless its maker was killed. Sometimes it waits long between looking and acting.
+# Takes and releases the lock again and again. Each owner makes a link. The link must not exist
+# before, unless the previous owner was killed. Sometimes the process waits long between looking at
+# the lock and taking it.
 RACER = """
 import os, pathlib, random, sys, time
 from utils.host import run_lock
@@ -250,7 +251,7 @@ while True:
 
 @pytest.mark.slow
 def test_of_many_racing_processes_one_alone_gets_the_lock(tmp_path):
-    """24 processes are killed, with and without the lock, and replaced."""
+    """24 processes race for the lock; they are killed, some while they hold it, and replaced."""
     log = tmp_path / "log"
     log.touch()
 

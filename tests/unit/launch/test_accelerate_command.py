@@ -144,7 +144,7 @@ def parsed(name: str, allocation: Allocation, *command: str):
 
 
 def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(monkeypatch):
-    """Under nohup closing the terminal ends nothing."""
+    """SIGHUP, the signal of a closed terminal, is not handled under nohup."""
     for hangup, handled in ((signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")):
         monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: hangup}.get)
         args = parsed("zero2", SECOND, "x.py")
@@ -165,7 +165,7 @@ def test_arguments_reach_the_script_as_they_are_and_a_cpu_stays_one():
     args = parsed("single_gpu", replace(ONE, gpus=None), "x.py", *words)
     assert args.training_script_args == words
     assert args.cpu
-    assert not parsed("cpu", CPUS, "x.py").cpu  # it would start only one process
+    assert not parsed("cpu", CPUS, "x.py").cpu  # --cpu would start only one process
 
 
 def launched(path: Path) -> dict[str, str]:
@@ -196,7 +196,7 @@ def test_every_shipped_config_starts_and_its_variables_are_accelerates_own(path)
     real = launched(path)
     for name, value in variables.items():
         assert real[name] == value, name
-    # Conversely, the variables that decide the strategy are among them.
+    # `variables` contain all of the real ones that decide the strategy.
     assert requested_strategy(real, 2) == requested_strategy(variables, 2)
 
 

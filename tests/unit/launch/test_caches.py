@@ -25,7 +25,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def job(directory: Path, **files: str) -> dict[str, str]:
-    """Compile these files, and return the files that were there at the start."""
+    """Start a job that compiles these files; return the files that earlier jobs left it."""
     directory.mkdir()
     known = unpack_compiled(directory)
     found = {path.name: path.read_text() for path in directory.rglob("*") if path.is_file()}
@@ -141,7 +141,7 @@ print("hits", found["fxgraph_cache_hit"], "misses", found["fxgraph_cache_miss"])
 
 @pytest.mark.slow
 def test_a_second_job_on_another_node_compiles_nothing(tmp_path):
-    """Jobs use the launcher: each has its own directory, which is deleted at its end."""
+    """Both jobs use the launcher. Each has a private directory, which is deleted at its end."""
     script = tmp_path / "worker.py"
     script.write_text(COMPILES)
     said = []

@@ -76,7 +76,7 @@ def test_the_exit_code_of_a_single_process_passes(worker, tmp_path):
 def start(
     tmp_path: Path, worker: Path, command: list[str] | None = None, **changes: str
 ) -> subprocess.Popen:
-    """Launch the worker, by launch_node.sh or a command, and wait until it says that it runs."""
+    """Launch the worker by launch_node.sh, or by `command`; wait until the worker runs."""
     process = subprocess.Popen(
         command or [str(LAUNCH_NODE), str(worker), "stop", str(tmp_path / "up")],
         env=environment(tmp_path, **changes), cwd=tmp_path,
@@ -99,7 +99,7 @@ def test_sigterm_ends_all_at_once_when_another_node_ended_the_job(worker, tmp_pa
     output, _ = process.communicate()
     assert process.returncode == 76, output
     assert "found" not in output  # the worker was not asked to save
-    # It was killed; the process that adopts orphans must reap it.
+    # The killed worker disappears once the process that adopts orphans has reaped it.
     wait_until(lambda: not remains.exists(), "the worker is left")
     assert not list(tmp_path.glob("stoker-*"))
 
@@ -129,7 +129,7 @@ def test_no_rank_outlives_its_launcher(worker, tmp_path, launcher):
 
 @pytest.mark.slow
 def test_a_stop_before_the_start_starts_nothing(worker, tmp_path):
-    """The signal comes as soon as the node's directory exists, which is removed as well."""
+    """The signal comes as soon as the node's directory exists. The directory is removed."""
     made = f"""
 import os, signal, sys, tempfile
 from utils.launch import node
@@ -174,7 +174,7 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
 
     path = f"{root / 'bin'}:/usr/bin:/bin"
     shutil.copy(root / "slurm/cluster.env.example", cluster_env)
-    given = f"python|{root}|0||-m|utils.launch.node|x.py|alive"  # after a USR1
+    given = f"python|{root}|0||-m|utils.launch.node|x.py|alive"  # Python ignores USR1
     assert started(path) == (7, given)
     cluster_env.write_text("export X=from-cluster-env$UNSET\n")
     assert "|from-cluster-env|" in started(path)[1]
@@ -182,7 +182,7 @@ def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_pa
     code, output = started(path)
     assert code == 69
     assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or set" in output
-    # In a job refusals are written for the job script; the first verdict stays.
+    # In a job, refusals are written to the notes for the job script; the first verdict stays.
     notes = tmp_path / "job's notes"
     for line, said in {
         "STOKER_CONTAINER=(no-such)": "n2: there is no no-such on PATH",

@@ -67,7 +67,7 @@ def test_a_webhook_that_is_not_there_is_one_line(url, monkeypatch, capsys):
 
 
 def test_without_a_job_script_the_run_tells_itself(webhook, tmp_path, monkeypatch, capsys):
-    """tests/integration/test_run_report.py tests whole runs with a command."""
+    """This tests a webhook. tests/integration/test_run_report.py tests a command, in whole runs."""
     monkeypatch.setenv("STOKER_ON_EVENT", f"http://127.0.0.1:{webhook.server_port}/T0/secret")
     for code, text in ((0, "done"), (75, "stopped with a checkpoint"), (78, "step 3\nmore")):
         tell(tmp_path, code, text)

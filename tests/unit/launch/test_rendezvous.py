@@ -19,9 +19,9 @@ ALONE = Allocation(("n1",), 0, 2, 2, "127.0.0.1", 20000)
 
 @pytest.fixture
 def port():
-    """Return the first of two adjacent free ports, below those of outgoing connections.
+    """Return the first of two adjacent free ports below the range of outgoing connections.
 
-    A connection to a free port of that range may connect to itself and so occupy it.
+    A connection to a free port within that range may connect to itself and so occupy the port.
     """
     while True:
         number = random.randrange(20000, 32000)
@@ -35,7 +35,7 @@ def node(index: int, port: int) -> Allocation:
 
 
 def meet(port: int, between=lambda: None, **facts) -> list[object]:
-    """Return the answers to n1 and n2. n2 has other facts and comes later."""
+    """Return what nodes n1 and n2 are told. n2 reports `facts`, and comes after `between`."""
     told = [None, None]
 
     def attend(index: int) -> None:

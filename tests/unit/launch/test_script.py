@@ -91,7 +91,7 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
     assert read_notes(notes) == []
     assert run_script(lambda: ExitCode.STOPPED) == 75
     assert the_note(notes)[:2] == ("stopped", 75)
-    # torchrun sees a stop as success, because it would kill the other ranks otherwise.
+    # Under the launcher a stop has exit code 0: at any other code torchrun kills the other ranks.
     monkeypatch.setenv("STOKER_NODE_DIR", "/tmp")
     assert run_script(lambda: ExitCode.STOPPED) == 0
     (notes / "rank-0.json").unlink()
@@ -119,7 +119,7 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
 
 
 def test_storage_that_fails_in_any_words_is_a_storage_error(capsys, notes, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")  # not all ranks raise it, so each shows it
+    monkeypatch.setenv("LOCAL_RANK", "3")  # perhaps only this rank has the error, so it shows it
     for error, said in [
         # tokenizers raises a plain Exception.
         (Exception("No space left on device (os error 28)"), r"device \(Exception: No spa.*\)\."),
@@ -225,7 +225,7 @@ def test_a_python_without_the_packages_says_so(monkeypatch):
 @pytest.fixture
 def fresh_logging(monkeypatch):
     """Undo what configure_logging changes in this process."""
-    logging.captureWarnings(False)  # if it was on from an earlier run, it would do nothing
+    logging.captureWarnings(False)  # captureWarnings(True) does nothing if it is on
     root = logging.getLogger()
     handlers, level, factory = list(root.handlers), root.level, logging.getLogRecordFactory()
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -256,7 +256,7 @@ def logged() -> list[str]:
 def test_rank_0_tells_all_in_one_line_an_event_other_ranks_their_warnings(
     fresh_logging, monkeypatch
 ):
-    configure_logging()  # a second call doubles no line
+    configure_logging()  # two calls must not print lines twice
     lines = [line.split("  ", 1) for line in logged()]
     assert [len(clock) for clock, _ in lines] == [len("12:34:56")] * 3
     messages = [message for _, message in lines]

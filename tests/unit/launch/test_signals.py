@@ -24,7 +24,7 @@ while not signals.stop_request():
     time.sleep(0.05)
 print(f"asked: {signals.stop_request()}", flush=True)
 """
-# Blocked outside of the interpreter, as in a collective, so no Python handler can run.
+# The main thread is blocked outside of the interpreter, as in a collective: no Python handler runs.
 STUCK_IN_C = """
 ends = os.pipe()
 ctypes.CDLL(None).read(ends[0], ctypes.create_string_buffer(1), 1)
@@ -34,7 +34,7 @@ print("came back", flush=True)
 
 @pytest.fixture
 def start():
-    """Start a process that has installed its handlers; killed after the test."""
+    """Return a function that starts a process with its handlers installed; kill it at the end."""
     children = []
 
     def ready(program: str, node_dir: Path | None = None, within_s: float = 1.0):
@@ -61,7 +61,7 @@ def end(child: subprocess.Popen, timeout_s: float | None = None) -> tuple[int, s
 
 @pytest.mark.slow
 def test_under_the_launcher_its_file_says_whether_a_sigterm_is_a_request(tmp_path, start):
-    """Without the file, SIGTERM means that the launcher ends the process as another rank failed."""
+    """Without the file, SIGTERM means that another rank failed: the process has to end."""
     children = [start(program, tmp_path) for program in (WAIT, STUCK_IN_C)]
     begin = time.monotonic()
     for child in children:

@@ -23,7 +23,7 @@ STEP = {
 
 
 def test_a_slurm_step_is_read_from_its_variables():
-    found = read_allocation(STEP, 7)  # devices that Slurm did not allocate
+    found = read_allocation(STEP, 7)  # torch sees seven GPUs, but Slurm's four count
     assert found == Allocation(("n1", "n2"), 1, 4, 4, "n1", 20310)
     assert (found.host, found.world_size) == ("n2", 8)
     found = read_allocation(STEP | {"STOKER_MAIN_ADDRESS": "10.0.0.1"}, 7)
@@ -114,7 +114,7 @@ def test_the_environment_knows_the_end_else_squeue_is_asked(monkeypatch, tmp_pat
     monkeypatch.setenv("SLURM_JOB_ID", "123")
     squeue(end.isoformat(), job="123")
     assert job_end_time() == end.timestamp()
-    # The last task of an array has the array's own id, by which squeue would show every task.
+    # The last task of an array has the array's own id. For that id squeue would show every task.
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "123")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
     squeue(end.isoformat(), job="123_4")

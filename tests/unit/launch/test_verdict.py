@@ -24,7 +24,7 @@ def notes_dir(tmp_path, monkeypatch):
 
 
 def write(directory, *notes: Note) -> None:
-    for one in notes:  # renamed into place like ranks do, because a reader may look at any moment
+    for one in notes:  # renamed into place, as by ranks: a reader may look at any time
         partial = directory / "partial"
         partial.write_text(json.dumps(dataclasses.asdict(one)))
         partial.replace(directory / f"rank-{one.rank}.json")
@@ -63,7 +63,7 @@ def test_the_cause_is_chosen_over_what_followed_from_it(consequence, cause, text
 
 
 def test_each_end_of_a_process_is_noted_but_not_over_its_own_words(notes_dir):
-    """SIGKILL only means lack of memory if the kernel's counter says so."""
+    """SIGKILL means lack of memory only if the kernel's counter of such kills has grown."""
     write(notes_dir, note("failed", "KeyError: 'x'", 0))
     ends = {0: 1, 1: -9, 2: 3, 3: 75, 4: -10, 5: -120}
     note_worker_ends(ends, asked_to_stop=False, memory_ran_out=False)

@@ -1,6 +1,6 @@
-"""Made-up run directories: one killed, stopped and finished; one with a slow GPU of eight.
+"""Made-up run directories: one run is killed, stopped, then finished; one has a slow GPU of eight.
 
-python tests/unit/observe/made_up_run.py DIRECTORY    # the second one, of the pictures in docs/
+python tests/unit/observe/made_up_run.py DIRECTORY    # writes the second run, shown in docs/
 """
 
 import datetime
@@ -62,7 +62,7 @@ def iso(time: float) -> str:
 
 
 def write_run(run: Path) -> Path:
-    """Write a run directory as its three starts would."""
+    """Write a run directory as three starts leave it."""
     (run / ".lock").mkdir(parents=True)
     (run / "final").mkdir()
     entries, text = [], ""

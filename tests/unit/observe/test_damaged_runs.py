@@ -69,8 +69,8 @@ def with_checkpoint(run: Path, step: int = 100) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, tmp_path_factory, monkeypatch) -> Path:
-    """A run with all that report.py and status.py read."""
-    # To compile the templates takes most of the time of a page.
+    """Make a run with all files that report.py and status.py read."""
+    # Compile the templates only once: this takes most of the time of a page.
     compiled = jinja2.FileSystemBytecodeCache(str(tmp_path_factory.getbasetemp()))
     environment = functools.partial(jinja2.Environment, bytecode_cache=compiled)
     monkeypatch.setattr("jinja2.Environment", environment)
@@ -82,7 +82,7 @@ def run(tmp_path: Path, tmp_path_factory, monkeypatch) -> Path:
 
 
 def looked_at(run: Path) -> tuple[Page, str, dict]:
-    """Show a run in all ways but a picture; return the page, the lines and the JSON."""
+    """Show a run in all ways except as a picture; return the page, the lines and the JSON."""
     page = write_pages([run], None, None).read_text(encoding="utf-8")
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
@@ -105,7 +105,7 @@ def test_the_copies_of_the_record_are_hashed_once(run, monkeypatch):
 
 
 def flipped(content: bytes, chance: random.Random) -> bytes:
-    """One byte changed: a bit, or another character that JSON may hold there."""
+    """Return the content with one changed byte: a flipped bit or another character of JSON."""
     place = chance.randrange(len(content))
     byte = chance.choice([content[place] ^ 1 << chance.randrange(8), *b'"\\,}]0-e\n\x00\xff'])
     return content[:place] + bytes([byte]) + content[place + 1 :]
@@ -117,7 +117,7 @@ def test_a_flipped_byte_in_any_file_breaks_nothing(run):
         "metrics.jsonl", "provenance.json", "config.yaml", "nonfinite-step-61.json", "hang.txt",
         ".lock/owner-3", "checkpoint-100/manifest.json", "profile/kernels.txt",
     ]  # fmt: skip
-    # A short journal: each flip is looked at as a whole run.
+    # The journal is short, because each flip is shown as a whole run.
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join([*lines[:12], *lines[55:75], *lines[-3:]]))
     whole = {name: (run / name).read_bytes() for name in names}
@@ -136,7 +136,7 @@ def line(**fields: object) -> bytes:
 
 
 LOST = b'{"event": "train", "step": 161, "time": 1800003000, "loss": 1e400, "step_time_s": 1e999}'
-# Lines at the end of a journal, and how many of them are damaged.
+# Lines to add at the end of a journal, and how many of them are damaged.
 LINES: dict[str, tuple[bytes, int]] = {
     "zeros of a crashed file system": (bytes(4096) + line(), 1),
     "two joined": (line() + line(), 1),
@@ -192,7 +192,7 @@ def test_odd_lines_of_a_journal_are_skipped_and_counted(name, run):
 
 
 def test_a_measure_that_cannot_be_is_left_out_and_a_figure_is_infinite():
-    """Readers add measures up and turn them into dates and whole numbers."""
+    """Readers add measures up, and turn measures into dates and whole numbers."""
     wrong = {"step_time_s": 1e300, "tokens_per_s": "NaN", "mfu": -1e18, "size_bytes": 10**400}
     read = read_line(line(**wrong, wait_s=2, loss=-1e300, grad_norm="Infinity", reward=1e300))
     assert read is not None

@@ -15,7 +15,7 @@ from utils.observe.history import read_run
 
 
 def ends(run):
-    """The evidence of each start's end, and what the report says of the run."""
+    """Return the evidence of each start's end, and the words of the report about the run."""
     history = read_run(run)
     return [end_of_start(history, start) for start in history.starts], *run_in_words(history)
 
@@ -61,14 +61,15 @@ def test_the_hours_add_up_and_each_second_has_its_place(made_up_run):
     spent = findings.where_the_hours_went(run)
     whole = run.starts[-1].ended - run.starts[0].began
     assert sum(spent.values()) == pytest.approx(whole)
-    # 160 steps that count, of which three were the first of a start: 2 s each, 0.5 s of it waiting.
+    # 160 steps were not rolled back. Three of these were the first of a start. Each other one took
+    # 2 s, with 0.5 s of waiting.
     assert spent["compute"] == pytest.approx(157 * 1.5)
     assert spent["wait"] == pytest.approx(157 * 0.5)
     assert spent["first"] == pytest.approx(3 * 5)
     assert spent["eval"] == pytest.approx(8 * 7)
     assert spent["save"] == pytest.approx(8 * 1)
     assert spent["startup"] == pytest.approx(3 * 10)
-    # Steps 41 to 60 of the first start with its evaluation and save, and 4 s until it was gone.
+    # Steps 41 to 60 of the first start, an evaluation, a save, and 4 s until the start died.
     assert spent["lost"] == pytest.approx(20 * 2 + 7 + 1 + 4)
 
 
@@ -83,7 +84,7 @@ def test_the_time_in_the_queue_is_told_apart_where_slurm_tells(made_up_run):
     run = read_run(made_up_run)
     spent = findings.where_the_hours_went(run)
     first, second, third = run.starts
-    # The third start has the submission of a job that was requeued.
+    # The third start belongs to a requeued job, which was submitted long before.
     queue = 60 + (990 - 300) + (BEGIN + 1950 - second.ended)
     assert spent["queue"] == pytest.approx(queue)
     assert spent["between"] == pytest.approx(BEGIN + 300 - first.ended)

@@ -1,4 +1,4 @@
-"""What is read from a run directory, and what is left out, whatever is missing or damaged."""
+"""Reading a run directory: what is read and what is left out if files are missing or damaged."""
 
 import json
 import os
@@ -25,7 +25,8 @@ def test_each_start_has_its_lines_and_what_was_done_again_is_marked(made_up_run)
     first, second, _ = run.starts
     assert first.ended == first.lines[-1]["time"] + 4, "its lock beat after its last line"
     assert first.trained == first.began + 10
-    # 9 s between the first line of the first start and its begin; the pause is not counted.
+    # The second start logs 15 s after its begin: 10 s to start up, 5 s for the first step. The
+    # pause before it is not counted.
     assert second.lines[0]["hours"] * 3600 == first.ended - first.began + 15
     assert run.missing == run.damaged == ()
     assert run.max_steps == 160
@@ -62,7 +63,7 @@ def without_marks(lines):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_lines_that_count_are_those_of_read_journal(tmp_path, seed):
-    """Starts at random steps, torn lines and repeated evaluations."""
+    """The journal has starts at random steps, torn lines and repeated evaluations."""
     chance = random.Random(seed)
     lines, step, time = [], 0, 100.0
     for start in range(chance.randint(1, 5)):
@@ -100,7 +101,7 @@ def test_a_damaged_run_is_read_and_what_is_missing_is_said(made_up_run, name, da
     if damage != "gone":
         path.write_bytes(content[:-7] if damage == "cut" else b"\xff\x00\n" * 50)
     run = read_run(made_up_run)
-    if (name, damage) != ("config.yaml", "cut"):  # what is left of it is valid
+    if (name, damage) != ("config.yaml", "cut"):  # the rest of that file is valid
         assert any(each.startswith(name) for each in run.missing + run.damaged)
     steps = [line["step"] for line in run.trained]
     assert steps == ([] if name == "metrics.jsonl" and damage != "cut" else list(range(1, 161)))

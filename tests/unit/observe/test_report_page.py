@@ -39,7 +39,7 @@ def test_the_page_of_one_run(made_up_run, monkeypatch, capsys):
 
 
 def test_a_secret_in_any_file_of_a_run_is_on_no_page(made_up_run, monkeypatch):
-    """Files of older versions, and of people, have it in plain text."""
+    """Older versions and users may have written a secret into these files in plain text."""
     secret = "quo\"te's \\canary: <more>"
     monkeypatch.setenv("MY_SECRET", secret)
     path = made_up_run / "provenance.json"
@@ -122,7 +122,7 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
     parsed = time.process_time()
     report.main([str(made_up_run)])
     seconds, parsing_s = time.process_time() - parsed, parsed - begin
-    # 2.2 to 4 times, however fast the machine is: 1.5 to 1.8 s where parsing takes 0.5 s.
+    # A page takes 2.2 to 4 times as long as parsing, on fast and slow machines.
     assert seconds < 8 * parsing_s
     page = (made_up_run / "report.html").read_text()
     assert len(page) < 1_000_000

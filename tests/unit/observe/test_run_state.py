@@ -1,4 +1,4 @@
-"""How runs are doing, of made-up directories in every state: no torch, damage is named."""
+"""The state of runs, from made-up directories in every state: without torch; damage is named."""
 
 import dataclasses
 import datetime
@@ -33,7 +33,7 @@ HERE = ELSEWHERE | {"machine": _machine(), "host": "n1", "job": None}
 
 
 def make_run(directory, *, slurm=None, starts=1, owner=None, left=False, error=None, age_s=1.0):
-    """A run as `starts` starts would have left it; the owner's last beat is `age_s` old."""
+    """Make a run as `starts` starts leave it; the owner's last heartbeat is `age_s` old."""
     directory.mkdir(parents=True)
     start = {
         "script": "pretrain.py", "argv": ["pretrain.py", "--config", "my run.yaml"], "slurm": slurm,
@@ -51,7 +51,7 @@ def make_run(directory, *, slurm=None, starts=1, owner=None, left=False, error=N
 
 
 def journal(directory, *lines, before_s=0.0):
-    """Append lines, each two seconds after the one before, the last so many seconds ago."""
+    """Append lines two seconds apart to the journal; the last line is `before_s` old."""
     now = time.time() - before_s - 2 * len(lines)
     with (directory / "metrics.jsonl").open("a") as file:
         for number, line in enumerate(lines, 1):
@@ -135,7 +135,7 @@ def test_the_state_is_told_by_the_lock_the_queue_and_the_last_event(
 @pytest.mark.parametrize("age_s", [3, 300])
 @pytest.mark.parametrize("final", [False, True])
 def test_status_and_report_tell_the_same_of_a_run(event, left, age_s, final, tmp_path, monkeypatch):
-    """One reads the ends of the journal, the other all of it."""
+    """status.py reads only the beginning and end of the journal, report.py all of it."""
     monkeypatch.setattr(history, "TAIL_BYTES", 200)
     run = make_run(tmp_path / "run", slurm=SLURM, owner=ELSEWHERE, left=left, age_s=age_s)
     journal(run, *STEPS, *([{"event": event, "step": 50}] if event else []))
@@ -149,7 +149,7 @@ def test_status_and_report_tell_the_same_of_a_run(event, left, age_s, final, tmp
 
 
 def refused(run, job=None, *, number=2, since="2026-01-01 09:00:00+00:00", age_s=5.0):
-    """The lock of a start that was refused before it wrote itself into provenance.json."""
+    """Write the lock of a start that was refused before it had an entry in provenance.json."""
     who = ELSEWHERE | {"since": since, "pid": 4712, "job": job}
     content = {"owner": who, "beat": 1, "left": True, "error": "configuration error: its seed is"}
     path = run / ".lock" / f"owner-{number}"
@@ -202,7 +202,7 @@ def test_a_start_that_claimed_the_run_or_is_the_only_one_tells_the_state(tmp_pat
     (run / ".lock" / "owner-1").unlink()
     found = read_status(run, {})
     assert (found.state, found.error) == ("failed", "configuration error: its seed is")
-    refused(run, number=9, age_s=1)  # a newer one is alive, whatever was refused before
+    refused(run, number=9, age_s=1)  # a newer owner, made alive below
     newest = json.loads((run / ".lock" / "owner-9").read_text()) | {"left": False, "error": None}
     (run / ".lock" / "owner-9").write_text(json.dumps(newest))
     found = read_status(run, {})
