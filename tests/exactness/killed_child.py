@@ -28,7 +28,7 @@ import utils.checkpoints.files
 import utils.run.preflight
 from utils.checkpoints import discovery as rotation
 from utils.checkpoints import staging
-from utils.host import run_lock
+from utils.host import atomic_files, run_lock
 from utils.launch.script import run_script
 
 HOST_WATCH_S = 3.0  # thirty heartbeats, because one may wait for a core
@@ -139,7 +139,7 @@ def stage_within(memory: Path) -> None:
         return str(directory)
 
     staging.MEMORY = memory
-    staging.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
+    atomic_files.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
 
 
 def stock(argv: list[str], options: dict) -> int:

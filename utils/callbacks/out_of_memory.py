@@ -105,12 +105,11 @@ def _asked_for(cause: BaseException) -> str:
 
 def _batch(trainer: Any, progress: Progress) -> str:
     model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
-    if progress.shape is None:
+    if progress.shape is None or progress.tokens is None:
         return model
     sequences, tokens = progress.shape
-    return (
-        f"{model}, {sequences} sequences x {tokens:,} tokens, {progress.real_tokens:,} of them real"
-    )
+    real = int(progress.tokens.sum())
+    return f"{model}, {sequences} sequences x {tokens:,} tokens, {real:,} of them real"
 
 
 def _named(trainer: Any, frames: list[tuple[FrameType, int]]) -> Iterator[tuple[Any, str, str]]:

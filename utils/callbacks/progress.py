@@ -25,18 +25,18 @@ class Phase(StrEnum):
 class Progress:
     """The phase of a run on this rank; the trainer writes it, pages and views read it.
 
-    step         the current step in training, otherwise the last finished step
-    since        when the phase began, by time.monotonic()
-    shape        (sequences, tokens) of the last micro-batch
-    real_tokens  its tokens without padding
-    split        the held-out split being evaluated, with batches_done of its batches
+    step    the current step in training, otherwise the last finished step
+    since   when the phase began, by time.monotonic()
+    shape   (sequences, tokens) of the last micro-batch
+    tokens  its tokens without padding, of each sequence; on the host
+    split   the held-out split being evaluated, with batches_done of its batches
     """
 
     phase: Phase = Phase.START
     step: int = 0
     since: float = field(default_factory=time.monotonic)
     shape: tuple[int, int] | None = None
-    real_tokens: int = 0
+    tokens: torch.Tensor | None = None
     split: str = ""
     batches_done: int = 0
     batches: int = 0
@@ -57,7 +57,7 @@ class Progress:
         """Store the shape of a micro-batch, which is still on the host."""
         sequences, tokens = batch["input_ids"].shape
         self.shape = sequences, tokens
-        self.real_tokens = int(batch["sequence_tokens"].sum())
+        self.tokens = batch["sequence_tokens"]
 
     def begin_split(self, split: str, batches: int) -> None:
         """Begin to evaluate a held-out split."""
