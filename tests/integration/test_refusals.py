@@ -16,6 +16,7 @@ import pretrain
 import sft_train
 from utils.checkpoints import discovery
 from utils.config.errors import ConfigurationError
+from utils.plan import run_plan
 
 pytestmark = pytest.mark.slow
 
@@ -321,6 +322,16 @@ def test_what_starts_passes_the_dry_run_and_says_how_it_resumes(
     assert sft_train.main(tuned) == 0
 
 
+def test_a_plan_that_a_library_ends_has_its_lines_in_the_log(place, pretraining, capsys):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    place.monkeypatch.setattr(run_plan, "rehearse", fail)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        pretrain.main(pretraining(place.run, dry_run="true"))
+    assert "batch: " in capsys.readouterr().out
+
+
 def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, capsys):
     """A dry run on a login node refuses by STOKER_GPU_MEMORY_GIB as a start does by the device."""
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
@@ -336,8 +347,8 @@ def test_a_dry_run_knows_the_gpus_that_cluster_env_names(place, pretraining, cap
 def test_a_login_node_proves_what_needs_no_gpu(place, pretraining, capsys):
     """A dry run without a GPU still checks that the attention keeps packed documents apart.
 
-    torch built for CUDA names a GPU as accelerator even if there is none. Bloom is refused: it adds
-    positions to the scores by itself, so packed documents would see each other.
+    torch built for CUDA names a GPU as accelerator, even on a machine without a GPU. Bloom is
+    refused: it adds positions to the scores by itself, so packed documents would see each other.
     """
     place.monkeypatch.delenv("ACCELERATE_USE_CPU")
     place.monkeypatch.setattr(

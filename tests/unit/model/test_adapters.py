@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import DENSE, EXPERTS, INSIDE, names, tiny_config, tiny_model
+from peft import PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoConfig
@@ -15,6 +16,7 @@ from utils.config.errors import ConfigurationError
 from utils.model.adapters import (
     freeze_unused,
     linear_and_experts,
+    load_adapter,
     plan_adapters,
     with_adapters,
 )
@@ -160,3 +162,17 @@ def test_what_the_loss_does_not_reach_is_frozen_and_not_adapted(name):
     layers = linear_and_experts(model)[0]
     assert layers
     assert not {f"{layer}.weight" for layer in layers} & without
+
+
+def test_the_size_of_an_adapter_is_judged_without_the_tokenizer_that_it_names(tmp_path):
+    """An adapter of prompts that began as a text names the tokenizer on its author's machine."""
+    prompts = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init="TEXT",
+        prompt_tuning_init_text="Answer briefly:", tokenizer_name_or_path=str(tmp_path / "none"),
+    )  # fmt: skip
+    model = tiny_model(tiny_config("llama"))
+    adapted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    adapted.save_pretrained(tmp_path)
+    prompts.inference_mode = True
+    prompts.save_pretrained(tmp_path)
+    load_adapter(tiny_model(tiny_config("llama")), str(tmp_path), tmp_path / "adapter_config.json")

@@ -207,6 +207,16 @@ def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
     assert found.gradients == copies * found.weights
 
 
+def test_one_more_sequence_is_predicted_with_the_accumulation_of_the_run():
+    """A larger micro-batch alone would not accumulate, and its gradients would count once."""
+    given = settings(global_batch_size=2, per_device_train_batch_size=1)
+    one, two = (
+        estimate_memory(given, LLAMA, LAUNCH, replace(work(), rows=rows), "none", (5000, 5000))
+        for rows in (1, 2)
+    )
+    assert one.gradients == two.gradients == one.weights
+
+
 def disk(strategy: str = "ddp", bf16: str = "false", **given) -> int:
     launch = replace(LAUNCH, world_size=2, strategy=strategy)
     return checkpoint_bytes(settings(bf16=bf16, **given), LLAMA, launch)
