@@ -10,7 +10,7 @@ import pytest
 from launching import CPU_ENVIRONMENT, run_processes, start_processes
 from tiny import train_lines
 
-from utils.host.notes import Note, read_notes
+from utils.launch.verdict import Note, read_notes
 
 pytestmark = pytest.mark.slow
 

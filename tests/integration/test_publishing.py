@@ -235,7 +235,7 @@ def test_what_cannot_be_published_is_refused_with_what_to_type(hub, finished):
     (finished / "elsewhere.json").write_text("{}")
     code, shown = run(hub, finished, *publish, "run", "me/x")
     assert code == 2
-    assert "run/final names 'vocab.json', where run/final/vocab.json is a link" in shown
+    assert "run/final names 'vocab.json', which is no path inside" in shown
     (run_dir / "final" / "vocab.json").unlink()
     shutil.move(run_dir / "final", run_dir / "checkpoint-1")
     code, shown = run(hub, finished, *publish, "run", "me/x")

@@ -7,8 +7,7 @@ import pytest
 import tiny
 from launching import run_processes
 
-from utils.host.notes import read_notes
-from utils.launch.verdict import judge
+from utils.launch.verdict import judge, read_notes
 
 pytestmark = pytest.mark.slow
 

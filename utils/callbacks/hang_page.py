@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from utils.host.atomic_files import replace_text
-from utils.host.notes import Note, place, thread_frames
+from utils.host.faults import place, thread_frames
+from utils.launch.verdict import Note
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
 PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank

@@ -18,8 +18,8 @@ from utils.callbacks.progress import Phase, Progress
 from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError, OutOfMemoryError
 from utils.host.atomic_files import replace_text
+from utils.host.faults import memory_cause, memory_owner, place
 from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
-from utils.host.notes import memory_cause, memory_owner, place
 
 # Names of phases on the page and in metrics.jsonl. To finish a run is mostly to write final/.
 WORDS = {

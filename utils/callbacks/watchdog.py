@@ -15,20 +15,17 @@ from typing_extensions import override
 from utils.callbacks.hang_page import LIBRARIES, PAGE, leave_record, read_records, write_page
 from utils.callbacks.progress import Phase, Progress
 from utils.config.errors import ExitCode
+from utils.host.faults import place, thread_frames, waits_for_ranks
 from utils.host.machine import host_name
-from utils.host.notes import (
-    Note,
-    leave_note,
-    leave_verdict,
-    notes_directory,
-    place,
-    read_notes,
-    thread_frames,
-    waits_for_ranks,
-)
 from utils.host.redaction import redact, write_error
 from utils.host.run_lock import known_loss
-from utils.launch.verdict import hang_verdict
+from utils.launch.verdict import (
+    Note,
+    hang_verdict,
+    leave_note,
+    leave_verdict,
+    read_notes,
+)
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
 LONGEST_GAP_S = 10.0  # after a longer gap between two looks, the process itself was suspended
@@ -41,7 +38,7 @@ class HangWatch(TrainerCallback):
 
     Every event of training is a beat, and a thread watches for beats. All phases except a usual
     step may take three times as long. A rank without beats gives up: it logs its stack and writes a
-    note (utils/host/notes.py) and a record (hang_page.py). A rank that is silent for half the time
+    note (verdict.py) and a record (hang_page.py). A rank that is silent for half the time
     gives up as well when another rank has given up. The verdict names the rank that the others wait
     for. The lowest rank writes hang.txt from all records.
 
@@ -180,8 +177,7 @@ class HangWatch(TrainerCallback):
 
 
 def _notes() -> list[Note]:
-    directory = notes_directory()
     try:
-        return read_notes(directory) if directory is not None else []
+        return read_notes()
     except OSError:
         return []  # judge without notes, as if there were no directory

@@ -7,42 +7,81 @@ It takes at most half a minute. The exit code is 1 if something that training ne
 
 import argparse
 import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
-from utils.doctor import checks
-from utils.doctor.checks import INTERACTIVE, TAKES_JOBS, Finding
-from utils.host.redaction import redact
+from utils.config.errors import ConfigurationError
+from utils.host.redaction import load_env_file, redact
 
+ROOT = Path(__file__).resolve().parents[2]
+INTERACTIVE = "srun --gpus=1 python -m utils.doctor"
+# Optional packages and their use.
+OPTIONAL = {
+    "deepspeed": "strategies zero1, zero2 and zero3",
+    "flash-attn": "FlashAttention 2, about as fast as torch's own kernels",
+    "gigatoken": "prepares texts many times faster",
+    "bitsandbytes": "load_in_4bit (QLoRA), and optimizers of 8 bits",
+    "lm_eval": "benchmarks of a finished model",
+}
 LIMIT_S = 28.0  # for all checks
 CHECK_LIMIT_S = 15.0  # enough to import torch from a cold disk
+COMMAND_LIMIT_S = 8.0
+REACH_LIMIT_S = 4.0
+LEAST_MEMORY_GIB = 4
+LEAST_FREE_GIB = 20
+SHARED = "/dev/shm"  # noqa: S108 - only its size is read
+# sinfo's states of nodes that run jobs. A "*" at the end of a state means that the node does not
+# answer, so such a state is not usable.
+USABLE = ("idle", "mix", "mixed", "alloc", "comp", "resv", "plnd", "boot", "pow_up")
+
+
+class Finding(NamedTuple):
+    """A line of the output: its level, the fact, and what to type.
+
+    level: ok, option (absent and optional), warning, missing, or unknown (could not be checked).
+    """
+
+    level: str
+    what: str
+    mend: str = ""
+
 
 Check = Callable[[], Iterator[Finding]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all checks; returns the exit code."""
+    """Run all checks and print their findings; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m utils.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where runs write")
     output_dir = parser.parse_args(argv).output_dir
     named: dict[str, Check] = {
-        "Python": checks.check_python, "GPUs": checks.check_gpus, "kernels": checks.check_kernels,
-        "host": checks.check_host, "Slurm": checks.check_slurm, "tokens": checks.check_tokens,
-        "the Hub": checks.check_hub,
-        "output_dir": partial(checks.check_disk, output_dir, "output_dir"),
+        "Python": check_python, "GPUs": check_gpus, "kernels": check_kernels, "host": check_host,
+        "Slurm": check_slurm, "tokens": check_tokens, "the Hub": check_hub,
+        "output_dir": partial(check_disk, output_dir, "output_dir"),
     }  # fmt: skip
     findings = []
     until = time.monotonic() + LIMIT_S
     for name, check in named.items():
         for finding in found_by(name, check, min(CHECK_LIMIT_S, until - time.monotonic())):
-            show(finding)
             findings.append(finding)
-    return conclude(findings)
+            mend = f"\n{'':<8} -> {finding.mend}" if finding.mend else ""
+            print(redact(f"{finding.level:<8} {finding.what}{mend}"), flush=True)  # noqa: T201
+    text, code = conclude(findings)
+    print(f"\n{text}", flush=True)  # noqa: T201 - the output of this command
+    return code
 
 
 def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
@@ -56,47 +95,267 @@ def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             findings.append(Finding("unknown", f"{name} could not be checked ({text})"))
 
-    if limit_s <= 0:
-        return [Finding("unknown", f"{name} not checked: the checks before took {LIMIT_S:.0f} s")]
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join(limit_s)
+    thread.join(max(limit_s, 0.1))
     if thread.is_alive():
         what = f"{name}: no answer within {limit_s:.0f} s"
         return [*findings, Finding("unknown", what, "a disk, the network or a driver hangs")]
     return findings
 
 
-def show(finding: Finding) -> None:
-    """Print one finding, and below it what to type."""
-    lines = [f"{finding.level:<8} {finding.what}"]
-    if finding.mend:
-        lines.append(f"{'':<8} -> {finding.mend}")
-    sys.stdout.write(redact("\n".join(lines)) + "\n")
-    sys.stdout.flush()
+def conclude(findings: Sequence[Finding]) -> tuple[str, int]:
+    """Return the summary and the exit code."""
+    count = Counter(finding.level for finding in findings)
+    text = f"{count['missing']} missing, {count['warning']} warning(s)"
+    text += f", {count['unknown']} not known"
+    if count["missing"]:
+        return f"{text}: mend what is missing before you train", 1
+    if count["unknown"]:
+        return f"{text}: nothing is missing as far as this machine answered", 0
+    if any(finding.mend == INTERACTIVE for finding in findings):
+        return f"{text}; a login node. For a look at a GPU node: {INTERACTIVE}", 0
+    return f"{text}: this machine can train", 0
 
 
-def conclude(findings: Sequence[Finding]) -> int:
-    """Print a summary; return the exit code."""
-    missing, warnings, unknown = (
-        sum(each.level == level for each in findings) for level in ("missing", "warning", "unknown")
-    )
-    text = f"{missing} missing, {warnings} warning(s), {unknown} not known"
-    if missing:
-        text += ": mend what is missing before you train"
-    elif unknown:
-        text += ": nothing is missing as far as this machine answered"
-    elif not any(each.mend == INTERACTIVE for each in findings):
-        text += ": this machine can train"
-    elif any(each.what.startswith(TAKES_JOBS) for each in findings):
-        text += f"; jobs can be submitted. For a look at a GPU node: {INTERACTIVE}"
+def output_of(*command: str) -> str:
+    """Return the output of a command. Raises OSError if it fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, errors="replace", timeout=COMMAND_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]}: no answer within {COMMAND_LIMIT_S:.0f} s") from error
+    if done.returncode:
+        last = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise OSError(f"{command[0]}: {last.splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+# Checks. On an unexpected machine a check may raise or hang.
+
+
+def check_python() -> Iterator[Finding]:
+    """Compare Python and the packages with pyproject.toml."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = f"Python {sys.version.split()[0]} ({sys.prefix})"
+    extras = project["optional-dependencies"]
+    lines = {Requirement(line).name: line for extra in extras.values() for line in extra}
+    purposes = dict.fromkeys(project["dependencies"], "")
+    purposes |= {lines.get(name, name): f": {use}" for name, use in OPTIONAL.items()}
+    fine = []
+    for line, use in purposes.items():
+        needed = Requirement(line)
+        found, mend = installed(needed.name), f"pip install '{line}'"
+        if found is None:
+            what = f"{needed.name} is not installed{use}"
+            yield Finding("option" if use else "missing", what, mend)
+        elif not needed.specifier.contains(found, prereleases=True):
+            what = f"{needed.name} {found} is outside of {needed.specifier}"
+            yield Finding("warning", f"{what}, with which the tests run", mend)
+        else:
+            fine.append(needed.name)
+    yield Finding("ok", f"{version}; {len(fine)} packages are as pyproject.toml has them")
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Check that GPUs, driver and torch's CUDA version fit together."""
+    import torch
+
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    built = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPUs"
+    build = f"torch {torch.__version__}, built for {built}"
+    if torch.cuda.is_available():
+        yield Finding("ok", build)
+        yield from map(_gpu, range(torch.cuda.device_count()))
+        return
+    names: list[str] = []
+    versions: list[str] = []
+    if shutil.which("nvidia-smi"):
+        try:
+            shown = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+            names = [name for name in shown.splitlines() if "No devices" not in name]
+            versions = re.findall(r"CUDA(?: UMD)? Version: [\d.]+", output_of("nvidia-smi"))
+        except OSError as error:
+            what = f"{build}, cannot use a GPU; the driver could not be asked ({error})"
+            yield Finding("unknown", what, "nvidia-smi")
+            return
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names and hidden is not None and not hidden.strip("- 1"):
+        what = f"{build}; CUDA_VISIBLE_DEVICES={hidden!r} hides {len(names)} GPU(s)"
+        yield Finding("warning", what, "unset CUDA_VISIBLE_DEVICES")
+    elif names:
+        mend = "a torch for this CUDA, or a newer driver; "
+        mend += "python -c 'import torch; torch.cuda.init()' says why"
+        yield Finding("missing", f"{build}, cannot use {', '.join(names + versions)}", mend)
+    elif shutil.which("srun"):
+        yield Finding("warning", f"{build}; no GPU here (a login node?)", INTERACTIVE)
     else:
-        text += "; a login node whose Slurm runs no job now"
-    sys.stdout.write(f"\n{text}\n")
-    return 1 if missing else 0
+        yield Finding("warning", f"{build}; no GPU here: training is on the CPU")
+
+
+def _gpu(index: int) -> Finding:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    what = (
+        f"GPU {index}: {gpu.name}, {total / 2**30:.0f} GiB, {free / 2**30:.0f} free, "
+        f"compute capability {gpu.major}.{gpu.minor}"
+    )
+    built = [int(found) for found in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    if min(built, default=0) > 10 * gpu.major + gpu.minor:
+        return Finding("missing", f"{what}: too old for this torch", "an older torch")
+    if gpu.major < 8:
+        return Finding("warning", f"{what}: no bf16", "--fp16 true, and --compile false")
+    if free < total / 2:
+        return Finding("warning", f"{what}: another process uses it", "nvidia-smi")
+    return Finding("ok", f"{what}, bf16")
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Check which attention `auto` chooses in bf16, and whether layers can be compiled."""
+    import torch
+
+    from utils.kernels.varlen import AttentionNeeds, find_kernels
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    usable, refusals = find_kernels(device, torch.bfloat16, AttentionNeeds(128))
+    others = f" ({'; '.join(refusals)})" if refusals else ""
+    slow = device == "cuda" and not usable[0].on_cuda_only
+    what = f"attention here: auto takes {usable[0].label}{others}"
+    yield Finding("warning" if slow else "ok", what, "pip install flash-attn" if slow else "")
+    compiler = (os.environ.get("CXX") or os.environ.get("CC") or "g++").split()[0]
+    if not shutil.which(compiler):
+        what = f"torch.compile: no {compiler} here, layers are not compiled"
+        yield Finding("warning", what, "module load gcc (or apt install g++)")
+
+
+def check_host() -> Iterator[Finding]:
+    """Check memory, cores and shared memory."""
+    from utils.config.precision import has_fast_bf16
+    from utils.host.machine import cpu_fact, memory_room_bytes
+
+    room = memory_room_bytes() / 2**30
+    bf16 = "fast bf16" if has_fast_bf16() else "no fast bf16"
+    what = f"{len(os.sched_getaffinity(0))} core(s) of {cpu_fact('model name')}, {bf16}; "
+    what += f"{room:.0f} GiB of memory for this job"
+    yield Finding("ok" if room >= LEAST_MEMORY_GIB else "warning", what)
+    shared = shutil.disk_usage(SHARED)
+    if shared.total < 2**30:
+        what = f"{SHARED} has {shared.total / 2**20:.0f} MiB: NCCL and data workers need more"
+        yield Finding("warning", what, "docker run --ipc=host, or --shm-size=16g")
+
+
+def check_slurm() -> Iterator[Finding]:
+    """Check slurm/cluster.env and Slurm's partitions."""
+    if not shutil.which("sbatch"):
+        what = "no Slurm here (no sbatch on PATH): jobs are submitted on a login node"
+        yield Finding("option", what)
+        return
+    if (ROOT / "slurm/cluster.env").is_file():
+        what = "slurm/cluster.env; what jobs have: slurm/run_python.sh -m utils.doctor"
+        yield Finding("ok", what)
+    else:
+        what = "no slurm/cluster.env: jobs take the environment of their shell"
+        yield Finding("warning", what, "cp slurm/cluster.env.example slurm/cluster.env")
+    try:
+        # partition, availability, time limit, nodes, their state, their GPUs
+        lines = output_of("sinfo", "--noheader", "--format=%P|%a|%l|%D|%t|%G").splitlines()
+    except OSError as error:
+        yield Finding("unknown", f"Slurm could not be asked ({error})", "scontrol ping")
+        return
+    rows = [line.split("|") for line in lines]
+    complete = [row for row in rows if len(row) == 6 and row[1] == "up"]
+    taking = [row for row in complete if row[4].rstrip("~#!%$@^-+") in USABLE]
+    shown = "; ".join(" ".join(row) for row in (taking or rows)[:8])
+    if taking:
+        yield Finding("ok", f"Slurm takes jobs, partitions: {shown}")
+    else:
+        what = f"no partition of Slurm runs jobs now: {shown or 'sinfo shows none'}"
+        yield Finding("warning", what, "sinfo -R says why; a job that is submitted waits")
+
+
+def check_tokens() -> Iterator[Finding]:
+    """Check .env and its mode, and which tokens are set, without showing a value."""
+    from requests.utils import get_netrc_auth
+
+    path = ROOT / ".env"
+    try:
+        taken = load_env_file(path)
+        if path.is_file():
+            yield Finding("ok", f".env has {', '.join(taken) or 'no more tokens'}")
+        else:
+            yield Finding("option", "no .env", "cp .env.example .env && chmod 600 .env")
+    except ConfigurationError as error:
+        yield Finding("missing", str(error).removeprefix("- "), f"chmod 600 {path}")
+    if os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai"):
+        yield Finding("ok", "wandb: a key is there")
+    else:
+        yield Finding("option", "wandb: no key, it records offline", "wandb login")
+
+
+def check_hub() -> Iterator[Finding]:
+    """Check the Hub's cache, the connection and the token's user."""
+    import requests
+    from huggingface_hub import HfApi, constants, get_token
+
+    yield from check_disk(Path(constants.HF_HOME), "HF_HOME")
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("ok", "the Hub: offline (HF_HUB_OFFLINE), models come from HF_HOME")
+        return
+    try:
+        requests.head(constants.ENDPOINT, timeout=REACH_LIMIT_S).raise_for_status()
+    except requests.RequestException as error:
+        what = f"the Hub ({constants.ENDPOINT}) is not reached ({type(error).__name__}): what is "
+        what += "needed has to be in HF_HOME"
+        mend = "python prepare_data.py --offline_dir DIR, where it is reached"
+        yield Finding("warning", what, mend)
+        return
+    if get_token() is None:
+        what = f"{constants.ENDPOINT} is reached; no token: gated models need one"
+        yield Finding("option", what, "HF_TOKEN in .env, or hf auth login")
+        return
+    try:
+        name = HfApi().whoami().get("name")
+        yield Finding("ok", f"{constants.ENDPOINT} is reached; the token is {name}'s")
+    except Exception as error:  # errors of httpx and of the Hub; their texts may hold a token
+        code = getattr(getattr(error, "response", None), "status_code", None)
+        what = f"the Hub does not say whose token it is ({type(error).__name__} {code})"
+        refused = code in (401, 403)
+        mend = "hf auth login, or another HF_TOKEN in .env" if refused else ""
+        yield Finding("warning" if refused else "unknown", what, mend)
+
+
+def check_disk(directory: Path, name: str) -> Iterator[Finding]:
+    """Check free space and write permission for a directory, which need not exist yet."""
+    there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".stoker-doctor-") as file:
+            file.write(bytes(2**14))
+            file.flush()
+            os.fsync(file.fileno())  # some quotas only fail here
+    except OSError as error:
+        what = f"{name} {directory} cannot be written to ({error.strerror})"
+        mend = f"check owner, mode and quota of {there}, or set another {name}"
+        yield Finding("missing", what, mend)
+        return
+    free = shutil.disk_usage(there).free / 2**30
+    small = free < LEAST_FREE_GIB
+    what = f"{name} {directory}: {free:,.1f} GiB free on its disk (a quota may leave less)"
+    yield Finding("warning" if small else "ok", what, f"{name} on a larger disk" * small)
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # do not wait for a check that hangs
+    exit_code = main()
+    os._exit(exit_code)  # do not wait for a check that hangs

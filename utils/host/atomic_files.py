@@ -14,7 +14,6 @@ import os
 import shutil
 import stat
 import tempfile
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,54 +57,47 @@ def paths_inside(
 
     The files may be missing. With `links`, symbolic links may lead out of the folder, as in the
     Hub's cache. Raises ConfigurationError for a name that leaves the folder or is not a regular
-    file, and for two names that some file systems treat as the same.
+    file.
     """
     paths: dict[str, Path] = {}
-    plain: dict[str, str] = {}
     for name in names:
-        reason = _fault(folder, name, links=links)
-        if not reason:
-            paths[name] = folder / name
-            other = plain.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
-            reason = "" if other == name else f"which some file systems take for {other!r}"
-        if reason:
+        if not _is_inside(folder, name, links=links):
             raise ConfigurationError(
-                f"{listed_in} names {str(name)[:200]!r}, {reason}: nothing was read or written "
+                f"{listed_in} names {str(name)[:200]!r}, which is no path inside {folder} to a "
+                f"regular file{'' if links else ' without links'}: nothing was read or written "
                 "there. Find out who made the file, and get it again from its source."
             )
+        paths[name] = folder / name
     return paths
 
 
-def _fault(folder: Path, name: Any, *, links: bool) -> str:
-    """Return why a name is refused; empty for a path inside the folder."""
-    text = isinstance(name, str) and len(name) < LONGEST_NAME and name.isprintable()
-    if not text or "\\" in name:
-        return "which is no file's name"
+def _is_inside(folder: Path, name: Any, *, links: bool) -> bool:
+    if not isinstance(name, str) or len(name) >= LONGEST_NAME or not name.isprintable():
+        return False
     parts = name.split("/")
-    if {"", ".", ".."} & {*parts}:
-        return f"which is no path inside {folder}"
+    if {"", ".", ".."} & {*parts} or "\\" in name:
+        return False
     for count in range(1, len(parts) + 1):
-        path, last = folder.joinpath(*parts[:count]), count == len(parts)
+        path = folder.joinpath(*parts[:count])
         try:
             mode = (path.stat() if links else path.lstat()).st_mode
         except FileNotFoundError:
-            return ""
-        except OSError as error:  # a name too long, a file for a folder
-            return f"which cannot be reached ({error.strerror})"
-        if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
-            kind = "a link" if stat.S_ISLNK(mode) else "no file" if last else "no folder"
-            return f"where {path} is {kind}"
-    return ""
+            return True
+        except OSError:  # a name too long, a file for a folder
+            return False
+        if not (stat.S_ISREG(mode) if count == len(parts) else stat.S_ISDIR(mode)):
+            return False
+    return True
 
 
 def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
     """Make a private directory, locked until the returned descriptor is closed; raises OSError.
 
-    The end of the process closes the descriptor. `remove_abandoned` of another process may remove
-    the directory before it is locked. Then make another one.
+    The end of the process closes the descriptor.
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        # Another process may remove the directory before it is locked: then make another one.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(OSError):  # a file system without locks: nothing is removed
@@ -116,10 +108,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove the directories in `base` that this user's ended processes left; return their paths.
-
-    `locked_directory` made these directories. They are not locked any more.
-    """
+    """Remove directories of `locked_directory` that this user's ended processes left; list them."""
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed
@@ -128,11 +117,8 @@ def remove_abandoned(base: Path, prefix: str) -> list[Path]:
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
-                if directory.exists():
-                    logger.warning("%s, of an ended process, cannot be removed", directory)
-                else:
-                    removed.append(directory)
+                shutil.rmtree(directory)
+                removed.append(directory)
             finally:
                 os.close(lock)
     return removed

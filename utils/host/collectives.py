@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.host.faults import storage_error
 from utils.host.machine import host_name
-from utils.host.notes import storage_error
 
 Answer = TypeVar("Answer")
 

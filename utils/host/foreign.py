@@ -6,7 +6,6 @@ each of these becomes a ConfigurationError that names the file.
 
 import contextlib
 import json
-import os
 import resource
 import signal
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from utils.config.errors import ConfigurationError
-from utils.host.notes import memory_error, storage_error, waits_for_ranks
+from utils.host.faults import memory_error, storage_error, waits_for_ranks
 from utils.host.redaction import redact
 
 # Published templates render a chat in a millisecond. A model of 671 billion parameters is built
@@ -38,13 +37,18 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Turn any library error of a with block that reads foreign files into a ConfigurationError.
 
     `what` is the file, folder or Hub name that the block reads. The message holds `what`, the
-    `problem` and the damaged files of a folder; if no file is damaged, it holds the `advice`.
-    Errors of storage, memory and other ranks are raised unchanged.
+    `problem` and the damaged files of a folder, or else the `advice`. Errors of storage, memory and
+    other ranks are raised unchanged.
     """
     folder = Path(what)
     try:
         with naming(what):
-            _refuse_special_files(folder)
+            for path in _files(folder):
+                if not path.is_file():  # libraries wait for a pipe, and ignore a broken link
+                    raise ConfigurationError(
+                        f"{path} is a folder, a pipe, a device or a broken link: put the file "
+                        "there, or delete it."
+                    )
             yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, ConfigurationError, _TimeIsUp):
         raise
@@ -132,29 +136,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a folder that libraries read. For a single file, return only that."""
+    """Return the files in a folder that libraries read; none for a single file or a Hub name."""
     with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
-        if folder.is_dir():
-            return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
-    return [folder]
-
-
-def _refuse_special_files(folder: Path) -> None:
-    """Raise ConfigurationError for a pipe, a device or a broken link.
-
-    Libraries would wait for ever for a pipe, and ignore a broken link.
-    """
-    for path in _files(folder):
-        if os.path.lexists(path) and path != folder and not path.is_file():
-            raise ConfigurationError(
-                f"{path} is a folder, a pipe, a device or a broken link: put the file there, or "
-                "delete it."
-            )
+        return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
+    return []
 
 
 def _damaged_files(folder: Path) -> Iterator[str]:
     """Yield the problem of each damaged JSON file and each damaged safetensors header."""
-    for path in _files(folder):
+    for path in _files(folder) or [folder]:
         try:
             if path.suffix == ".json":
                 read_object(path)

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -124,23 +123,13 @@ def _masked(text: str, forms: tuple[str, ...]) -> str:
     return _FORMS.sub(MASK, text)
 
 
-def _in_yaml(text: str) -> str:
-    try:
-        import yaml
-    except ModuleNotFoundError:  # without packages the launch is refused, and no YAML is written
-        return text
-    return yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2]
-
-
-# JSON, Python, YAML, HTML (of the standard library and of Jinja), and addresses.
+# JSON, Python, HTML (of the standard library and of Jinja), and addresses.
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: repr(text)[1:-1],
     lambda text: repr(text + "'" + '"')[1:-4],
     lambda text: ascii(text)[1:-1],
-    lambda text: text.replace("'", "''"),
-    _in_yaml,
     lambda text: html.escape(text, quote=False),
     html.escape,
     lambda text: html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"),
@@ -169,16 +158,10 @@ def install_redaction() -> None:
 
     make_redacted_record.redacts = True  # type: ignore[attr-defined] # marks it as installed
     logging.setLogRecordFactory(make_redacted_record)
-    sys.excepthook = _print_redacted_error
-    threading.excepthook = lambda failure: _print_redacted_error(
-        failure.exc_type, failure.exc_value, failure.exc_traceback
+    sys.excepthook = lambda *failure: write_error("".join(traceback.format_exception(*failure)))
+    threading.excepthook = lambda failure: write_error(
+        "".join(traceback.format_exception(*failure[:3]))
     )
-
-
-def _print_redacted_error(
-    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
-) -> None:
-    write_error("".join(traceback.format_exception(kind, error, trace)))
 
 
 def write_error(text: str) -> None:

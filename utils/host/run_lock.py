@@ -12,17 +12,19 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import os
 import secrets
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.host.machine import host_name
+from utils.host.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ WATCH_S = 30.0  # several beats: storage may stall, a library may hold the inter
 LOOK_S = 0.5
 LONGEST_ERROR = 250  # characters; each takes up to twelve bytes of the file, which has SIZE bytes
 SIZE = 4096
+
+NAMELESS = "a process that left no name"
 
 _held: dict[Path, "RunLock"] = {}
 
@@ -58,9 +62,9 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process in the locks that it holds."""
+    """Store the error that ends this process, without secrets, in the locks that it holds."""
     for lock in _held.values():
-        lock.error = error[:LONGEST_ERROR]
+        lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
@@ -72,61 +76,6 @@ def note_phase(phase: str) -> None:
 def held_runs() -> dict[Path, str]:
     """Return the run directories that this process holds, with the error of each ("": none)."""
     return {path: lock.error or "" for path, lock in _held.items()}
-
-
-@dataclass(frozen=True)
-class RunOwner:
-    """An owner of a run directory, as its file in .lock describes it.
-
-    left: the owner released the lock. error: the error that ended the owner, None without one.
-    gone: its process is known to be dead. since: when it took the directory, by its machine's
-    clock. beat: its last heartbeat, by the storage's clock. phase: what it was doing at that
-    heartbeat. Times are in unix seconds.
-    """
-
-    number: int
-    host: str
-    pid: int
-    job: str | None
-    left: bool
-    error: str | None
-    gone: bool
-    since: float
-    beat: float
-    phase: str
-
-    @property
-    def age_s(self) -> float:
-        """The time since the last heartbeat, by this machine's clock."""
-        return time.time() - self.beat
-
-    @property
-    def alive(self) -> bool:
-        """Whether the owner still runs. The clocks of storage and machines may differ a little."""
-        return not self.left and not self.gone and self.age_s < 2 * WATCH_S
-
-
-def run_owners(output_dir: Path) -> Iterator[RunOwner]:
-    """Yield the owners of a run directory, newest first, without waiting for a heartbeat.
-
-    Damaged files are left out. An owner counts as gone if a newer one exists.
-    """
-    newer = False
-    for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
-        path = output_dir / FOLDER / f"owner-{number}"
-        try:
-            content, beat = _read_owner(path), path.stat().st_mtime
-        except OSError:
-            continue
-        if content:
-            owner = content["owner"]
-            yield RunOwner(
-                number, owner["host"], owner["pid"], owner["job"], content["left"],
-                content.get("error"), newer or _is_dead(owner),
-                datetime.datetime.fromisoformat(owner["since"]).timestamp(), beat,
-                content.get("phase") or "",
-            )  # fmt: skip
-            newer = True
 
 
 def taken_over(output_dir: Path) -> str | None:
@@ -147,10 +96,76 @@ def known_loss(output_dir: Path) -> str | None:
 
 def wait_until_left(output_dir: Path) -> None:
     """Wait until the owner of the directory releases it or is silent for WATCH_S."""
-    folder = output_dir / FOLDER
-    newest: tuple[int, dict[str, Any]] | None = _newest(folder)
-    while newest and not newest[1].get("left"):
-        newest = _sign_of_life(folder, newest)
+    for _, owner in _changes(output_dir / FOLDER):
+        if owner and owner.left:
+            return
+
+
+@dataclass(frozen=True)
+class RunOwner:
+    """An owner of a run directory, as its file in .lock describes it.
+
+    left: the owner released the lock. error: the error that ended the owner, None without one.
+    since: when it took the directory, by its machine's clock. beat: its last heartbeat, by the
+    storage's clock. phase: what it was doing at that heartbeat. replaced: a newer owner exists.
+    Times are in unix seconds.
+    """
+
+    number: int
+    token: str
+    host: str
+    machine: str
+    pid: int
+    job: str | None
+    restart_count: int
+    since: float
+    beats: int
+    left: bool
+    error: str | None
+    phase: str
+    beat: float = field(compare=False)
+    replaced: bool = False
+
+    @property
+    def age_s(self) -> float:
+        """The time since the last heartbeat, by this machine's clock."""
+        return time.time() - self.beat
+
+    @property
+    def gone(self) -> bool:
+        """Whether the owner is known to have ended: replaced, or its process here has ended."""
+        if self.replaced or self.machine != _machine():
+            return self.replaced
+        try:
+            os.kill(self.pid, 0)  # not psutil: /proc may hide other users' processes
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # another user's
+        return False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still runs. The clocks of storage and machines may differ a little."""
+        return not self.left and not self.gone and self.age_s < 2 * WATCH_S
+
+    def __str__(self) -> str:
+        job = f" (Slurm job {self.job})" if self.job else ""
+        since = datetime.datetime.fromtimestamp(self.since, datetime.UTC).isoformat(sep=" ")
+        return f"process {self.pid} on {self.host}{job}, since {since}"
+
+
+def run_owners(output_dir: Path) -> Iterator[RunOwner]:
+    """Yield the owners of a run directory, newest first, without waiting for a heartbeat.
+
+    Damaged files are left out.
+    """
+    replaced = False
+    for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
+        with contextlib.suppress(OSError):
+            if owner := _read_owner(output_dir / FOLDER, number):
+                yield replace(owner, replaced=replaced)
+                replaced = True
 
 
 class RunLock:
@@ -158,8 +173,9 @@ class RunLock:
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
+        self.token = secrets.token_hex(8)
         self.owner: dict[str, Any] = {
-            "token": secrets.token_hex(8),
+            "token": self.token,
             "host": host_name(),
             "machine": _machine(),
             "pid": os.getpid(),
@@ -183,14 +199,14 @@ class RunLock:
 
     def new_owner(self) -> str | None:
         """Return a sentence about the directory's new owner; None if it is still this process."""
-        number, content = _newest(self.folder)
-        if not content and self.path.name == f"owner-{number}":
+        number, owner = _newest(self.folder)
+        if owner is None and self.path.name == f"owner-{number}":
             return None  # this process's own file is damaged: the next heartbeat writes it again
-        if content and content["owner"].get("token") == self.owner["token"]:
+        if owner and owner.token == self.token:
             return None
         return (
-            f"{self.output_dir} was taken over by {_named(content)}: this run gave no sign of life "
-            f"for longer than {WATCH_S:.0f} s (was it suspended?)."
+            f"{self.output_dir} was taken over by {owner or NAMELESS}: this run gave no sign of "
+            f"life for longer than {WATCH_S:.0f} s (was it suspended?)."
         )
 
     def _wait_for_the_last_owner(self) -> int:
@@ -198,38 +214,34 @@ class RunLock:
 
         Raises ConfigurationError if the owner shows a sign of life.
         """
+        seen: RunOwner | None = None
         number, owner = _newest(self.folder)
-        if number == 0 or owner.get("left"):
+        if number == 0 or (owner and owner.left):
             return number
-        if not owner or not self._is_gone(owner["owner"]):
+        if owner is None or not self._is_gone(owner):
             logger.info(
                 "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
-                _named(owner), WATCH_S,
+                owner or NAMELESS, WATCH_S,
             )  # fmt: skip
-            seen = owner
-            while newest := _sign_of_life(self.folder, (number, owner)):
-                number, owner = newest
-                if owner.get("left"):
+            for number, owner in _changes(self.folder):
+                if owner and owner.left:
                     return number
                 # Storage may give nothing at one look, and then the same content again.
-                alive = seen and owner and owner != seen
-                seen = seen or owner
-                if alive:
+                if seen and owner and owner != seen:
                     raise ConfigurationError(
-                        f"{self.output_dir} is in use by {_named(owner)}: two jobs in one "
-                        "directory would overwrite each other. Wait for it to end, stop it (touch "
+                        f"{self.output_dir} is in use by {owner}: two jobs in one directory would "
+                        "overwrite each other. Wait for it to end, stop it (touch "
                         f"{self.output_dir / 'STOP'}), or name another --output_dir."
                     )
-        logger.warning("%s: its last owner is gone (%s)", self.output_dir, _named(owner))
+                seen = seen or owner
+        logger.warning("%s: its last owner is gone (%s)", self.output_dir, owner or NAMELESS)
         return number
 
-    def _is_gone(self, other: dict[str, Any]) -> bool:
+    def _is_gone(self, last: RunOwner) -> bool:
         """Check whether an owner is known to be gone. If not, its heartbeat has to be watched."""
-        if _is_dead(other):
-            return True
         # Slurm starts a job again once every process of the earlier start is gone.
         job, start = self.owner["job"], self.owner["restart_count"]
-        return job is not None and other["job"] == job and other["restart_count"] < start
+        return last.gone or (job is not None and last.job == job and last.restart_count < start)
 
     def _keep_beating(self) -> None:
         warned = False
@@ -261,39 +273,24 @@ def _machine() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _is_dead(owner: dict[str, Any]) -> bool:
-    """Check whether the owner's process ran on this machine and has ended."""
-    if owner["machine"] != _machine():
-        return False
-    try:
-        os.kill(owner["pid"], 0)  # not psutil: /proc may hide other users' processes
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # another user's
-    return False
-
-
-def _sign_of_life(
-    folder: Path, before: tuple[int, dict[str, Any]]
-) -> tuple[int, dict[str, Any]] | None:
-    """Return the newest owner once its file differs from `before`; None after WATCH_S."""
-    until = time.monotonic() + WATCH_S
+def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
+    """Yield the newest owner's number and file, now and after each change, until WATCH_S pass."""
+    newest, until = None, math.inf
     while time.monotonic() < until:
+        found = _newest(folder)
+        if found != newest:
+            newest, until = found, time.monotonic() + WATCH_S
+            yield found
         time.sleep(LOOK_S)
-        newest = _newest(folder)
-        if newest != before:
-            return newest
-    return None
 
 
-def _newest(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the highest number (0: none) and the content of its file, empty if damaged."""
+def _newest(folder: Path) -> tuple[int, RunOwner | None]:
+    """Return the highest number (0: none) and its owner, None if the file is damaged."""
     number = max(_numbers(folder), default=0)
     try:
-        return number, _read_owner(folder / f"owner-{number}")
+        return number, _read_owner(folder, number)
     except (FileNotFoundError, IsADirectoryError):
-        return number, {}
+        return number, None
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -302,23 +299,23 @@ def _numbers(folder: Path) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
-def _read_owner(path: Path) -> dict[str, Any]:
-    """Return the content of an owner's file, empty if it is damaged. Raises OSError."""
+def _read_owner(folder: Path, number: int) -> RunOwner | None:
+    """Return the owner in a file of this number, None if the file is damaged. Raises OSError."""
+    path = folder / f"owner-{number}"
+    text, beat = path.read_bytes(), path.stat().st_mtime
     try:
-        content = json.loads(path.read_bytes())
-        owner = content["owner"]
-        datetime.datetime.fromisoformat(owner["since"]).timestamp()
-        texts = [owner["host"], owner["machine"], owner["job"] or "", content.get("error") or ""]
-        fits = all(isinstance(text, str) for text in [*texts, content.get("phase") or ""])
-        fits = fits and type(owner["pid"]) is int and 0 < owner["pid"] < 2**31
-        return content if fits and type(content["left"]) is bool else {}
+        content = json.loads(text)
+        given = content["owner"]
+        owner = RunOwner(
+            number, given.get("token") or "", given["host"], given["machine"], given["pid"],
+            given["job"], given.get("restart_count") or 0,
+            datetime.datetime.fromisoformat(given["since"]).timestamp(), content["beat"],
+            content["left"], content.get("error"), content.get("phase") or "", beat,
+        )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
-
-
-def _named(content: dict[str, Any]) -> str:
-    if not content:
-        return "a process that left no name"
-    owner = content["owner"]
-    job = f" (Slurm job {owner['job']})" if owner["job"] else ""
-    return f"process {owner['pid']} on {owner['host']}{job}, since {owner['since']}"
+        return None
+    texts = (owner.host, owner.machine, owner.job or "", owner.error or "", owner.phase)
+    numbers = (owner.pid, owner.restart_count)
+    fits = all(isinstance(text, str) for text in texts) and type(owner.left) is bool
+    fits = fits and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+    return owner if fits and owner.pid else None

@@ -5,6 +5,7 @@ slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT 
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -12,23 +13,30 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from utils.config.declarations import DEFAULT, FLAGS_RANK, Given
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.config.launch_settings import PREFIXES, block
+from utils.config.strategy import AUTO, ONE_PROCESS, StrategyConfig, choose_config
+from utils.host.faults import last_line
 from utils.host.machine import host_name, memory_kills
-from utils.host.notes import NOTES_DIR, RUN_STARTED, last_line, leave_verdict, read_notes
 from utils.host.redaction import write_error
-from utils.launch.accelerate_command import ignored_settings, launch_arguments, plan_launch
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import FAILED, configure_logging, missing_package, write_report
 from utils.launch.signals import LAUNCHER, STOP
-from utils.launch.slurm import Allocation
+from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import (
+    NOTES_DIR,
+    RUN_STARTED,
     SILENT,
     Verdict,
+    leave_verdict,
     note_worker_ends,
+    read_notes,
     read_verdict,
     wait_for_verdict,
 )
@@ -38,6 +46,15 @@ logger = logging.getLogger("launch_node")
 ROOT = Path(__file__).resolve().parents[2]
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict
+# Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
+OF_OTHERS = (
+    *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
+    *("fp8_config", "megatron_lm_config"),
+)
+# Seconds in which the launchers of all nodes must join torchrun. They were compared just before.
+JOIN_TIMEOUT_S = 120
+# Seconds from SIGTERM to SIGKILL for the other workers of a node after one of them failed.
+SHUTDOWN_TIMEOUT_S = 5
 
 
 class StopSignals:
@@ -84,22 +101,20 @@ def main(argv: list[str] | None = None) -> int:
     """Launch the processes; return the job's exit code as far as this node knows it."""
     signals = StopSignals()
     try:
-        verdict = prepare_and_launch(sys.argv[1:] if argv is None else argv, signals)
-        verdict = leave_or_print(verdict)
-        failed = verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+        verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
         if ALONE and signals.directory is not None:
             # Only the node of rank 0 has this note. In a job, the job script reports instead.
             for note in signals.directory.rglob(RUN_STARTED):
-                run = Path(note.read_text(encoding="utf-8").strip())
-                if failed:
-                    write_report(run)
-                tell(run, verdict.exit_code, verdict.text)
+                output_dir = Path(note.read_text(encoding="utf-8").strip())
+                if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
+                    write_report(output_dir)
+                tell(output_dir, verdict.exit_code, verdict.text)
         return verdict.exit_code
     finally:
         signals.clean_up()
 
 
-def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
+def run(command: list[str], signals: StopSignals) -> Verdict:
     """Launch the processes in a private directory; return the verdict on their end or refusal."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
@@ -107,7 +122,9 @@ def prepare_and_launch(command: list[str], signals: StopSignals) -> Verdict:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         configure_logging()
         known = unpack_compiled(directory / "compiled")
-        verdict = launch(command, signals)
+        arguments = prepare(command)
+        signals.started = True
+        verdict = run_processes(arguments, signals)
         kill_workers()
         if os.environ.get("SLURM_NODEID", "0") == "0":
             pack_compiled(directory / "compiled", known)
@@ -136,8 +153,11 @@ def leave_or_print(verdict: Verdict) -> Verdict:
     return earlier or verdict
 
 
-def launch(command: list[str], signals: StopSignals) -> Verdict:
-    """Check all nodes and run the processes; return the verdict. Raises ConfigurationError."""
+def prepare(command: list[str]) -> argparse.Namespace:
+    """Plan the launch and compare all nodes; return the arguments of `accelerate launch`.
+
+    Sets this process's environment for its workers. Raises ConfigurationError.
+    """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
             f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "
@@ -162,9 +182,53 @@ def launch(command: list[str], signals: StopSignals) -> Verdict:
         )  # fmt: skip
         if ignored := ignored_settings(config):
             logger.warning("%s: without effect here: %s", config.path, ", ".join(ignored))
-    arguments = launch_arguments(config, allocation, command)
-    signals.started = True
-    return run_processes(arguments, signals)
+    return launch_arguments(config, allocation, command)
+
+
+def plan_launch(
+    arguments: Sequence[str], environment: Mapping[str, str], devices: int
+) -> tuple[Allocation, StrategyConfig]:
+    """Return the processes and the accelerate config for a script with these arguments.
+
+    `devices` is the number of GPUs that torch sees. Raises ConfigurationError.
+    """
+    strategy = given_strategy(arguments)
+    allocation = read_allocation(environment, devices, strategy.value)
+    on_cpu = allocation.gpus is None
+    config = choose_config(environment, strategy, allocation.world_size, on_cpu=on_cpu)
+    check_config(config, allocation)
+    return allocation, config
+
+
+def check_config(config: StrategyConfig, allocation: Allocation) -> None:
+    """Raise ConfigurationError for an accelerate config that cannot start these processes."""
+    if config.kind in ONE_PROCESS and allocation.world_size > 1:
+        raise ConfigurationError(
+            f"{config.chosen_by}: distributed_type {config.kind or 'NO'} starts one process, but "
+            f"the job has {allocation.world_size} ({len(allocation.hosts)} node(s) of "
+            f"{allocation.processes}): use strategy multi_gpu (without GPUs cpu), or ask for one "
+            "GPU."
+        )
+    if config.kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigurationError(
+            f"{config.chosen_by}: DeepSpeed is not installed: pip install deepspeed, or use fsdp2."
+        )
+
+
+def given_strategy(arguments: Sequence[str]) -> Given:
+    """Return the strategy that a script's arguments set, by a flag or else by a recipe.
+
+    Wrong arguments are ignored here, because the script reports them.
+    """
+    from utils.config.command_line import CONFIG_FLAG, read_flags
+    from utils.config.recipes import read_recipes
+
+    flags, _ = read_flags(arguments)
+    if words := flags.get("strategy"):
+        return Given(words[0], "--strategy", FLAGS_RANK)
+    entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
+    given = entries.get("strategy", DEFAULT)
+    return given if isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
@@ -180,6 +244,56 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
     return added
 
 
+def ignored_settings(config: StrategyConfig) -> list[str]:
+    """Return the settings of an accelerate config that Stoker and accelerate do not read."""
+    from accelerate.commands.launch import launch_command_parser
+
+    read = {action.dest for action in launch_command_parser()._actions}
+    ignored = [name for name in OF_OTHERS if config.content.get(name) not in (None, "no", False)]
+    for name in PREFIXES:
+        ignored += [f"{name}: {key}" for key in block(config.content, name) if key not in read]
+    return ignored
+
+
+def launch_arguments(
+    config: StrategyConfig, allocation: Allocation, command: Sequence[str]
+) -> argparse.Namespace:
+    """Return the parsed arguments of `accelerate launch` that run a script on this node."""
+    from accelerate.commands.launch import launch_command_parser
+
+    options = [
+        "--config_file", str(config.path),
+        "--num_processes", str(allocation.world_size),
+        "--num_machines", str(len(allocation.hosts)),
+        "--machine_rank", str(allocation.node),
+        "--main_process_ip", allocation.address,
+        "--main_process_port", str(allocation.port),
+    ]  # fmt: skip
+    if len(allocation.hosts) > 1:
+        is_host = int(allocation.node == 0)
+        options += ["--rdzv_backend", "c10d"]
+        options += ["--rdzv_conf", f"is_host={is_host},join_timeout={JOIN_TIMEOUT_S}"]
+        if config.kind == "DEEPSPEED":
+            # Slurm starts one launcher per node. DeepSpeed's default would start them by ssh.
+            options += ["--deepspeed_multinode_launcher", "standard"]
+    by_torchrun = config.kind not in ONE_PROCESS
+    if not by_torchrun and allocation.gpus is None:
+        options += ["--cpu"]  # else accelerate sets ACCELERATE_USE_CPU=False for the script
+    script, *script_args = command
+    args = launch_command_parser().parse_args([*options, script])
+    if by_torchrun:
+        # torchrun replaces ${local_rank} in arguments, and $$ by $.
+        script_args = [argument.replace("$", "$$") for argument in script_args]
+    args.training_script, args.training_script_args = script, script_args
+    # accelerate passes these signals to torchrun, which ends the workers when it gets one. The
+    # launcher itself answers the stop signals. SIGHUP is the signal of a closed terminal. It ends
+    # the workers except under nohup.
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
+    args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
+    return args
+
+
 def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
     """Run the processes of this node to their end; return the cause of the job's end."""
     from accelerate.commands.launch import launch_command
@@ -188,16 +302,16 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    failed: dict[int, int] | None = None
+    exit_codes: dict[int, int] | None = None
     lost = SILENT
     kills = memory_kills()
     logging.disable(logging.ERROR)  # torchrun's own messages would hide the cause
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except subprocess.CalledProcessError as error:
-        failed = {0: error.returncode}
+        exit_codes = {0: error.returncode}
     except SignalException as error:
         raise KeyboardInterrupt from error
     except (RendezvousError, DistError, ConnectionError, ValueError, ImportError) as error:
@@ -206,13 +320,14 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         if unfit or arguments.num_machines == 1:
             raise UnfitClusterError(f"{host_name()}: accelerate launch: {reason}") from error
         # All nodes were at the rendezvous, so a launcher has ended since.
-        failed, lost = {}, f"{host_name()} lost the launcher of another node: {last_line(reason)}"
+        exit_codes = {}
+        lost = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
         logging.disable(logging.NOTSET)
-    if failed is not None:
-        note_worker_ends(failed, signals.asked, memory_ran_out=memory_kills() > kills)
+    if exit_codes is not None:
+        note_worker_ends(exit_codes, signals.asked, memory_ran_out=memory_kills() > kills)
         return wait_for_verdict(arguments.num_machines > 1, lost)
-    stopped = [note for note in read_notes(os.environ[NOTES_DIR]) if note.kind == "stopped"]
+    stopped = [note for note in read_notes() if note.kind == "stopped"]
     return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
 
 

@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from utils.config.errors import (
@@ -24,19 +25,14 @@ from utils.config.errors import (
     OutOfMemoryError,
     UnfitClusterError,
 )
+from utils.host.atomic_files import cache_root
+from utils.host.faults import last_line, lost_process, memory_error, storage_error
 from utils.host.machine import global_rank, host_name, memory_kills
-from utils.host.notes import (
-    last_line,
-    leave_note,
-    lost_process,
-    memory_error,
-    runs_begun,
-    storage_error,
-)
 from utils.host.redaction import install_redaction, redact, write_error
 from utils.host.run_lock import held_runs, note_error
 from utils.launch.notify import tell
 from utils.launch.signals import NODE_DIR, end_with_launcher, is_launcher
+from utils.launch.verdict import leave_note, runs_begun
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +105,9 @@ def configure_logging() -> None:
 def configure_environment() -> None:
     """Set the switches that libraries read when they are imported, unless the user set them.
 
-    Call it before huggingface_hub, transformers or datasets is imported. A Slurm job is offline,
-    because its nodes seldom have internet and would wait for timeouts. HF_HUB_OFFLINE=0 keeps it
-    online.
+    Call it before torch, huggingface_hub, transformers or datasets is imported. A Slurm job is
+    offline, because its nodes seldom have internet and would wait for timeouts. HF_HUB_OFFLINE=0
+    keeps it online.
     """
     # Imports leave 700,000 permanent objects. A start takes a third less time if the collector does
     # not traverse them a thousand times, nor at the end of the process.
@@ -131,6 +127,8 @@ def configure_environment() -> None:
         os.environ.setdefault(name, value)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
+    # torch's own default is in /tmp, which a job loses.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
 
 
 def configure_hub() -> None:
@@ -167,9 +165,7 @@ def run_script(main: Callable[[], int | None]) -> int:
     """
     end_with_launcher()
     ending: int | None = None  # None while main runs, and after errors that pass through
-    last_words = ""
-    failed: list[Path] = []  # failed runs that have no launcher to write their report
-    told: list[Path] = []  # runs that have no launcher to report their end
+    last: list[Callable[[], None]] = []  # reports and messages of runs without a launcher
 
     def leave_at_once() -> None:
         """Write reports and messages; then, with several ranks, skip the interpreter's teardown.
@@ -178,10 +174,8 @@ def run_script(main: Callable[[], int | None]) -> int:
         thread may abort the process. This is registered before any library is imported, so it runs
         as the last exit handler, after locks were released.
         """
-        while failed:
-            write_report(failed.pop())
-        while told:
-            tell(told.pop(), ending or 0, last_words)
+        while last:
+            last.pop(0)()
         if ending is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
@@ -191,10 +185,13 @@ def run_script(main: Callable[[], int | None]) -> int:
     atexit.register(leave_at_once)
     ending = _run(main)
     if NODE_DIR not in os.environ:  # else the launcher or the job script does this
-        errors, told = held_runs(), runs_begun
+        errors = held_runs()
         done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
-        failed += errors if ending not in done else ()
-        last_words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
+        if ending not in done:
+            last += [partial(write_report, run) for run in errors]
+        words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
+        last += [partial(tell, run, ending, words) for run in runs_begun]
+        runs_begun.clear()
     if ending:
         # Earlier steps of the exit may hang: other exit handlers, threads to join.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
@@ -213,7 +210,7 @@ def write_report(run: Path) -> None:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=REPORT_LIMIT_S, check=True
         )
-        _show([f"report: {done.stdout.strip()}"])
+        write_error(f"report: {done.stdout.strip()}\n")
 
 
 def _run(main: Callable[[], int | None]) -> int:
@@ -234,9 +231,8 @@ def _run(main: Callable[[], int | None]) -> int:
     except Exception as error:
         # torch's handler would raise here again at the end of each data worker.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        killed = memory_kills() > kills
         refusal = (
-            memory_error(error, killed)
+            memory_error(error, killed=memory_kills() > kills)
             or storage_error(error)
             or lost_process(error)
             or missing_package(error)
@@ -268,12 +264,12 @@ def _fail(error: Exception) -> int:
     """Show an unexpected exception with its traceback; return its exit code."""
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
+    words = last_line(error)
+    leave_note("failed", FAILED, words)
+    note_error(words)
+    # Masked before it is split: a secret may have several lines.
     lines = redact("".join(traceback.format_exception(error))).splitlines()
-    last_words = redact(last_line(error))
-    leave_note("failed", FAILED, last_words)
-    note_error(last_words)
-    _show([f"{_origin()}{line}" for line in lines])
-    _speak_last([f"{_origin()}{last_words}"])
+    _show([f"{_origin()}{line}" for line in lines], again=[f"{_origin()}{words}"])
     return FAILED
 
 
@@ -281,10 +277,11 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error of all ranks, or of this rank alone; return its exit code."""
     for level, text in error.report:
         logger.log(level, "%s", text)
-    problems = [redact(problem) for problem in error.problems]
+    problems = error.problems
     first = problems[0].splitlines()[0]
-    note = first if error.kind in first else f"{error.kind}: {first}"
-    leave_note(error.ending, error.exit_code, note)
+    leave_note(
+        error.ending, error.exit_code, first if error.kind in first else f"{error.kind}: {first}"
+    )
     note_error(f"{error.kind}: {first}")
     if global_rank() == 0:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
@@ -296,20 +293,20 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
         # The launcher ends all ranks after the first one: wait until rank 0 has shown the error.
         time.sleep(SPEAK_FIRST_S)
         return error.exit_code
-    _show(lines)
-    _speak_last(lines)
+    _show(lines, again=lines)
     return error.exit_code
 
 
-def _speak_last(lines: list[str]) -> None:
-    """Print lines again below the traceback with which torchrun or `accelerate launch` ends.
+def _show(lines: list[str], again: list[str]) -> None:
+    """Write lines to stderr in one call, and `again` below the launcher's own traceback.
 
-    torchrun prints the error file of a rank. `accelerate launch` of one process prints only its own
-    traceback, so a shell waits for its end, at most 5 s, and then prints the lines.
+    torchrun ends with the error file of a rank. `accelerate launch` of one process ends with its
+    own traceback, so a shell waits for its end, at most 5 s, and then prints the lines.
     """
+    write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh ends with the verdict
         return
-    text = "".join(f"{line}\n" for line in lines)
+    text = redact("".join(f"{line}\n" for line in again))
     with contextlib.suppress(OSError):  # the lines were printed before
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             details = {"message": text.rstrip(), "extraInfo": {"timestamp": int(time.time())}}
@@ -326,8 +323,3 @@ def _speak_last(lines: list[str]) -> None:
 
 def _origin() -> str:
     return f"{host_name()} rank {global_rank()}  " if global_rank() else ""
-
-
-def _show(lines: list[str]) -> None:
-    """Write lines to stderr in one call, so that the lines of several ranks do not mix."""
-    write_error("".join(f"{line}\n" for line in lines))

@@ -1,15 +1,31 @@
-"""The verdict on a job: one sentence and one exit code, from the notes of the ranks."""
+"""Notes on the ends of ranks, and the verdict on a job: one sentence and one exit code.
 
+The notes are files in the directory STOKER_NOTES_DIR. Under slurm/launch_node.sh this directory is
+for one node, under slurm/training_job.sh for all nodes of a job. Without this variable no notes are
+written.
+"""
+
+import dataclasses
+import json
+import os
 import re
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from utils.config.errors import ExitCode
-from utils.host.notes import EXIT_CODE, VERDICT, Note, leave_note, notes_directory, read_notes
+from utils.host.machine import global_rank, host_name
+from utils.host.redaction import redact, redacted, write_error
 from utils.launch.signals import KILLED_BY_SIGTERM
 
+NOTES_DIR = "STOKER_NOTES_DIR"
+VERDICT = "verdict.txt"
+EXIT_CODE = "exit_code"
+RUN_STARTED = "run_started"
+_ROOT = Path(__file__).parents[2]
 # Texts of errors that follow from the end of another rank.
 _LOST_PEER = re.compile(
     r"closed by (peer|remote)|reset by peer|broken pipe|remote process exited|remote error"
@@ -31,6 +47,28 @@ OUT_OF_MEMORY = (
 SILENT = "a process of the job ended without a word; see above"
 SHOWN = 4  # ranks in a message
 
+runs_begun: list[Path] = []  # output directories of the runs that this process began as rank 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """The end of one rank. `text` is one line for people; `time` is in unix seconds.
+
+    kind: "stopped" (a checkpoint was written), "refused" (the text is the first problem), "failed"
+    (the text is the traceback's last line), "hung" (the text is the place in the code) or "killed"
+    (the text is the signal; the launcher wrote the note). `beats` and `waiting` are for a hung
+    rank: how many signs of life it gave, and whether it is waiting for other ranks.
+    """
+
+    kind: str
+    exit_code: int
+    text: str
+    rank: int
+    host: str
+    time: float
+    beats: int | None = None
+    waiting: bool = False
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -38,6 +76,92 @@ class Verdict:
 
     text: str
     exit_code: int
+
+
+def notes_directory() -> Path | None:
+    """Return the directory of the notes; None if nothing reads them."""
+    directory = os.environ.get(NOTES_DIR)
+    return Path(directory) if directory else None
+
+
+def leave_note(
+    kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
+) -> Note:
+    """Write this rank's note, unless it has one. A full disk raises nothing."""
+    if rank is None:
+        rank = global_rank()
+    note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
+    _create(f"rank-{rank}.json", json.dumps(redacted(dataclasses.asdict(note))))
+    return note
+
+
+def read_notes(directory: Path | None = None) -> list[Note]:
+    """Return all notes, earliest first; by default this job's notes. Raises OSError."""
+    directory = directory or notes_directory()
+    files = directory.glob("rank-*.json") if directory else ()
+    notes = [Note(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return sorted(notes, key=lambda note: note.time)
+
+
+def mark_run_started(output_dir: Path) -> None:
+    """Leave a mark that the run has begun: the job script counts starts that end before that."""
+    runs_begun.append(output_dir)
+    _create(RUN_STARTED, f"{output_dir}\n")
+
+
+def leave_verdict(text: str, exit_code: int) -> bool:
+    """Write the job's verdict. Return False if it has one or if storage refuses the files."""
+    first = _create(VERDICT, redact(text.rstrip()) + "\n")
+    return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
+
+
+def read_verdict() -> Verdict | None:
+    """Return the verdict of the job; None if it has none yet."""
+    if (directory := notes_directory()) is None:
+        return None
+    try:
+        # Read the code first, because it is written last.
+        code = int((directory / EXIT_CODE).read_text(encoding="utf-8"))
+        return Verdict((directory / VERDICT).read_text(encoding="utf-8").rstrip(), code)
+    except (OSError, ValueError):
+        return None
+
+
+def name_of_job(slurm: Mapping[str, Any]) -> str:
+    """Return the job's id for Slurm's commands, from the `slurm` entry of provenance.json."""
+    if slurm.get("array_job_id"):
+        return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
+    return str(slurm.get("job_id"))
+
+
+def verdict_of(slurm: Mapping[str, Any]) -> str | None:
+    """Return the text of the verdict on a start of a job; None if its notes are gone."""
+    start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
+    try:
+        text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.strip() or None
+
+
+def _create(name: str, text: str) -> bool:
+    """Write a file among the notes in one step; return False if it exists or writing fails."""
+    directory = notes_directory()
+    if directory is None:
+        return False
+    draft = directory / f".{name}.{host_name()}.{os.getpid()}"
+    try:
+        draft.write_text(text, encoding="utf-8")
+        try:
+            os.link(draft, directory / name)  # fails if the file exists: the first one counts
+        finally:
+            draft.unlink()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        write_error(f"{draft} cannot be written ({error.strerror}); it would say: {text}\n")
+        return False
+    return True
 
 
 def note_worker_ends(
@@ -70,28 +194,14 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
     If all notes here follow from another rank's end, wait for the notes of other nodes. `silent` is
     the sentence for a job without notes.
     """
-    directory = notes_directory()
-    assert directory is not None, "the launcher's environment names one"
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
     while True:
         if left := read_verdict():
             return left
-        notes = read_notes(directory)
+        notes = read_notes()
         if any(_likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
             return judge(notes, silent)
         time.sleep(0.1)
-
-
-def read_verdict() -> Verdict | None:
-    """Return the verdict of the job; None if it has none yet."""
-    if (directory := notes_directory()) is None:
-        return None
-    try:
-        # Read the code first, because it is written last.
-        code = int((directory / EXIT_CODE).read_text(encoding="utf-8"))
-        return Verdict((directory / VERDICT).read_text(encoding="utf-8").rstrip(), code)
-    except (OSError, ValueError):
-        return None
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:

@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments, with_values
 from utils.config.errors import ConfigurationError
+from utils.host.faults import memory_error
 from utils.host.foreign import foreign, limits, read_object, reason
 from utils.host.machine import memory_room_bytes
-from utils.host.notes import memory_error
 from utils.model.architecture import (
     MISFITS,
     apart_inside,

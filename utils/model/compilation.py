@@ -75,7 +75,7 @@ def kept(
     return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
-# torch reads this variable when it first compiles. Its default is in /tmp, which a job loses.
+# configure_environment sets it, because torch sets its own default in /tmp when it is imported.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # torch's names of the layer arguments that are numbers and change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
@@ -116,7 +116,6 @@ def compile_layers(model: nn.Module) -> None:
     if not layers:
         name = type(model).__name__
         raise ConfigurationError(f"--compile true: {name} is not built of layers; set it to false")
-    os.environ.setdefault(CACHE_VARIABLE, str(compile_cache()))
     # At worst all layers differ, and each layer is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -29,9 +29,9 @@ from utils.checkpoints.files import (
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.host.journal_file import FILE_NAME, STARTS, printable, read_lines, skipped
-from utils.host.notes import name_of_job, verdict_of
 from utils.host.redaction import redact, redacted
 from utils.host.run_lock import WATCH_S, RunOwner, run_owners
+from utils.launch.verdict import name_of_job, verdict_of
 
 # status.py reads only the beginning (for the first speed) and the end of a long journal.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21

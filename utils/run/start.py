@@ -42,7 +42,6 @@ from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, 
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered, on_rank_0
 from utils.host.machine import global_rank
-from utils.host.notes import mark_run_started
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, take_run_lock
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
@@ -54,6 +53,7 @@ from utils.launch.processes import (
 )
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
+from utils.launch.verdict import mark_run_started
 from utils.model.finished_model import name_of
 from utils.model.stages import origin_directory, weights_origin
 from utils.model.weights import check_without_loading, published_rows, weights_dtype

@@ -18,7 +18,7 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.precision import LAUNCHER_VARIABLES
 from utils.config.preparation import check_preparation, parse_preparation
 from utils.config.strategy import SUBMITTING, strategy_variables
-from utils.launch.accelerate_command import plan_launch
+from utils.launch.node import plan_launch
 from utils.launch.script import run_script
 from utils.launch.slurm import time_limit_s
 from utils.prepare.hub import refuse_uncached

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from utils.callbacks import hang_page
-from utils.host.notes import Note
+from utils.launch.verdict import Note
 
 HOSTS = [f"n{rank // 8}" for rank in range(64)]
 

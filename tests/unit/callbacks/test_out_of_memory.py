@@ -16,9 +16,9 @@ from transformers import Trainer
 from utils.callbacks import out_of_memory
 from utils.callbacks.out_of_memory import memory_page
 from utils.callbacks.progress import Phase, Progress
-from utils.host import notes
 from utils.launch import script
 from utils.launch.script import run_script
+from utils.launch.verdict import read_notes
 
 MIB = 2**20
 BATCH = {"input_ids": torch.zeros((4, 8192)), "sequence_tokens": torch.tensor([8000, 8192, 5, 0])}
@@ -106,7 +106,7 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
     assert text.endswith(f"torch.OutOfMemoryError: {CUDA}\n")
     (event,) = trainer.events
     assert event["page"] == page.name
-    assert notes.read_notes(tmp_path)[0].exit_code == 79
+    assert read_notes(tmp_path)[0].exit_code == 79
 
 
 @pytest.mark.parametrize(

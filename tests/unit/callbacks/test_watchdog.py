@@ -11,8 +11,7 @@ from transformers import TrainerControl, TrainerState
 from utils.callbacks import watchdog
 from utils.callbacks.progress import Phase, Progress
 from utils.callbacks.watchdog import HangWatch
-from utils.host.notes import Note, leave_note
-from utils.launch.verdict import hang_verdict
+from utils.launch.verdict import Note, hang_verdict, leave_note
 
 ALONE = SimpleNamespace(process_index=0, world_size=1)
 

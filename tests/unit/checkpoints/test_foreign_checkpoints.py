@@ -150,7 +150,7 @@ def test_links_and_pipes_are_refused_before_they_are_read(kind, theirs, tmp_path
     else:
         (theirs.parent / "metrics.jsonl").unlink()
         (theirs.parent / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
-    refused(theirs, r"is a link|is no file")
+    refused(theirs, "is no path inside")
 
 
 def test_a_manifest_that_is_a_pipe_holds_nobody_up(theirs):

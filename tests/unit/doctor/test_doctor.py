@@ -1,15 +1,14 @@
 """The doctor on simulated machines: each fault becomes a line with advice, not an exception."""
 
 import shutil
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from utils.doctor import __main__ as doctor
-from utils.doctor import checks
-from utils.doctor.checks import Finding
+from utils.doctor.__main__ import Finding
 
 SECRETS = {"HF_TOKEN": "hf_" + "q" * 30, "WANDB_API_KEY": "wandb-secret-value"}
 
@@ -28,14 +27,12 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in (*SECRETS, "HF_WRITE_TOKEN", "SLURM_JOB_ID", "CXX", "CC"):
-        monkeypatch.setenv(
-            name, ""
-        )  # set and not deleted, so that monkeypatch undoes values from .env
+        monkeypatch.setenv(name, "")  # not deleted, so that monkeypatch undoes values from .env
     (tmp_path / "root/slurm").mkdir(parents=True)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    shutil.copy(checks.ROOT / "pyproject.toml", tmp_path / "root")
-    monkeypatch.setattr(checks, "ROOT", tmp_path / "root")
+    shutil.copy(doctor.ROOT / "pyproject.toml", tmp_path / "root")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path / "root")
     stubs = tmp_path / "bin"
     stubs.mkdir()
     for name in ("bash", "sh"):
@@ -85,70 +82,61 @@ def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     assert not (alone / "runs").exists(), "nothing is left behind"
 
 
-def test_a_check_that_fails_or_hangs_is_a_line(capsys):
+def test_a_check_that_fails_or_hangs_is_a_line():
     def failing():
         yield Finding("ok", "before")
         raise ValueError("disk\nis gone")
 
-    found = doctor.found_by("it", failing, 5)
+    found = doctor.found_by("it", failing, 600)
     assert [line[:2] for line in found] == [
         ("ok", "before"), ("unknown", "it could not be checked (ValueError: disk)"),
     ]  # fmt: skip
-    begin = time.monotonic()
-    assert "no answer within" in doctor.found_by("it", lambda: time.sleep(9), 0.2)[0].what
-    assert time.monotonic() - begin < 5
-    (late,) = doctor.found_by("it", failing, -3.0)
-    assert late.what == "it not checked: the checks before took 28 s"
-    assert doctor.conclude([Finding("missing", "torch")]) == 1
-    assert "1 missing" in capsys.readouterr().out
-
-
-LOGIN = Finding("warning", "no GPU", checks.INTERACTIVE)
+    hangs = threading.Event()
+    assert "no answer within" in doctor.found_by("it", hangs.wait, 0.2)[0].what
+    hangs.set()
 
 
 @pytest.mark.parametrize(
-    ("slurm", "said"),
+    ("findings", "said", "code"),
     [
-        (Finding("ok", f"{checks.TAKES_JOBS}, partitions: gpu"), "jobs can be submitted"),
-        (Finding("unknown", "Slurm could not be asked"), "as far as this machine answered"),
-        (Finding("warning", "no node of Slurm runs jobs now"), "whose Slurm runs no job now"),
-        (Finding("option", "no Slurm here"), "whose Slurm runs no job now"),
+        ([Finding("missing", "torch"), Finding("unknown", "")], "1 missing, 0 warning(s), 1 no", 1),
+        ([Finding("unknown", "Slurm")], "nothing is missing as far as this machine answered", 0),
+        ([Finding("warning", "no GPU", doctor.INTERACTIVE)], "a login node. For a look at a G", 0),
     ],
 )
-def test_jobs_can_be_submitted_where_slurm_said_so(slurm, said, capsys):
-    assert doctor.conclude([LOGIN, slurm]) == 0
-    out = capsys.readouterr().out
-    assert said in out
-    assert ("jobs can be submitted" in out) == slurm.what.startswith(checks.TAKES_JOBS)
+def test_the_summary_counts_the_findings(findings, said, code):
+    text, found_code = doctor.conclude(findings)
+    assert said in text
+    assert found_code == code
 
 
 def test_gpus_are_compared_with_driver_and_torch(alone, monkeypatch):
     stub(alone, "srun")
-    assert checks.INTERACTIVE in lines_of(checks.check_gpus)[0]
+    assert doctor.INTERACTIVE in lines_of(doctor.check_gpus)[0]
     smi = 'case "$1" in --query*) echo NVIDIA H100;; *) echo CUDA Version: 12.8;; esac'
     stub(alone, "nvidia-smi", command=smi)
     for cuda, built in ((None, "built for CPUs"), ("13.0", "built for CUDA 13.0")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        (line,) = lines_of(checks.check_gpus)
+        (line,) = lines_of(doctor.check_gpus)
         assert line.startswith("missing torch")
-        assert f"{built}, cannot use 1 x NVIDIA H100 (CUDA Version: 12.8)" in line
+        assert f"{built}, cannot use NVIDIA H100, CUDA Version: 12.8" in line
     with_gpu(monkeypatch)
-    torch_line, gpu = lines_of(checks.check_gpus)
-    assert "built for CUDA 12.9 (CUDA Version: 12.8)" in torch_line
+    torch_line, gpu = lines_of(doctor.check_gpus)
+    assert "built for CUDA 12.9" in torch_line
     assert gpu.startswith("ok GPU 0: NVIDIA H100, 80 GiB, 70 free, compute capability 9.0, bf16")
     for capability, free, part in (
         ((7, 5), 70, "70 free, compute capability 7.5: no bf16"),
         ((7, 0), 70, "missing"), ((9, 0), 3, "another process uses it"),
     ):  # fmt: skip
         with_gpu(monkeypatch, capability, free)
-        assert part in lines_of(checks.check_gpus)[1]
+        assert part in lines_of(doctor.check_gpus)[1]
 
 
 def test_packages_out_of_range_and_missing_ones_are_named_with_the_command(alone, monkeypatch):
     versions = {"torch": "2.4.0", "trl": None, "bitsandbytes": None, "deepspeed": "0.1"}
-    real = checks.installed
-    monkeypatch.setattr(checks, "installed", lambda name: versions.get(name, real(name)))
-    text = "\n".join(lines_of(checks.check_python))
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))
+    text = "\n".join(lines_of(doctor.check_python))
     assert "warning torch 2.4.0 is outside of" in text
     assert "missing trl is not installed -> pip install 'trl>=" in text
     assert "option bitsandbytes is not installed: load_in_4bit" in text
@@ -159,64 +147,55 @@ UP = "gpu*|up|1-00:00:00|4|{}|gpu:h100:8\\n"
 
 
 @pytest.mark.parametrize(
-    ("printed", "code", "begin"),
+    ("printed", "begin"),
     [
-        (UP.format("idle"), 0, "ok Slurm takes jobs, partitions: gpu* 1-00:00:00 4 nodes idle gpu"),
-        (UP.format("mix") + UP.format("drain"), 0, "ok Slurm takes jobs, partitions: gpu*"),
-        (UP.format("idle~"), 0, "ok Slurm takes jobs"),  # powered down until it is needed
-        (UP.format("drain"), 0, "warning no node of Slurm runs jobs now: gpu* 1-00:00:00 4 nodes "),
-        (UP.format("down*"), 0, "warning no node of Slurm runs jobs now"),
-        (
-            UP.format("idle*"),
-            0,
-            "warning no node of Slurm runs jobs now",
-        ),  # the node does not answer
-        (
-            "gpu|down|1-00|4|idle|x\\n",
-            0,
-            "warning no node of Slurm runs jobs now: gpu is down; gpu",
-        ),
-        ("", 0, "warning Slurm answers, but shows no partition"),
-        ("<html>busy</html>\\n", 0, "unknown sinfo's answer is not understood ("),
-        ("\\377\\376\\n", 0, "unknown sinfo's answer is not understood ("),
-        ("Unable to contact slurm controller\\n", 1, "unknown Slurm could not be asked (sinfo: Un"),
+        (UP.format("idle"), "ok Slurm takes jobs, partitions: gpu* up 1-00:00:00 4 idle gpu"),
+        (UP.format("drain") + UP.format("mix"), "ok Slurm takes jobs, partitions: gpu* up"),
+        (UP.format("idle~"), "ok Slurm takes jobs"),  # powered down until it is needed
+        (UP.format("drain"), "warning no partition of Slurm runs jobs now: gpu* up 1-00:00:00 4"),
+        (UP.format("idle*"), "warning no partition of Slurm"),  # the node does not answer
+        ("gpu|down|1-00|4|idle|x\\n", "warning no partition of Slurm runs jobs now: gpu down"),
+        ("", "warning no partition of Slurm runs jobs now: sinfo shows none"),
+        ("\\377\\376\\n", "warning no partition of Slurm runs jobs now: "),
     ],
 )
-def test_the_doctor_repeats_sinfo(alone, printed, code, begin):
+def test_the_doctor_repeats_sinfo(alone, printed, begin):
     stub(alone, "sbatch")
-    stub(alone, "sinfo", printed, code=code)
+    stub(alone, "sinfo", printed)
     (alone / "root/slurm/cluster.env").touch()
-    cluster, line = lines_of(checks.check_slurm)
+    cluster, line = lines_of(doctor.check_slurm)
     assert cluster.startswith("ok slurm/cluster.env")
     assert line.startswith(begin)
 
 
 def test_slurm_that_is_not_there_or_hangs(alone, monkeypatch):
-    assert "no Slurm here" in lines_of(checks.check_slurm)[0]
+    assert "no Slurm here" in lines_of(doctor.check_slurm)[0]
     stub(alone, "sbatch")
-    lines = lines_of(checks.check_slurm)  # no sinfo
+    lines = lines_of(doctor.check_slurm)  # no sinfo
     assert "cp slurm/cluster.env.example" in lines[0]
     assert lines[1].startswith("unknown Slurm could not be asked ([Errno 2]")
-    monkeypatch.setattr(checks, "COMMAND_LIMIT_S", 0.2)
+    monkeypatch.setattr(doctor, "COMMAND_LIMIT_S", 0.2)
     stub(alone, "sinfo", command="while :; do :; done")
-    line = lines_of(checks.check_slurm)[1]
-    assert "could not be asked (sinfo: no answer within 0 s): whether it takes jobs" in line
+    line = lines_of(doctor.check_slurm)[1]
+    assert "could not be asked (sinfo: no answer within 0 s)" in line
+    stub(alone, "sinfo", "Unable to contact slurm controller\\n", code=1)
+    line = lines_of(doctor.check_slurm)[1]
+    assert "could not be asked (sinfo: Unable to contact slurm controller)" in line
 
 
 def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(alone, monkeypatch):
     stub(alone, "nvidia-smi", "failed: cannot communicate with the driver", code=9)
-    lines = lines_of(checks.check_gpus)
-    assert [line.split()[0] for line in lines] == ["unknown", "unknown"]
-    assert "the driver could not be asked (nvidia-smi: failed" in lines[0]
-    assert "whether there is one is not known" in lines[1]
+    (line,) = lines_of(doctor.check_gpus)
+    assert line.startswith("unknown")
+    assert "the driver could not be asked (nvidia-smi: failed" in line
     stub(alone, "nvidia-smi", "No devices were found")
-    assert "no GPU here: training is on the CPU" in lines_of(checks.check_gpus)[0]
+    assert "no GPU here: training is on the CPU" in lines_of(doctor.check_gpus)[0]
     smi = 'case "$1" in --query*) echo NVIDIA H100; echo NVIDIA A100;; esac'
     stub(alone, "nvidia-smi", command=smi)
-    assert "cannot use 1 x NVIDIA H100, 1 x NVIDIA A100" in lines_of(checks.check_gpus)[0]
+    assert "cannot use NVIDIA H100, NVIDIA A100" in lines_of(doctor.check_gpus)[0]
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        (line,) = lines_of(checks.check_gpus)
+        (line,) = lines_of(doctor.check_gpus)
         assert f"CUDA_VISIBLE_DEVICES='{hidden}' hides 2 GPU(s)" in line
         assert line.endswith("-> unset CUDA_VISIBLE_DEVICES")
 
@@ -225,31 +204,32 @@ def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone
     env = alone / "root/.env"
     env.write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
     env.chmod(0o644)
-    line = lines_of(checks.check_tokens)[0]
+    line = lines_of(doctor.check_tokens)[0]
     assert line.startswith("missing")
     assert line.endswith(f"chmod 600 {env}")
     env.chmod(0o600)
-    line = lines_of(checks.check_tokens)[0]
+    line = lines_of(doctor.check_tokens)[0]
     assert line.startswith("ok .env has HF_TOKEN")
     assert SECRETS["HF_TOKEN"] not in line
     (alone / "home/.netrc").write_text("machine api.wandb.ai login user password x\n")
     (alone / "home/.netrc").chmod(0o600)
-    assert "wandb: a key is there" in lines_of(checks.check_tokens)[1]
+    assert "wandb: a key is there" in lines_of(doctor.check_tokens)[1]
 
 
 def test_the_doctor_names_the_tokens_user(alone, monkeypatch):
     import huggingface_hub
     import requests
 
-    answer = SimpleNamespace(status_code=503)
+    answer = requests.Response()
     monkeypatch.setattr(requests, "head", lambda *_, **__: answer)
-    assert "answers with 503: whether it gives models is not known" in lines_of(checks.check_hub)[1]
+    answer.status_code = 503
+    assert "is not reached (HTTPError)" in lines_of(doctor.check_hub)[1]
     answer.status_code = 200
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert "option" in lines_of(checks.check_hub)[1]
+    assert "option" in lines_of(doctor.check_hub)[1]
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: SECRETS["HF_TOKEN"])
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _: {"name": "ada"})
-    assert "the token is ada's" in lines_of(checks.check_hub)[1]
+    assert "the token is ada's" in lines_of(doctor.check_hub)[1]
 
     refusal = SimpleNamespace(status_code=0)
 
@@ -258,14 +238,14 @@ def test_the_doctor_names_the_tokens_user(alone, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", refused)
     for refusal.status_code, part in (
-        (401, "does not take the token (HTTPError 401)"),
-        (429, "whether it is taken is not known"),
+        (401, "warning the Hub does not say whose token it is (HTTPError 401)"),
+        (429, "unknown the Hub does not say whose token it is"),
     ):
-        line = lines_of(checks.check_hub)[1]
+        line = lines_of(doctor.check_hub)[1]
         assert part in line
         assert SECRETS["HF_TOKEN"] not in line
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "offline" in lines_of(checks.check_hub)[1]
+    assert "offline" in lines_of(doctor.check_hub)[1]
 
 
 def test_disks_without_room_or_writes(alone, monkeypatch):
@@ -273,11 +253,11 @@ def test_disks_without_room_or_writes(alone, monkeypatch):
         raise OSError(122, "Disk quota exceeded")
 
     (alone / "file").touch()
-    line = lines_of(checks.check_disk, alone / "file", "output_dir")[0]
+    line = lines_of(doctor.check_disk, alone / "file", "output_dir")[0]
     assert line.startswith("missing output_dir")
-    monkeypatch.setattr(checks, "LEAST_FREE_GIB", 10**9)
-    assert "warning output_dir" in lines_of(checks.check_disk, alone / "runs", "output_dir")[0]
-    monkeypatch.setattr(checks.tempfile, "NamedTemporaryFile", fail)
-    (line,) = lines_of(checks.check_disk, alone / "runs", "output_dir")
+    monkeypatch.setattr(doctor, "LEAST_FREE_GIB", 10**9)
+    assert "warning output_dir" in lines_of(doctor.check_disk, alone / "runs", "output_dir")[0]
+    monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", fail)
+    (line,) = lines_of(doctor.check_disk, alone / "runs", "output_dir")
     assert line.startswith("missing output_dir")
     assert "Disk quota exceeded" in line

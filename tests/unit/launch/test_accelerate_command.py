@@ -19,7 +19,7 @@ from utils.config.strategy import (
     read_config,
     strategy_variables,
 )
-from utils.launch.accelerate_command import (
+from utils.launch.node import (
     check_config,
     given_strategy,
     ignored_settings,

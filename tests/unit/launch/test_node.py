@@ -16,9 +16,9 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from utils.config.errors import UnfitClusterError
-from utils.host.notes import leave_note
 from utils.launch import node, verdict
 from utils.launch.slurm import Allocation
+from utils.launch.verdict import leave_note
 
 LAUNCH_NODE = ROOT / "slurm/launch_node.sh"
 WORKER = """

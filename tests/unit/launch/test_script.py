@@ -24,9 +24,10 @@ from utils.config.errors import (
     StorageError,
     UnfitClusterError,
 )
-from utils.host.notes import read_notes
+from utils.host.run_lock import held_runs, leave_run_lock, take_run_lock
 from utils.launch import script
 from utils.launch.script import LineFormatter, configure_environment, configure_logging, run_script
+from utils.launch.verdict import read_notes
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +103,7 @@ def test_what_main_returns_is_the_exit_code(notes, monkeypatch):
 def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
     monkeypatch.setenv("HF_TOKEN", "correcthorsebattery")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(notes / "of-torchrun"))
-    in_the_lock: list[str] = []
-    monkeypatch.setattr(script, "note_error", in_the_lock.append)
+    take_run_lock(notes)
     for error in (
         RuntimeError("sent correcthorsebattery"),
         ConfigurationError("sent correcthorsebattery"),
@@ -112,9 +112,10 @@ def test_no_secret_is_shown_or_noted(capsys, monkeypatch, notes):
         run_script(raising(error))
         assert "***" in (notes / "of-torchrun").read_text()
         assert "correcthorsebattery" not in (notes / "of-torchrun").read_text()
+        assert "***" in held_runs()[notes]
+    leave_run_lock(notes)
     assert "correcthorsebattery" not in capsys.readouterr().err
-    assert ["***" in text for text in in_the_lock] == [True, True, True]
-    assert "correcthorsebattery" not in "".join(in_the_lock)
+    assert "correcthorsebattery" not in (notes / ".lock/owner-1").read_text()
     assert "sent *** (" in the_note(notes)[2]
 
 
@@ -293,11 +294,17 @@ child = os.fork()
 if not child:
     os._exit(0)
 os.waitpid(child, 0)
-print(len(calls))
+import torch._dynamo
+print(len(calls), os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
 
 
-def test_old_pythons_ask_for_the_lock_of_their_threads_before_a_fork():
+def test_old_pythons_lock_their_threads_before_a_fork_and_compiled_code_outlives_tmp(tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     command = [sys.executable, "-c", FORK]
-    printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-    assert int(printed) == (sys.version_info < (3, 11, 10))
+    printed = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    old = int(sys.version_info < (3, 11, 10))
+    assert printed == f"{old} {tmp_path}/stoker/compiled\n"

@@ -4,9 +4,16 @@ import threading
 
 import pytest
 
-from utils.host.notes import Note, leave_verdict, read_notes
 from utils.launch import verdict
-from utils.launch.verdict import judge, note_worker_ends, read_verdict, wait_for_verdict
+from utils.launch.verdict import (
+    Note,
+    judge,
+    leave_verdict,
+    note_worker_ends,
+    read_notes,
+    read_verdict,
+    wait_for_verdict,
+)
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.1]:4242"
 NCCL = "DistBackendError: NCCL error: remote process exited or there was a network error"

@@ -18,8 +18,9 @@ from rich.console import Console
 import status
 from utils.checkpoints.files import FileRecord, Manifest, write_manifest
 from utils.config.errors import ConfigurationError
-from utils.host import notes, run_lock
+from utils.host import run_lock
 from utils.host.run_lock import _machine
+from utils.launch import verdict
 from utils.observe import history, run_state, status_lines, wandb_sync
 from utils.observe.endings import Job
 from utils.observe.page import write_pages
@@ -247,7 +248,7 @@ def test_a_long_journal_is_read_at_its_ends_alone(tmp_path, monkeypatch):
 def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_first(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(notes, "_ROOT", tmp_path)
+    monkeypatch.setattr(verdict, "_ROOT", tmp_path)
     error = "storage error: no space"
     for job, folder in ((SLURM, "job-7.1"), (SLURM | {"array_job_id": "6", "array_task_id": "2"},
                                              "job-6_2.1")):  # fmt: skip
