@@ -13,7 +13,7 @@ import pretrain
 import sft_train
 from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
-from utils.prepare.prompts import load_prompts
+from utils.prepare.encoding import load_prompts
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from utils.callbacks.journal import Journal
 from utils.host.redaction import redacted
 
 if TYPE_CHECKING:
-    from utils.prepare.prompts import Prompt
+    from utils.prepare.encoding import Prompt
 
 UNIMPROVED = "unimproved_evaluations"  # in our part of a checkpoint's trainer_state.json
 

@@ -29,7 +29,7 @@ from utils.model.config import compare_with_model, new_token_ids
 from utils.model.stages import stage_tokenizer
 
 if TYPE_CHECKING:
-    from utils.prepare.prompts import Prompt
+    from utils.prepare.encoding import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def _prompts(
     run = settings.run
     if not run.sample_prompts:
         return ()
-    from utils.prepare.prompts import load_prompts
+    from utils.prepare.encoding import load_prompts
 
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
     most_tokens = positions - run.sample_max_new_tokens

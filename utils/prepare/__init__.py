@@ -3,11 +3,11 @@
 fetch       hub.py lists the Hub's datasets and reads its cache, fetch.py fills the cache
 plan        source_files.py lists files, work_plan.py decides the format and cuts files into units
 read        records.py reads the rows of any kind of file, rows.py converts rows to documents;
-            messages.py and loss_flags.py read messages, hints.py suggests flags for unknown
-            columns, values.py checks single values
+            messages.py reads messages, hints.py suggests flags for unknown columns, values.py
+            checks single values
 chats       chat_templates.py renders and marks them, chat_turns.py finds where turns start and end,
             chat_masks.py checks which text is trained on
-tokenize    tokenizer.py loads the tokenizer, tokenization.py and encoding.py give ids and masks
+tokenize    tokenizer.py loads the tokenizer, tokenization.py and encoding.py give ids and masks;
+            encoding.py also reads the prompts for samples during training
 write       units.py runs the work units into workspace.py, pipeline.py assembles the datasets
-prompts     prompts.py, for samples during training
 """

@@ -1,23 +1,26 @@
-"""Token ids of texts: from the tokenizer, or from gigatoken (optional, many times faster)."""
+"""Token ids of texts and prompts: from the tokenizer, or from gigatoken (optional, much faster)."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.host.foreign import foreign
+from utils.host.foreign import foreign, reason
+from utils.prepare.chat_templates import PROBE, ChatTemplate
+from utils.prepare.rows import ChatDocument, document_fields
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FAILS = "it does not turn text into tokens"
 # Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
 CUTS_SEARCHED_CHARACTERS = 1 << 16  # a cut is searched this far before the end of a piece
@@ -43,7 +46,9 @@ class SpecialTokens:
         Raises ConfigurationError if special tokens change the word's own ids.
         """
         end = tokenizer.eos_token_id
-        for text in _words(tokenizer):
+        special = set(tokenizer.all_special_tokens)
+        words = (word for word in tokenizer.get_vocab() if word not in special)
+        for text in ("a", *islice(words, 100)):
             (bare,), (full,) = encode(tokenizer, [text]), encode(tokenizer, [text], True)
             for before in range(len(full) - len(bare) + 1 if len(bare) else 0):
                 behind = before + len(bare)
@@ -70,17 +75,10 @@ class SpecialTokens:
         return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
 
 
-def _words(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield words to try: "a", then words of the vocabulary, which the tokenizer knows."""
-    yield "a"
-    special = set(tokenizer.all_special_tokens)
-    yield from islice((word for word in tokenizer.get_vocab() if word not in special), 100)
-
-
 def _encoded(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool
 ) -> "BatchEncoding":
-    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
+    with foreign(f"the tokenizer {tokenizer.name_or_path}", "it does not turn text into tokens"):
         return tokenizer(
             list(texts),
             return_attention_mask=False,
@@ -112,13 +110,6 @@ def encode_with_offsets(
         yield np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
 
-def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the ids of a text that a model continues: with BOS as in training, without EOS."""
-    (ids,) = encode(tokenizer, [text])
-    before, _ = SpecialTokens.of(tokenizer).around(ids)
-    return [*before.tolist(), *ids.tolist()]
-
-
 def text_pieces(text: str, most: int) -> Iterator[str]:
     """Cut a text into pieces of at most `most` characters, between words if possible."""
     start = 0
@@ -130,6 +121,91 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
         yield text[start:stop]
         start = stop
     yield text[start:]
+
+
+# --- prompts that a model continues
+
+
+class Prompt(NamedTuple):
+    """The text of a prompt as its author wrote it, and the token ids that the model continues."""
+
+    text: str
+    token_ids: list[int]
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Return the ids of a text that a model continues: with BOS as in training, without EOS."""
+    (ids,) = encode(tokenizer, [text])
+    before, _ = SpecialTokens.of(tokenizer).around(ids)
+    return [*before.tolist(), *ids.tolist()]
+
+
+def load_prompts(
+    entries: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, chats: bool, most_tokens: int
+) -> list[Prompt]:
+    """Return the prompts of `sample_prompts`: each entry is a text, or a .txt or .jsonl file.
+
+    A line of a .jsonl file has `prompt` or, for `chats`, `messages`. With `chats`, the tokenizer's
+    chat template renders the prompts, if there is one. Raises ConfigurationError with all faults.
+    """
+    template = ChatTemplate(tokenizer) if chats and tokenizer.chat_template is not None else None
+    prompts, problems = [], []
+    for where, line in _prompt_lines(entries):
+        try:
+            fields = json.loads(line) if where.partition(":")[0].endswith(".jsonl") else line
+            prompt = _prompt(fields, tokenizer, template)
+            if not 0 < len(prompt.token_ids) <= most_tokens:
+                raise ValueError(
+                    f"it has {len(prompt.token_ids):,} tokens, and the model takes 1 to "
+                    f"{most_tokens:,} before what it adds (sample_max_new_tokens)"
+                )
+            prompts.append(prompt)
+        except ConfigurationError:
+            raise  # a limit of time or memory, which every other prompt would reach as well
+        except Exception as error:  # also an error of the template
+            problems.append(f"sample_prompts {where}: {reason(error)}")
+    if problems:
+        raise ConfigurationError(problems)
+    return prompts
+
+
+def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the origin and the text of each prompt; raises ConfigurationError."""
+    for entry in entries:
+        path = Path(entry)
+        is_text = re.search(r"\s", entry) and not path.is_file()
+        if path.suffix not in (".jsonl", ".txt") or is_text:
+            yield repr(entry[:40]), entry
+            continue
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"sample_prompts {entry} cannot be read: {error}") from error
+        numbered = [(f"{path}:{at}", line) for at, line in enumerate(lines, 1) if line.strip()]
+        if not numbered:
+            raise ConfigurationError(f"sample_prompts {entry} is empty: put a prompt on each line.")
+        yield from numbered
+
+
+def _prompt(
+    fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
+) -> Prompt:
+    """Return the prompt of a line; raises an Exception of any type if the line is faulty."""
+    record = fields if isinstance(fields, dict) else {"prompt": fields}
+    key = "messages" if "messages" in record else "prompt"
+    asked = record.get(key)
+    if isinstance(asked, str) and template is None:
+        return Prompt(asked, prompt_ids(tokenizer, asked))
+    if template is None or not asked:
+        what = "`prompt` or `messages`" if template else "`prompt`; there are no chats here"
+        raise ValueError(f"give a text, or an object with {what}")
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    chat = document_fields(record | {key: messages}, "messages", [(key, "messages")])
+    adapted = template.adapted(chat["messages"])
+    document = ChatDocument(adapted, PROBE, chat["tools"], chat["chat_template_kwargs"])
+    text = template.render(document, generation_prompt=True)
+    shown = str(chat["messages"][-1]["content"])
+    return Prompt(shown, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 # --- gigatoken

@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import groupby
 from typing import Any
 
-from utils.prepare.loss_flags import trained_parts, with_weight
 from utils.prepare.values import (
     ASSISTANT,
     MEDIA_KINDS,
@@ -35,20 +35,27 @@ OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that templates know
 _ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
 _ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
 
-CALL_KEYS = ("tool_calls", "tool_call", "function_call", "function_calls")
+_CALL_KEYS = ("tool_calls", "tool_call", "function_call", "function_calls")
 _ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _ABOUT_A_CALL = {"name", "id", "type", "index", "description", "strict"}
-REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _CONTENT = ("content", "value", "text", "parts")
-READ = {"role", "content", "tool_calls", "weight", *REASONING}
+READ = {"role", "content", "tool_calls", "weight", *_REASONING}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's and Anthropic's
-
 ABOUT_A_ROW = re.compile(
     r"(.*_)?(id|name|index|type|time|timestamp|date|created|created_at|updated_at|model|lang|"
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
 )
+# _TRAINED: keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral. _MASKED: torchtune's keys,
+# which have the opposite sense.
+_TRAINED = (
+    *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
+    *("train", "training", "trainable", "train_on_turn"),
+)
+_MASKED = ("mask", "masked")
+_ABOUT_TRAINING = re.compile("train|loss|mask|weight", re.IGNORECASE)
 
 
 def are_messages(value: Any) -> bool:
@@ -67,7 +74,12 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     """
     value = decoded(value)
     if isinstance(value, Mapping):
-        value = _messages_of_object(value)
+        # Older versions of `datasets` write a sequence of objects as an object of lists.
+        lists = [decoded(item) for item in value.values()]
+        if all(isinstance(item, list) for item in lists) and len(set(map(len, lists))) == 1:
+            value = [dict(zip(value, items, strict=True)) for items in zip(*lists, strict=True)]
+        elif {"role", "from"} & value.keys():
+            value = [value]
     if not isinstance(value, list):
         raise wrong_type(column, "a list of messages", value)
     if not value:
@@ -75,8 +87,14 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for turn, given in enumerate(value):
         where = f"message {turn} of {column}"
-        for message in _single_messages(where, given, turn):
-            _append(found, _message(where, message), role_word(message) in CALL_ROLES)
+        for single in _single_messages(where, given, turn):
+            message = _message(where, single)
+            before = found[-1] if found else {}
+            same = all(before.get(key) == message.get(key) for key in ("role", "weight"))
+            if same and role_word(single) in CALL_ROLES:
+                before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            else:
+                found.append(message)
     return found
 
 
@@ -94,14 +112,11 @@ def check_answers(
     An answer without text would train only the end token. column: a name of the messages for the
     error.
     """
-    roles = dict.fromkeys(message["role"] for message in messages[first_trained:])
-    if ASSISTANT not in roles:
-        problem = (
-            f"nothing is trained on: no message of {column} is the assistant's (roles: "
-            f"{', '.join(roles)})"
-        )
-        raise UnusableRowError("no_assistant_tokens", problem)
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages[first_trained:]))
+        problem = f"no message of {column} is the assistant's (roles: {roles})"
+        raise UnusableRowError("no_assistant_tokens", f"nothing is trained on: {problem}")
     # Count answers, not messages: the system message may come from a column.
     for number, answer in enumerate(answers, 1):
         if answer.get("weight") != 0 and _says_nothing(answer):
@@ -112,54 +127,50 @@ def check_answers(
             )
 
 
-# --- one message
-
-
-def _messages_of_object(value: Mapping[str, Any]) -> Any:
-    """Return the messages of an object: one message, or several as an object of lists.
-
-    Older versions of `datasets` write a sequence of objects as an object with a list for each key.
-    """
-    lists = [decoded(item) for item in value.values()]
-    if lists and all(isinstance(item, list) for item in lists) and len(set(map(len, lists))) == 1:
-        return [dict(zip(value, items, strict=True)) for items in zip(*lists, strict=True)]
-    return [value] if {"role", "from"} & value.keys() else value
-
-
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
     """Yield the messages of one item of a list, without keys that are null.
 
-    JSON writers and Arrow write null for a key without a value.
+    JSON writers and Arrow write null for a key without a value. A list of two texts has a role and
+    its content, or a question and its answer.
     """
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
         return
     if isinstance(message, list) and len(message) == 2:
-        yield from _two_texts(where, message)
-        return
+        for text in message:
+            check_text(where, text)
+        keys = ("role", "content") if message[0].lower() in ROLES else ("user", ASSISTANT)
+        message = dict(zip(keys, message, strict=True))
     if not isinstance(message, Mapping):
         raise wrong_type(where, "an object", message)
     message = {key: value for key, value in message.items() if value is not None}
-    if "role" not in message and "from" not in message:
+    if "role" in message or "from" in message:
+        yield from _split_tool_results(message)
+    else:
         yield from _question_and_answer(where, message)
-        return
+
+
+def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a tool message for each `tool_result` part (Anthropic), and messages of other parts."""
     content = message.get("content")
-    if isinstance(content, list) and any(_kind(part) == "tool_result" for part in content):
-        yield from _split_tool_results(message, content)
-    else:
+    if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
+        return
+    for are_results, parts in groupby(content, _is_tool_result):
+        if not are_results:
+            yield {**message, "content": list(parts)}
+            continue
+        for part in parts:
+            result = {"role": "tool", "content": "", **part}
+            del result["type"]
+            if "tool_use_id" in result:
+                result["tool_call_id"] = result.pop("tool_use_id")
+            yield result
 
 
-def _two_texts(where: str, texts: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a list of two texts: role and content, or question and answer."""
-    for text in texts:
-        check_text(where, text)
-    if texts[0].lower() in ROLES:
-        yield {"role": texts[0], "content": texts[1]}
-    else:
-        yield {"role": "user", "content": texts[0]}
-        yield {"role": ASSISTANT, "content": texts[1]}
+def _is_tool_result(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "tool_result"
 
 
 def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -180,86 +191,99 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
     yield {"role": ASSISTANT, "content": message[answered], **others}
 
 
-def _kind(part: Any) -> Any:
-    return part.get("type") if isinstance(part, Mapping) else None
-
-
-def _split_tool_results(
-    message: Mapping[str, Any], parts: Sequence[Any]
-) -> Iterator[dict[str, Any]]:
-    """Yield a tool message for each `tool_result` part (Anthropic), and messages of other parts."""
-    rest: list[Any] = []
-    for part in parts:
-        if _kind(part) != "tool_result":
-            rest.append(part)
-            continue
-        if rest:
-            yield {**message, "content": rest}
-            rest = []
-        other = {key: value for key, value in part.items() if key not in ("type", "tool_use_id")}
-        result = {"role": "tool", "content": "", **other}
-        yield {**result, "tool_call_id": part["tool_use_id"]} if "tool_use_id" in part else result
-    if rest:
-        yield {**message, "content": rest}
-
-
-def _append(found: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
-    """Append a message. If it is only a call, add the call to the assistant's previous message."""
-    before: dict[str, Any] = found[-1] if found else {"role": ""}
-    if is_call and before["role"] == ASSISTANT and before.get("weight") == message.get("weight"):
-        before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
-    else:
-        found.append(message)
-
-
-def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return one message with role, content as one text, and its calls as objects.
 
     The content is "" if the message only calls tools or thinks.
     """
-    found = _with_role(where, message)
-    is_trained: dict[str, bool] = {}
-    if isinstance(content := found.get("content"), Mapping) and found["role"] == "tool":
-        found["content"] = json.dumps(content, ensure_ascii=False)
+    message, text_key = _with_role_and_content(where, given)
+    content = message.get("content")
+    parts: list[Any] = []
+    if isinstance(content, Mapping) and message["role"] == "tool":
+        message["content"] = json.dumps(content, ensure_ascii=False)
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
-        is_trained = trained_parts(where, parts) if found["role"] == ASSISTANT else {}
-        said = _read_parts(where, parts, found["role"])
-        if both := [key for key in said if key != "content" and found.get(key)]:
-            message_text = f"{where} has {both[0]!r} and the same among its parts: keep one of them"
-            raise UnusableRowError("wrong_type", message_text)
-        found |= said
-    text_key = _text_key(message)
-    given = {key: calls for key in CALL_KEYS if (calls := decoded(found.pop(key, None)))}
-    if len(given) > 1:
-        message_text = f"{where} has calls under {' and '.join(map(repr, given))}: keep one of them"
-        raise UnusableRowError("wrong_type", message_text)
-    for calls in given.values():
-        found["tool_calls"] = tool_calls_of(where, calls)
-    found |= _thought(where, found)
-    if found["role"] == "tool" or any(key in found for key in ("tool_calls", *REASONING)):
-        found.setdefault("content", "")
-    if "content" not in found:
-        raise UnusableRowError(
-            "missing_field", f"{where} has no {text_key!r}{_unread(found, text_key)}"
-        )
-    check_text(f"{text_key!r} of {where}", found["content"])
-    refuse_media(where, found)
-    if _says_nothing(found) and (lost := _unread(found, text_key)):
-        raise UnusableRowError("unread_key", f"{where} has no text{lost}")
-    return with_weight(where, found, is_trained)
-
-
-def _thought(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the thought of a message, checked, under its given key and as `reasoning_content`."""
-    given = {key: _thought_text(message[key]) for key in REASONING if message.get(key)}
-    for key, thought in given.items():
+        said = _read_parts(where, parts, message["role"])
+        if both := [key for key in said if key != "content" and message.get(key)]:
+            raise _twice(where, both[0], "the same among its parts")
+        message |= said
+    calls = {key: found for key in _CALL_KEYS if (found := decoded(message.pop(key, None)))}
+    if len(calls) > 1:
+        raise _twice(where, *calls)
+    for found in calls.values():
+        message["tool_calls"] = tool_calls_of(where, found)
+    thoughts = {key: _thought_text(message[key]) for key in _REASONING if message.get(key)}
+    for key, thought in thoughts.items():
         check_text(f"{key!r} of {where}", thought)
-    if len(set(given.values())) > 1:
-        names = " and ".join(map(repr, given))
-        raise UnusableRowError("wrong_type", f"{where} has other thoughts under {names}: keep one")
-    thought = next(iter(given.values()), None)
-    return given if thought is None else given | {"reasoning_content": thought}
+        message |= {key: thought, "reasoning_content": thought}
+    if len(set(thoughts.values())) > 1:
+        raise _twice(where, *thoughts)
+    if message["role"] == "tool" or any(key in message for key in ("tool_calls", *_REASONING)):
+        message.setdefault("content", "")
+    if "content" in message:
+        check_text(f"{text_key!r} of {where}", message["content"])
+    refuse_media(where, message)
+    _check_says_something(where, message, text_key)
+    return _with_weight(where, message, parts)
+
+
+def _twice(where: str, *names: str) -> UnusableRowError:
+    """Return the error for a message that says one thing under two keys."""
+    problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
+    return UnusableRowError("wrong_type", problem)
+
+
+def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return a message with OpenAI's name for its role and its text as `content`; the text's key.
+
+    Raises UnusableRowError for an unknown role of ShareGPT, and for a spelling error. Any other
+    role under `role` is left to the template.
+    """
+    role_key = "role" if "role" in message else "from"
+    given, word = message[role_key], role_word(message)
+    check_text(f"{role_key!r} of {where}", given)
+    is_known = word in ROLES or word in OWN_ROLES or word in CALL_ROLES
+    meant = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
+    if not is_known and (role_key == "from" or meant):
+        known = ", ".join(meant or [*ROLES, *CALL_ROLES])
+        raise UnusableRowError("unknown_role", f"{where} has the role {given!r}; known are {known}")
+    text_keys = _CONTENT if role_key == "role" else ("value", *_CONTENT)
+    text_key = next((key for key in text_keys if key in message), text_keys[0])
+    if text_key != "content" and message.get("content"):
+        raise _twice(where, text_key, "content")
+    others = {k: v for k, v in message.items() if k not in (role_key, text_key)}
+    role = ROLES.get(word, word if word in OWN_ROLES else given)
+    content = {"content": message[text_key]} if text_key in message else {}
+    if word in CALL_ROLES:
+        calls = tool_calls_of(where, decoded(message.get(text_key)))
+        return {"role": ASSISTANT, **others, "content": "", "tool_calls": calls}, text_key
+    return {"role": role, **others, **content}, text_key
+
+
+def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
+    """Return the text, thoughts and calls of a list of parts, by the keys that templates read."""
+    texts, thoughts, calls = [], [], []
+    for part in parts:
+        kind, said = "text", part
+        if isinstance(part, Mapping):
+            kind = "thinking" if part.get("thought") is True else str(part.get("type", "text"))
+            names = (kind, "text", "value", "content")
+            said = next((part[name] for name in names if part.get(name) is not None), None)
+        if kind in ("reasoning", "thinking") and isinstance(thought := _thought_text(said), str):
+            thoughts.append(thought)
+        elif kind in _CALL_PARTS:
+            calls.append(part if said is None else said)
+        elif kind in _TEXT_PARTS and isinstance(said, str):
+            texts.append(said)
+        elif role == "tool" and not any(medium in kind for medium in MEDIA_KINDS):
+            return {"content": json.dumps(parts, ensure_ascii=False)}
+        else:
+            message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
+            raise UnusableRowError("not_text", message)
+    found: dict[str, Any] = {"content": "".join(texts)}
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    return found | ({"tool_calls": calls} if calls else {})
 
 
 def _thought_text(said: Any) -> Any:
@@ -271,94 +295,37 @@ def _thought_text(said: Any) -> Any:
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
-    said = [message.get(key) for key in ("content", *REASONING)]
+    said = [message.get(key) for key in ("content", *_REASONING)]
     return not message.get("tool_calls") and not any(str(text or "").strip() for text in said)
 
 
-def _text_key(message: Mapping[str, Any]) -> str:
-    """Return the key that holds a message's text, or the usual key if no key holds it."""
-    order, usual = (_CONTENT, "content") if "role" in message else (("value", *_CONTENT), "value")
-    return next((key for key in order if key in message), usual)
-
-
-def _unread(message: Mapping[str, Any], text_key: str) -> str:
-    """Return advice for a message without text: its unread keys, one of which may hold the text."""
-    names = [
-        key
+def _check_says_something(where: str, message: Mapping[str, Any], text_key: str) -> None:
+    """Raise UnusableRowError for a message without content, or with its text under another key."""
+    lost = [
+        repr(key)
         for key, value in message.items()
         if key not in READ
         and isinstance(value, str | list | Mapping)
         and len(value)
         and not ABOUT_A_ROW.fullmatch(key)
     ]
-    if not names:
-        return ""
-    return f", and {', '.join(map(repr, names))} is not read: write {text_key!r} or 'tool_calls'"
-
-
-def _with_role(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with OpenAI's name for its role, and its text as `content`."""
-    is_sharegpt = "role" not in message
-    given = message.get("from") if is_sharegpt else message["role"]
-    check_text(f"{'from' if is_sharegpt else 'role'!r} of {where}", given)
-    content_key = _text_key(message)
-    if content_key != "content" and message.get("content"):
-        both = f"{where} has {content_key!r} and 'content': keep one of them"
-        raise UnusableRowError("wrong_type", both)
-    taken = ("role", "from") if is_sharegpt else ("role",)
-    found = {k: v for k, v in message.items() if k not in taken and k != content_key}
-    if content_key in message:
-        found["content"] = message[content_key]
-    role = role_word(message)
-    if role in CALL_ROLES:
-        calls = tool_calls_of(where, decoded(found.get("content")))
-        return {"role": ASSISTANT, **found, "content": "", "tool_calls": calls}
-    if is_sharegpt and role not in {*ROLES, *OWN_ROLES}:
-        known = ", ".join([*ROLES, *CALL_ROLES])
-        raise UnusableRowError("unknown_role", f"{where} is from {given!r}; known are {known}")
-    meant = get_close_matches(role, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
-    if role not in ROLES and meant:  # a spelling error: templates know no roles like these
-        raise UnusableRowError("unknown_role", f"{where} has the role {given!r}: {meant[0]!r}?")
-    return {"role": ROLES.get(role, role if role in OWN_ROLES else given), **found}
-
-
-def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return the text, thoughts and calls of a list of parts, by the keys that templates read."""
-    texts, thoughts, calls = [], [], []
-    for part in parts:
-        kind, said = "text", part
-        if isinstance(part, Mapping):
-            kind = "thinking" if part.get("thought") is True else part.get("type", "text")  # Gemini
-            names = (kind, "text", "value", "content")
-            said = next((part[name] for name in names if part.get(name) is not None), None)
-        if kind in ("reasoning", "thinking") and isinstance(thought := _thought_text(said), str):
-            thoughts.append(thought)
-        elif kind in _CALL_PARTS:
-            calls.append(part if said is None else said)
-        elif kind in _TEXT_PARTS and isinstance(said, str):
-            texts.append(said)
-        elif role == "tool" and not any(medium in str(kind) for medium in MEDIA_KINDS):
-            return {"content": json.dumps(parts, ensure_ascii=False)}
-        else:
-            message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
-            raise UnusableRowError("not_text", message)
-    found: dict[str, Any] = {"content": "".join(texts)}
-    if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
-    return found | ({"tool_calls": calls} if calls else {})
+    if "content" not in message or (lost and _says_nothing(message)):
+        problem = f"{where} has no {text_key!r}"
+        if lost:
+            problem += f", and {', '.join(lost)} is not read: write {text_key!r} or 'tool_calls'"
+        raise UnusableRowError("missing_field", problem)
 
 
 def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
     """Return calls as {"type", "function": {"name", "arguments"}}; arguments become an object."""
     found = []
     for call in map(decoded, calls if isinstance(calls, list) else [calls]):
-        function = decoded(call.get("function", call)) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            message = f"{where} has a call without the name of a function: {call!r:.80}"
-            raise UnusableRowError("wrong_type", message)
+        function = decoded(call.get("function", call)) if isinstance(call, Mapping) else {}
+        function = function if isinstance(function, Mapping) else {}
         key = next((key for key in _ARGUMENTS if function.get(key) is not None), None)
-        if key is None and (others := function.keys() - {*_ARGUMENTS, *_ABOUT_A_CALL}):
-            message = f"{where} has a call with {', '.join(sorted(others))} but no 'arguments'"
+        is_other = key is None and function.keys() - {*_ARGUMENTS, *_ABOUT_A_CALL}
+        if is_other or not isinstance(function.get("name"), str):
+            message = f"{where} has a call without 'name' and 'arguments': {call!r:.80}"
             raise UnusableRowError("wrong_type", message)
         # Decode twice, because some datasets encode the JSON text twice.
         arguments = decoded(decoded(function.get(key))) or {}
@@ -369,3 +336,45 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
         function = {"name": function["name"], "arguments": arguments}
         found.append({**identity, "type": "function", "function": function})
     return found
+
+
+def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
+    """Return a message with `weight: 0` if its keys, or those of its parts, exclude it.
+
+    Only the assistant's messages are trained on. In another message a key that asks for training
+    stays, and is counted as a key that is not read.
+    """
+    flags = [key for key in message if _ABOUT_TRAINING.search(key)]
+    if message["role"] != ASSISTANT:
+        idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
+        return {key: value for key, value in message.items() if key not in idle}
+    said = [_is_trained(where, key, message.pop(key)) for key in flags]
+    of_parts = [
+        [
+            _is_trained(where, key, part[key])
+            for key in (*_TRAINED, *_MASKED)
+            if isinstance(part, Mapping) and part.get(key) is not None
+        ]
+        for part in parts
+    ]
+    if any(False in flags for flags in of_parts):
+        of_parts = [flags or [True] for flags in of_parts]  # a part without a flag is trained on
+    said += [flag for flags in of_parts for flag in flags]
+    if len(set(said)) > 1:
+        problem = f"{where}: keys or parts contradict each other: give it one 'weight', 0 or 1"
+        raise UnusableRowError("unclear_weight", problem)
+    return message | ({"weight": 0} if False in said else {})
+
+
+def _is_trained(where: str, key: str, value: Any) -> bool:
+    """Tell whether a key asks for training; raises UnusableRowError for a value that is unclear."""
+    word = key.lower()
+    if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    if word in _MASKED and isinstance(value, bool):
+        return not value
+    raise UnusableRowError(
+        "unclear_weight",
+        f"{where} has {key!r}: {value!r:.60}, which is not read: write 'weight': 0 (the message is "
+        "not trained on) or 1",
+    )

@@ -128,13 +128,12 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
 
 def _parse_line(line: bytes, location: Location) -> Record | BadRow:
     try:
-        value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+        return _object(json.loads(line.decode("utf-8").removeprefix("\ufeff")), location)
     except UnicodeDecodeError as error:
         return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
     except (RecursionError, ValueError) as error:  # includes deep nesting and very long numbers
         message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
         return BadRow("malformed_json", message, location)
-    return _object(value, location)
 
 
 def _object(value: Any, location: Location) -> Record | BadRow:
@@ -165,15 +164,24 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records of a JSON value: an array, one record, or an object with an array."""
+    """Return the records of a JSON value: an array, a table, a record, or an object with an array.
+
+    Raises ConfigurationError for an object with several arrays of records.
+    """
     if isinstance(value, list):
         return [value] if are_messages(value) else value
     if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
         return rows
     if not isinstance(value, dict) or detect_formats(value):
         return [value]
-    of_row = {*CHATS, "history"}
-    arrays = [key for key, item in value.items() if key not in of_row and _are_records(item)]
+    arrays = [
+        key
+        for key, item in value.items()
+        if key not in {*CHATS, "history"}
+        and isinstance(item, list)
+        and item
+        and (isinstance(item[0], dict) or are_messages(item[0]))
+    ]
     if len(arrays) > 1 and "data" not in arrays:
         raise ConfigurationError(
             f"{path}: one object with several lists of records ({', '.join(arrays)}): write each "
@@ -196,22 +204,16 @@ def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
         return [*table.values()]
     columns = [[*item.values()] if isinstance(item, dict) else item for item in table.values()]
     are_indexed = are_objects and all("0" in item for item in table.values())
-    are_texts = all(isinstance(column, list) and _are_texts(column) for column in columns)
-    if not are_indexed and not (are_texts and {"text", "output", "completion"} & table.keys()):
+    are_texts = {"text", "output", "completion"} & table.keys() and all(
+        isinstance(column, list) and all(isinstance(cell, str) for cell in column)
+        for column in columns
+    )
+    if not are_indexed and not are_texts:
         return []
     if len(set(map(len, columns))) > 1:
         lengths = ", ".join(f"{name} {len(c):,}" for name, c in zip(table, columns, strict=True))
         raise ConfigurationError(f"{path}: its columns have different numbers of rows ({lengths})")
     return [dict(zip(table, cells, strict=True)) for cells in zip(*columns, strict=True)]
-
-
-def _are_texts(value: list[Any]) -> bool:
-    return all(isinstance(item, str) for item in value)
-
-
-def _are_records(value: Any) -> bool:
-    is_array = isinstance(value, list) and bool(value)
-    return is_array and (isinstance(value[0], dict) or are_messages(value[0]))
 
 
 def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
@@ -255,7 +257,7 @@ def _delimiter(header: str, usual: str) -> str:
             cells[mark] = len(next(csv.reader([header], delimiter=mark, strict=True), []))
     if cells.get(usual, 0) > 1 or not cells:
         return usual
-    return max(cells, key=lambda mark: cells[mark])
+    return max(cells, key=cells.__getitem__)
 
 
 def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
@@ -326,15 +328,10 @@ def _as_json(value: Any, kind: pa.DataType) -> Any:
         return {key: _as_json(item, kind.item_type) for key, item in value}
     if pa.types.is_nested(kind) and hasattr(kind, "value_type"):
         return [_as_json(item, kind.value_type) for item in value]
-    return _as_text(value) if isinstance(value, bytes) else value
-
-
-def _as_text(value: bytes) -> str | bytes:
-    """Return bytes as a string if they are UTF-8: some writers store texts as bytes."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value  # a picture; where a text is needed, check_text refuses it
+    if isinstance(value, bytes):  # some writers store texts as bytes
+        with suppress(UnicodeDecodeError):  # a picture; check_text refuses it as a text
+            value = value.decode()
+    return value
 
 
 READERS: dict[str, Callable[[FilePart, Sequence[str] | None], Records]] = {

@@ -121,10 +121,8 @@ class RowSettings:
 
     @property
     def answers_column(self) -> str:
-        """The file's name of the column with the trained text, for error messages.
-
-        For alpaca this is the history: errors about the output are raised earlier.
-        """
+        """The file's name of the column with the trained text, for error messages."""
+        # Alpaca: the history, because errors about the output are raised earlier.
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
@@ -158,19 +156,17 @@ def _found(names: Iterable[str]) -> str:
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
     """Return the document of a record, or its fault."""
     try:
-        if not rows.selects(record.fields):
-            return BadRow(FILTERED, "not selected by the filter", record.location)
-        return _document(record, rows)
+        if rows.selects(record.fields):
+            return _document(record, rows)
     except UnusableRowError as error:
         return error.at(record.location)
+    return BadRow(FILTERED, "not selected by the filter", record.location)
 
 
 def _document(record: Record, rows: RowSettings) -> Document:
     place, column = record.location, rows.answers_column
     fields = document_fields(record.fields, rows.row_format, rows.columns)
     if rows.row_format == "text":
-        if not fields["text"].strip():
-            raise UnusableRowError("empty", f"empty document: {column!r} has no text")
         return TextDocument(fields["text"], place, column)
     prompt = fields.get("prompt", [])
     if isinstance(prompt, str):
@@ -241,24 +237,23 @@ def document_fields(
     fields = _Row(given, columns)
     missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
-        message = f"no {' and no '.join(missing)}, which the format {row_format} needs"
-        message += f" ({_found(name for name, value in given.items() if value is not None)})"
-        held = {name: value for name, value in fields.items() if value is not None}
-        if others := detect_formats(held):
+        names = _found(name for name, value in given.items() if value is not None)
+        message = f"no {' and no '.join(missing)}, which the format {row_format} needs ({names})"
+        if others := detect_formats({k: v for k, v in fields.items() if v is not None}):
             message += (
                 f". It is a row of the format {others[0]}: files of different formats go into a "
                 "recipe, each as an entry of `sources`"
             )
         raise UnusableRowError("missing_field", message)
     if row_format == "text":
-        check_text(fields.shown("text"), fields["text"])
+        _check_words(fields, "text")
         if _MEDIA_TAGS.search(fields["text"]):
             refuse_media("the row", fields)
         return fields
     refuse_media("the row", fields)
     extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
     if row_format == "prompt_completion":
-        return _prompt_and_completion(fields, extras) | extras
+        return _prompt_and_completion(fields) | extras
     if row_format == "alpaca":
         messages = list(_alpaca_turns(fields))
     else:
@@ -267,11 +262,18 @@ def document_fields(
     return {"messages": _with_system(messages, fields), **extras}
 
 
+def _check_words(fields: _Row, name: str) -> None:
+    """Raise UnusableRowError unless a column holds a text with words."""
+    check_text(fields.shown(name), fields[name])
+    if not fields[name].strip():
+        raise UnusableRowError("empty", f"empty document: {fields.shown(name)} has no text")
+
+
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list) or are_messages(decoded(prompt))
 
 
-def _prompt_and_completion(fields: _Row, extras: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     """Return prompt and completion, checked: both are texts, or both are lists of messages.
 
     In the row, a prompt of messages may have the text of the answer as its completion.
@@ -292,14 +294,10 @@ def _prompt_and_completion(fields: _Row, extras: Mapping[str, Any]) -> dict[str,
     if _is_chat(completion):
         raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
     check_text(question, prompt)
-    check_text(answer, completion)
-    if not completion.strip():
-        raise UnusableRowError("empty", f"empty document: {answer} has no text")
-    tools, _ = fields.either("tools", "functions")
-    system, system_text = fields.either("system", "system_prompt")
-    others = {**extras, system: system_text, "history": fields.get("history")}
-    if given := [name for name, value in others.items() if value]:
-        names = [fields.shown(tools if name == "tools" else name) for name in given]
+    _check_words(fields, "completion")
+    of_chats = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", "history")
+    given = {name: decoded(fields.get(name)) for name in of_chats}
+    if names := [fields.shown(k) for k, value in given.items() if value and str(value).strip()]:
         raise UnusableRowError(
             "wrong_type",
             f"{' and '.join(names)} go with messages, but {question} is a text; chats are "
@@ -315,24 +313,22 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     output that is a JSON list of calls becomes these calls, as in xLAM's data.
     """
     instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
-    for name, text in (("instruction", instruction), ("input", given), ("output", output)):
+    for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.shown(name), text)
+    _check_words(fields, "output")
     if history := decoded(fields.get("history")):
         yield from messages_of(fields.shown("history"), history)
     question = "\n".join(text for text in (instruction, given) if text)
     yield {"role": "user", "content": question}
-    if not output.strip():
-        raise UnusableRowError("empty", f"empty document: {fields.shown('output')} has no text")
-    calls = decoded(output)
-    if fields.get("tools") and calls and isinstance(calls, list) and all(map(_is_call, calls)):
+    calls = decoded(output) if fields.get("tools") else None
+    are_calls = isinstance(calls, list) and all(
+        isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls
+    )
+    if calls and are_calls:
         found = tool_calls_of(fields.shown("output"), calls)
         yield {"role": ASSISTANT, "content": "", "tool_calls": found}
     else:
         yield {"role": ASSISTANT, "content": output}
-
-
-def _is_call(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"name", "arguments"} <= value.keys()
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
@@ -343,14 +339,12 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
     if not isinstance(system, list | Mapping):  # messages_of checks lists and objects
         check_text(fields.shown(name), system)
     given = dict(system) if isinstance(system, Mapping) else {"content": system}
-    (message,) = messages_of(fields.shown(name), [given | {"role": "system"}])
+    (first,) = messages_of(fields.shown(name), [given | {"role": "system"}])
     if messages[0]["role"] != "system":
-        return [message, *messages]
-    if messages[0]["content"] != message["content"]:
-        raise UnusableRowError(
-            "two_systems",
-            f"{fields.shown(name)} and the first message give different system texts: keep one",
-        )
+        return [first, *messages]
+    if messages[0]["content"] != first["content"]:
+        problem = f"{fields.shown(name)} and the first message give different system texts"
+        raise UnusableRowError("two_systems", f"{problem}: keep one")
     return messages
 
 

@@ -65,8 +65,12 @@ UNUSABLE = [
     ("messages", {"messages": []}, "empty: 'messages' has no messages"),
     ("messages", {"messages": [{"role": "user"}]}, "missing_field: has no 'content'"),
     ("messages", {"messages": [{"content": "a"}]}, "missing_field: has no 'role'"),
-    ("messages", {"messages": [CHAT[1] | {"role": "assitant"}]}, "unknown_role: 'assistant'?"),
-    ("messages", {"messages": [CHAT[1] | {"tool_calls": [1]}]}, "wrong_type: without the name"),
+    (
+        "messages",
+        {"messages": [CHAT[1] | {"role": "assitant"}]},
+        "unknown_role: known are assistant",
+    ),
+    ("messages", {"messages": [CHAT[1] | {"tool_calls": [1]}]}, "wrong_type: without 'name'"),
     ("messages", {"messages": CHAT, "tools": "none"}, "wrong_type: 'tools' must be a list"),
     ("messages", {"messages": CHAT, "chat_template_kwargs": 1}, "wrong_type: give a mapping"),
     (

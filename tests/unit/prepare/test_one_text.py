@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from utils.data.token_dataset import open_token_dataset
 from utils.prepare import encoding, tokenization
-from utils.prepare.prompts import load_prompts
+from utils.prepare.encoding import load_prompts
 from utils.prepare.rows import CompletionDocument, TextDocument
 from utils.prepare.tokenization import DocumentTokenizer
 from utils.prepare.units import content_digest

@@ -61,7 +61,7 @@ CASES = [
     (*CHAT, {"dialog": turn(role="assistant", content=7)}, "'content' of message 1 of 'dialog'"),
     (*CHAT, {"dialog": turn(role="assistant")}, "message 1 of 'dialog' has no 'content'"),
     (*CHAT, {"dialog": turn(role="assistant", text=7)}, "'text' of message 1 of 'dialog'"),
-    (*CHAT, {"dialog": turn(role="sytem", content="x")}, "role 'sytem': 'system'"),
+    (*CHAT, {"dialog": turn(role="sytem", content="x")}, "role 'sytem'; known are system"),
     (*CHAT, {"dialog": turn(content="x")}, "message 1 of 'dialog' has no 'role'"),
     (*CHAT, {"dialog": turn(role="assistant", content="")}, "'dialog'"),
     (*CHAT, {"dialog": turn(role="user", content="x")}, "no message of 'dialog' is the assistant"),
@@ -84,7 +84,7 @@ CASES = [
     (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "value": 7})}, "'value' of message 1"),
     (*SHAREGPT, {"conversations": shared(**{"from": 7, "value": "x"})}, "'from' of message 1"),
     (*SHAREGPT, {"conversations": shared(value="x")}, "has no 'from'"),
-    (*SHAREGPT, {"conversations": shared(**{"from": "you", "value": "x"})}, "from 'you'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "you", "value": "x"})}, "the role 'you'"),
     (
         *SHAREGPT,
         {"conversations": shared(**{"from": "gpt", "words": "x"})},

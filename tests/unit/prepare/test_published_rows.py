@@ -21,16 +21,36 @@ from utils.prepare.work_plan import plan_preparation
 CALL = {"name": "find", "arguments": {"city": "Bonn"}}
 CALLED = [{"type": "function", "function": CALL}]
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
-Q, A = ("user", "q"), ("assistant", "a")
-S = ("system", "s")
+S, Q, A, B = ("system", "s"), ("user", "q"), ("assistant", "a"), ("assistant", "b")
+IDLE = (*A, "untrained")
+CALLING = ("assistant", "", CALL)
+TEXT_CALL = json.dumps(CALL)
 
 
-def turns(*pairs, role="role", content="content", **more):
-    return [{role: who, content: what} for who, what in pairs]
+def turns(*given, role="role", content="content"):
+    """Return messages; a pair is a role and its content, a mapping is a message."""
+    return [one if isinstance(one, dict) else {role: one[0], content: one[1]} for one in given]
 
 
-def shares(*pairs):
-    return turns(*pairs, role="from", content="value")
+def shares(*given):
+    return turns(*given, role="from", content="value")
+
+
+def chat(*given, **columns):
+    return {"messages": turns(*given), **columns}
+
+
+def shared(*given, **columns):
+    return {"conversations": shares(*given), **columns}
+
+
+def says(*content, **keys):
+    """Return an assistant's message, with other keys and with a content if one is given."""
+    return {"role": "assistant", **({"content": content[0]} if content else {}), **keys}
+
+
+def part(text, key="text", **keys):
+    return {"type": "text", key: text, **keys}
 
 
 def said(document):
@@ -44,12 +64,9 @@ def said(document):
     found = []
     for number, message in enumerate(document.messages):
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        if message.get("weight") == 0 or number < document.first_trained:
-            is_idle = message["role"] == "assistant"
-        else:
-            is_idle = False
-        one = (message["role"], message["content"], *calls)
-        found.append((*one, "untrained") if is_idle else one)
+        is_context = message.get("weight") == 0 or number < document.first_trained
+        is_idle = is_context and message["role"] == "assistant"
+        found.append((message["role"], message["content"], *calls, *["untrained"] * is_idle))
     return found
 
 
@@ -67,229 +84,105 @@ def documents(path, **settings):
     return [said(document) for document in found]
 
 
+# fmt: off
 TAKEN = {
-    "OpenAI chat": ({"messages": turns(S, Q, A)}, [S, Q, A]),
-    "OpenAI weight": (
-        {"messages": [*turns(Q, A, Q), {"role": "assistant", "content": "b", "weight": 1}]},
-        [Q, A, Q, ("assistant", "b")],
-    ),
-    "OpenAI weight 0": (
-        {"messages": [*turns(Q), {"role": "assistant", "content": "a", "weight": 0}, *turns(Q, A)]},
-        [Q, (*A, "untrained"), Q, A],
-    ),
+    "OpenAI chat": (chat(S, Q, A), [S, Q, A]),
+    "OpenAI weight": (chat(Q, A, Q, says("b", weight=1)), [Q, A, Q, B]),
+    "OpenAI weight 0": (chat(Q, says("a", weight=0), Q, A), [Q, IDLE, Q, A]),
     "OpenAI function_call": (
-        {
-            "messages": [
-                *turns(Q),
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "function_call": {"name": "find", "arguments": '{"city": "Bonn"}'},
-                },
-                {"role": "function", "name": "find", "content": "r"},
-                *turns(A),
-            ],
-            "functions": [{"name": "find", "parameters": {}}],
-        },
-        [Q, ("assistant", "", CALL), ("tool", "r"), A],
+        chat(Q, says(None, function_call={"name": "find", "arguments": '{"city": "Bonn"}'}),
+             {"role": "function", "name": "find", "content": "r"}, A,
+             functions=[{"name": "find", "parameters": {}}]),
+        [Q, CALLING, ("tool", "r"), A],
     ),
-    "calls in plural": (
-        {"messages": [*turns(Q), {"role": "assistant", "function_calls": json.dumps([CALL])}]},
-        [Q, ("assistant", "", CALL)],
-    ),
-    "Mistral instruct": ({"messages": turns(("user", "q"), ("assistant", "a"))}, [Q, A]),
+    "calls in plural": (chat(Q, says(function_calls=json.dumps([CALL]))), [Q, CALLING]),
     "Llama calls": (
-        {
-            "messages": [
-                *turns(Q),
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"name": "find", "parameters": {"city": "B"}}],
-                },
-            ]
-        },
-        [Q, ("assistant", "", {"name": "find", "arguments": {"city": "B"}})],
+        chat(Q, says(tool_calls=[{"name": "find", "parameters": {"city": "Bonn"}}])), [Q, CALLING],
     ),
+    "one call under its own key": (chat(Q, says(tool_call=CALL)), [Q, CALLING]),
     "LLaMA-Factory v1": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "value": "q"}],
-                    "loss_weight": 0.0,
-                },
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "reasoning", "value": "t"},
-                        {"type": "tool_call", "value": json.dumps(CALL)},
-                    ],
-                    "loss_weight": 1.0,
-                },
-            ]
-        },
-        [Q, ("assistant", "", CALL)],
+        chat({"role": "user", "content": [part("q", "value")], "loss_weight": 0.0},
+             says([{"type": "reasoning", "value": "t"}, {"type": "tool_call", "value": TEXT_CALL}],
+                  loss_weight=1.0)),
+        [Q, CALLING],
     ),
     "ms-swift agent": (
-        {
-            "tools": json.dumps(TOOLS),
-            "messages": turns(
-                Q,
-                ("tool_call", json.dumps(CALL)),
-                ("tool_call", json.dumps({"name": "go", "arguments": {}})),
-                ("tool_response", "r"),
-                ("tool_response", "r2"),
-                A,
-            ),
-        },
-        [
-            Q,
-            ("assistant", "", CALL, {"name": "go", "arguments": {}}),
-            *(("tool", "r"), ("tool", "r2"), A),
-        ],
+        chat(Q, ("tool_call", TEXT_CALL), ("tool_call", '{"name": "go", "arguments": {}}'),
+             ("tool_response", "r"), ("tool_response", "r2"), A, tools=json.dumps(TOOLS)),
+        [Q, (*CALLING, {"name": "go", "arguments": {}}), ("tool", "r"), ("tool", "r2"), A],
     ),
-    "ms-swift loss": (
-        {
-            "messages": [
-                *turns(Q),
-                {"role": "assistant", "content": "a", "loss": False},
-                *turns(Q, A),
-            ]
-        },
-        [Q, (*A, "untrained"), Q, A],
-    ),
+    "ms-swift loss": (chat(Q, says("a", loss=False), Q, A), [Q, IDLE, Q, A]),
+    "ms-swift DPO": (chat(Q, A, rejected_response="b"), [Q, A]),
     "Anthropic": (
-        {
-            "system": "s",
-            "tools": [{"name": "find", "input_schema": {"type": "object"}}],
-            "messages": [
-                {"role": "user", "content": "q"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "text", "text": "a"},
-                        {"type": "tool_use", "id": "1", "name": "find", "input": {"city": "Bonn"}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "1", "content": "r"},
-                        {"type": "text", "text": "q2"},
-                    ],
-                },
-                {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
-            ],
-        },
-        [S, Q, (*A, CALL), ("tool", "r"), ("user", "q2"), ("assistant", "b")],
+        chat(Q, says([part("a"), {"type": "tool_use", "id": "1", "name": "find",
+                                  "input": {"city": "Bonn"}}]),
+             ("user", [{"type": "tool_result", "tool_use_id": "1", "content": "r"}, part("q2")]),
+             says([part("b")]),
+             system="s", tools=[{"name": "find", "input_schema": {"type": "object"}}]),
+        [S, Q, (*A, CALL), ("tool", "r"), ("user", "q2"), B],
     ),
     "axolotl sharegpt": (
-        {
-            "conversations": [
-                {"from": "system", "value": "s", "train": False},
-                {"from": "human", "value": "q", "train": False},
-                {"from": "gpt", "value": "a", "train": False},
-                {"from": "human", "value": "q", "train": False},
-                {"from": "gpt", "value": "a", "train": True},
-            ]
-        },
-        [S, Q, (*A, "untrained"), Q, A],
+        shared({"from": "system", "value": "s", "train": False},
+               {"from": "human", "value": "q", "train": False},
+               {"from": "gpt", "value": "a", "train": False},
+               {"from": "human", "value": "q", "train": False},
+               {"from": "gpt", "value": "a", "train": True}),
+        [S, Q, IDLE, Q, A],
     ),
-    "FastChat": ({"id": "0", "conversations": shares(("human", "q"), ("gpt", "a"))}, [Q, A]),
-    "WizardLM": ({"idx": "1", "conversations": shares(("human", "q"), ("gpt", "a"))}, [Q, A]),
+    "FastChat": (shared(("human", "q"), ("gpt", "a"), id="0"), [Q, A]),
     "Magpie": (
-        {"uuid": "u", "instruction": "q", "response": "a"}
-        | {"conversations": shares(("human", "q"), ("gpt", "a"))},
-        [Q, A],
+        shared(("human", "q"), ("gpt", "a"), uuid="u", instruction="q", response="a"), [Q, A],
     ),
     "ToolACE": (
-        {
-            "system": "s",
-            "conversations": shares(("user", "q"), ("assistant", "[f()]"), ("tool", "r")),
-        },
+        shared(("user", "q"), ("assistant", "[f()]"), ("tool", "r"), system="s"),
         [S, Q, ("assistant", "[f()]"), ("tool", "r")],
     ),
     "APIGen": (
-        {
-            "system": "s",
-            "tools": json.dumps([CALL]),
-            "conversations": shares(
-                ("human", "q"),
-                ("function_call", json.dumps(CALL)),
-                ("observation", "r"),
-                ("gpt", "a"),
-            ),
-        },
-        [S, Q, ("assistant", "", CALL), ("tool", "r"), A],
+        shared(("human", "q"), ("function_call", TEXT_CALL), ("observation", "r"), ("gpt", "a"),
+               system="s", tools=json.dumps([CALL])),
+        [S, Q, CALLING, ("tool", "r"), A],
     ),
     "Hermes": (
-        {"conversations": shares(("system", "s"), ("human", "q"), ("gpt", "a"), ("tool", "r"))},
-        [S, Q, A, ("tool", "r")],
+        shared(S, ("human", "q"), ("gpt", "a"), ("tool", "r")), [S, Q, A, ("tool", "r")],
     ),
     "NeMo": (
-        {
-            "mask": "User",
-            "system": "s",
-            "conversations": [
-                {"from": "User", "value": "q", "label": None},
-                {"from": "Assistant", "value": "a", "label": "quality:4"},
-            ],
-        },
+        shared({"from": "User", "value": "q", "label": None},
+               {"from": "Assistant", "value": "a", "label": "quality:4"}, mask="User", system="s"),
         [S, Q, A],
     ),
-    "OpenAssistant words": (
-        {"conversations": shares(("prompter", "q"), ("assistant", "a"))},
+    "SlimOrca": (
+        shared({"from": "human", "value": "q", "weight": 0.0},
+               {"from": "gpt", "value": "a", "weight": 1.0}),
         [Q, A],
     ),
-    "LangChain words": ({"messages": turns(("Human", "q"), ("AI", "a"))}, [Q, A]),
-    "upper case": ({"messages": turns(("USER", "q"), ("ASSISTANT", "a"))}, [Q, A]),
+    "OpenAssistant words": (shared(("prompter", "q"), A), [Q, A]),
+    "LangChain words": (chat(("Human", "q"), ("AI", "a")), [Q, A]),
+    "Cohere": (chat(("System", "s"), ("User", "q"), ("Chatbot", "a")), [S, Q, A]),
+    "upper case": (chat(("USER", "q"), ("ASSISTANT", "a")), [Q, A]),
+    "capitals and colons": (
+        chat(("User:", "q"), A, {"role": "Bot", "content": "b", "Loss": False}),
+        [Q, A, (*B, "untrained")],
+    ),
     "LIMA": ({"conversations": ["q", "a"], "source": "x"}, [Q, A]),
     "Bedrock": (
-        {
-            "system": [{"text": "s"}],
-            "messages": [
-                {"role": "user", "content": [{"text": "q"}]},
-                {"role": "assistant", "content": [{"text": "a"}]},
-            ],
-        },
-        [S, Q, A],
+        chat(("user", [{"text": "q"}]), says([{"text": "a"}]), system=[{"text": "s"}]), [S, Q, A],
     ),
-    "Cohere": ({"messages": turns(("System", "s"), ("User", "q"), ("Chatbot", "a"))}, [S, Q, A]),
-    "system_prompt": (
-        {"conversations": shares(("human", "q"), ("gpt", "a")), "system_prompt": "s"},
-        [S, Q, A],
+    "Vertex": (
+        chat({"role": "user", "parts": [{"text": "q"}]},
+             {"role": "model", "parts": [{"text": "a"}]}),
+        [Q, A],
     ),
+    "system_prompt": (shared(("human", "q"), ("gpt", "a"), system_prompt="s"), [S, Q, A]),
     "pandas in CSV": ({"messages": str(turns(Q, A))}, [Q, A]),
     "messages as JSON texts": ({"messages": [json.dumps(t) for t in turns(Q, A)]}, [Q, A]),
-    "SlimOrca": (
-        {
-            "conversations": [
-                {"from": "human", "value": "q", "weight": 0.0},
-                {"from": "gpt", "value": "a", "weight": 1.0},
-            ]
-        },
-        [Q, A],
-    ),
     "ChatGLM": ({"conversations": turns(Q, A)}, [Q, A]),
     "old datasets": ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, [Q, A]),
-    "R1 distilled": (
-        {"messages": [*turns(Q), {"role": "assistant", "content": "a", "reasoning_content": "t"}]},
-        [Q, A],
-    ),
-    "think tags": (
-        {"messages": turns(Q, ("assistant", "<think>t</think>a"))},
-        [Q, ("assistant", "<think>t</think>a")],
-    ),
-    "no_robots": (
-        {"prompt": "q", "prompt_id": "i", "messages": turns(Q, A), "category": "c"},
-        [Q, A],
-    ),
+    "R1 distilled": (chat(Q, says("a", reasoning_content="t")), [Q, A]),
+    "think tags": (chat(Q, says("<think>t</think>a")), [Q, ("assistant", "<think>t</think>a")]),
+    "no_robots": (chat(Q, A, prompt="q", prompt_id="i", category="c"), [Q, A]),
     "ultrafeedback": (
-        {"prompt": "q", "chosen": turns(Q, A), "rejected": turns(Q, ("assistant", "b"))}
-        | {"messages": turns(Q, A)},
-        [Q, A],
+        chat(Q, A, prompt="q", chosen=turns(Q, A), rejected=turns(Q, B)), [Q, A],
     ),
-    "ms-swift DPO": ({"messages": turns(Q, A), "rejected_response": "b"}, [Q, A]),
     "alpaca": ({"instruction": "q", "input": "", "output": "a"}, [Q, A]),
     "alpaca with history": (
         {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"},
@@ -301,228 +194,141 @@ TAKEN = {
     "text": ({"text": "### Human: q### Assistant: a"}, "### Human: q### Assistant: a"),
     "C4": ({"text": "t", "timestamp": "2019", "url": "u"}, "t"),
     "web page with a picture": ({"text": "t", "image": "http://a/b.png"}, "t"),
-    "Vertex": (
-        {
-            "messages": [
-                {"role": "user", "parts": [{"text": "q"}]},
-                {"role": "model", "parts": [{"text": "a"}]},
-            ]
-        },
-        [Q, A],
-    ),
-    "one call under its own key": (
-        {"messages": [*turns(Q), {"role": "assistant", "tool_call": CALL}]},
-        [Q, ("assistant", "", CALL)],
-    ),
-    "capitals and colons": (
-        {"messages": [*turns(("User:", "q"), A), {"role": "Bot", "content": "b", "Loss": False}]},
-        [Q, A, ("assistant", "b", "untrained")],
-    ),
 }
+PAIR = [[Q, A], ["q", "a"]]
 NAMED = {
-    "GSM8K": ({"question": "q", "answer": "a"}, [[Q, A], ["q", "a"]]),
-    "MetaMath": ({"query": "q", "response": "a", "type": "t"}, [[Q, A], ["q", "a"]]),
+    "GSM8K": ({"question": "q", "answer": "a"}, PAIR),
+    "MetaMath": ({"query": "q", "response": "a", "type": "t"}, PAIR),
     "Dolly": (
         {"instruction": "q", "context": "c", "response": "a", "category": "x"},
         [[("user", "q\nc"), A]],
     ),
     "OpenOrca": (
-        {"id": "1", "system_prompt": "s", "question": "q", "response": "a"},
-        [[S, Q, A]],
+        {"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [[S, Q, A]],
     ),
     "GPTeacher": ({"instruction": "q", "input": "i", "response": "a"}, [[("user", "q\ni"), A]]),
-    "Firefly": ({"kind": "k", "input": "q", "target": "a"}, [[Q, A], ["q", "a"]]),
-    "input and output": ({"input": "q", "output": "a"}, [[Q, A], ["q", "a"]]),
+    "Firefly": ({"kind": "k", "input": "q", "target": "a"}, PAIR),
+    "input and output": ({"input": "q", "output": "a"}, PAIR),
     "Nemotron": (
-        {"input": turns(Q), "output": "a", "system_prompt": "s", "category": "c"},
-        [[S, Q, A]],
+        {"input": turns(Q), "output": "a", "system_prompt": "s", "category": "c"}, [[S, Q, A]],
     ),
-    "OASST words": ({"INSTRUCTION": "q", "RESPONSE": "a"}, [[Q, A], ["q", "a"]]),
+    "OASST words": ({"INSTRUCTION": "q", "RESPONSE": "a"}, PAIR),
     "ms-swift query": (
-        {"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]},
-        [[S, Q, A, Q, A]],
+        {"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]}, [[S, Q, A, Q, A]],
     ),
     "ms-swift ShareGPT": (
-        {"system": "s", "conversation": [{"human": "q", "assistant": "a"}]},
-        [[S, Q, A]],
+        {"system": "s", "conversation": [{"human": "q", "assistant": "a"}]}, [[S, Q, A]],
     ),
     "Capybara": ({"source": "x", "conversation": [{"input": "q", "output": "a"}]}, [[Q, A]]),
     "XTuner": ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, [[S, Q, A]]),
     "history of messages": (
-        {"query": "q", "response": "a", "history": turns(Q, A)},
-        [[Q, A, Q, A]],
+        {"query": "q", "response": "a", "history": turns(Q, A)}, [[Q, A, Q, A]],
     ),
-    "messages and chosen": (
-        {"messages": turns(Q), "chosen": "a", "rejected": "b"},
-        [[Q, A]],
-    ),
-    "conversation of roles": ({"conversation": turns(Q, A)}, [[Q, A]]),
+    "messages and chosen": (chat(Q, chosen="a", rejected="b"), [[Q, A]]),
     "WildChat": ({"conversation": [t | {"language": "en"} for t in turns(Q, A)]}, [[Q, A]]),
     "chat": ({"chat": turns(Q, A)}, [[Q, A]]),
     "turns": ({"turns": ["q", "a"]}, [[Q, A]]),
     "UltraChat": ({"id": "0", "data": ["q", "a", "q", "a"]}, [[Q, A, Q, A]]),
     "Gemini": (
-        {
-            "systemInstruction": {"role": "system", "parts": [{"text": "s"}]},
-            "contents": [
-                {"role": "user", "parts": [{"text": "q"}]},
-                {"role": "model", "parts": [{"text": "a"}]},
-            ],
-        },
+        {"systemInstruction": {"role": "system", "parts": [{"text": "s"}]},
+         "contents": [{"role": "user", "parts": [{"text": "q"}]},
+                      {"role": "model", "parts": [{"text": "a"}]}]},
         [[S, Q, A]],
     ),
     "xLAM": (
         {"id": 1, "query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([CALL])},
-        [[Q, ("assistant", "", CALL)]],
+        [[Q, CALLING]],
     ),
     "Glaive v2": (
-        {"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"},
-        ["USER: q ASSISTANT: a"],
+        {"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"}, ["USER: q ASSISTANT: a"],
     ),
     "Baize": (
         {"topic": "t", "input": "[|Human|]q[|AI|]a"},
         ["[|Human|]q[|AI|]a", ["t", "[|Human|]q[|AI|]a"]],
     ),
-    "Prosocial": ({"context": "q", "response": "a"}, [[Q, A], ["q", "a"]]),
-    "P3": ({"inputs_pretokenized": "q", "targets_pretokenized": "a"}, [[Q, A], ["q", "a"]]),
+    "Prosocial": ({"context": "q", "response": "a"}, PAIR),
+    "P3": ({"inputs_pretokenized": "q", "targets_pretokenized": "a"}, PAIR),
     "ms-swift pretraining": ({"response": "t"}, ["t"]),
     "one unknown column": ({"sentence": "t", "n": 1}, ["t"]),
     "pairs": ({"conversation": [["q", "a"], ["q", "a"]]}, [[Q, A, Q, A]]),
     "roles and texts": ({"dialog": [["user", "q"], ["assistant", "a"]]}, [[Q, A]]),
     "OpenAI responses": (
-        {
-            "input": turns(Q),
-            "output": [
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": "a"}],
-                }
-            ],
-        },
+        {"input": turns(Q),
+         "output": [says([{"type": "output_text", "text": "a"}], type="message")]},
         [[Q, A]],
     ),
     "HH-RLHF": ({"chosen": "Human: q Assistant: a", "rejected": "b"}, ["Human: q Assistant: a"]),
-    "Orca DPO": (
-        {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
-        [[S, Q, A]],
-    ),
-    "DPO texts": ({"prompt": "q", "chosen": "a", "rejected": "b"}, [[Q, A], ["q", "a"]]),
+    "Orca DPO": ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, [[S, Q, A]]),
+    "DPO texts": ({"prompt": "q", "chosen": "a", "rejected": "b"}, PAIR),
     "DPO messages": ({"prompt": "q", "chosen": turns(Q, A), "rejected": turns(Q, A)}, [[Q, A]]),
     "ORPO": ({"prompt": turns(Q), "chosen": turns(A), "rejected": turns(A)}, [[Q, A]]),
     "LLaMA-Factory DPO": (
-        {
-            "conversations": shares(("human", "q")),
-            "chosen": {"from": "gpt", "value": "a"},
-            "rejected": {"from": "gpt", "value": "b"},
-        },
+        shared(("human", "q"), chosen={"from": "gpt", "value": "a"},
+               rejected={"from": "gpt", "value": "b"}),
         [[Q, A]],
     ),
     "LLaMA-Factory v1 DPO": (
-        {"chosen_messages": turns(Q, A), "rejected_messages": turns(Q, A)},
-        [[Q, A]],
+        {"chosen_messages": turns(Q, A), "rejected_messages": turns(Q, A)}, [[Q, A]],
     ),
     "The Stack": ({"hexsha": "x", "content": "print()", "ext": "py"}, ["print()"]),
     "RedPajama 2": ({"raw_content": "t", "doc_id": "x"}, ["t"]),
     "body": ({"title": "x", "body": "text"}, ["text"]),
-    "CNN": ({"article": "q", "highlights": "a", "id": "x"}, [[Q, A], ["q", "a"]]),
-    "Flan": ({"inputs": "q", "targets": "a", "task": "x"}, [[Q, A], ["q", "a"]]),
-    "spaces": ({"Question ": "x", "Instruction": "q", "Response": "a"}, [[Q, A], ["q", "a"]]),
+    "CNN": ({"article": "q", "highlights": "a", "id": "x"}, PAIR),
+    "Flan": ({"inputs": "q", "targets": "a", "task": "x"}, PAIR),
+    "spaces": ({"Question ": "x", "Instruction": "q", "Response": "a"}, PAIR),
     "alpaca with text": (
-        {"instruction": "q", "input": "", "output": "a", "text": "t"},
-        ["t", [Q, A]],
+        {"instruction": "q", "input": "", "output": "a", "text": "t"}, ["t", [Q, A]],
     ),
-    "questions about a context": (  # sql-create-context
-        {"question": "q", "context": "c", "answer": "a"},
-        [[("user", "q\nc"), A]],
+    "sql-create-context": (
+        {"question": "q", "context": "c", "answer": "a"}, [[("user", "q\nc"), A]],
     ),
     "messages under any name": ({"trajectory": turns(Q, A), "reward": 1.0}, [[Q, A]]),
     "identifiers beside texts": (
-        {"instance_id": "12", "statement": "q", "patch": "abc"},
-        ["abc", ["q", "abc"]],
+        {"instance_id": "12", "statement": "q", "patch": "abc"}, ["abc", ["q", "abc"]],
     ),
 }
 REFUSED = {
     "KTO": ({"prompt": "q", "completion": "a", "label": True}, "filter {label: true}"),
-    "KTO chats": ({"messages": turns(Q, A), "label": False}, "filter {label: true}"),
+    "KTO chats": (chat(Q, A, label=False), "filter {label: true}"),
     "LLaVA": (
-        {"image": "a.jpg", "conversations": shares(("human", "<image>\nq"), ("gpt", "a"))},
-        "the row has 'image': text alone",
+        shared(("human", "<image>\nq"), ("gpt", "a"), image="a.jpg"), "the row has 'image': text",
     ),
     "LLaMA-Factory pictures": (
-        {"messages": turns(("user", "<image>q"), A), "images": ["a.jpg"]},
-        "the row has 'images': text alone",
+        chat(("user", "<image>q"), A, images=["a.jpg"]), "the row has 'images': text alone",
     ),
-    "sound": (
-        {"messages": turns(("user", "<audio>q"), A), "audios": ["a.mp3"]},
-        "the row has 'audios': text alone",
-    ),
+    "sound": (chat(("user", "<audio>q"), A, audios=["a.mp3"]), "the row has 'audios': text alone"),
     "text with a picture": ({"text": "see <image>", "images": ["a"]}, "the row has 'images'"),
     "Ollama pictures": (
-        {"messages": [{"role": "user", "content": "q", "images": ["a"]}, *turns(A)]},
+        chat({"role": "user", "content": "q", "images": ["a"]}, A),
         "message 0 of 'messages' has 'images'",
     ),
     "picture parts": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "a part that is no text",
+        chat(("user", [{"type": "image_url", "image_url": "x"}])), "a part that is no text",
     ),
     "axolotl train_detail": (
-        {
-            "messages": [
-                *turns(Q),
-                {
-                    "role": "assistant",
-                    "content": "a",
-                    "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}],
-                },
-            ]
-        },
+        chat(Q, says("a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])),
         "'train_detail': .* write 'weight': 0",
     ),
     "axolotl parts": (
-        {
-            "messages": [
-                *turns(Q),
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "text", "text": "t", "train": False},
-                        {"type": "text", "text": "a", "train": True},
-                    ],
-                },
-            ]
-        },
-        "some parts are not trained on",
+        chat(Q, says([part("t", train=False), part("a", train=True)])),
+        "keys or parts contradict each other",
     ),
     "Python calls": (
-        {"messages": [*turns(Q), {"role": "assistant", "content": None, "function_calls": "f(x)"}]},
-        "a call without the name of a function: 'f",
+        chat(Q, says(None, function_calls="f(x)")), "a call without 'name' and 'arguments': 'f",
     ),
     "calls under another key": (
-        {"messages": [*turns(Q), {"role": "assistant", "content": "", "actions": "f(x)"}]},
-        "message 1 of 'messages' has no text, and 'actions' is not read",
+        chat(Q, says("", actions="f(x)")),
+        "message 1 of 'messages' has no 'content', and 'actions' is not read",
     ),
     "OpenAI refusal": (
-        {"messages": [*turns(Q), {"role": "assistant", "content": None, "refusal": "no"}]},
-        "has no 'content', and 'refusal' is not read",
+        chat(Q, says(None, refusal="no")), "has no 'content', and 'refusal' is not read",
     ),
-    "empty answer": (
-        {"messages": turns(Q, ("assistant", " \n"))},
-        "answer 1 of 'messages' has no text",
-    ),
+    "empty answer": (chat(Q, says(" \n")), "answer 1 of 'messages' has no text"),
     "two calls keys": (
-        {
-            "messages": [
-                *turns(Q),
-                {"role": "assistant", "tool_calls": CALLED, "function_call": CALL},
-            ]
-        },
-        "calls under 'tool_calls' and 'function_call'",
+        chat(Q, says(tool_calls=CALLED, function_call=CALL)),
+        "'tool_calls' and 'function_call': keep one",
     ),
-    "prompt with system": (
-        {"prompt": "q", "completion": "a", "system": "s"},
-        "'system' go with messages",
-    ),
+    "prompt with system": ({"prompt": "q", "completion": "a", "system": "s"}, "'system' go with"),
     "SQuAD": (
         {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}},
         "'answers' must be a string, found dict",
@@ -549,47 +355,33 @@ REFUSED = {
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
     "tokenized": ({"input_ids": [1], "labels": [1]}, "--train_data"),
     "arguments cut short": (
-        {
-            "messages": [
-                *turns(Q),
-                {"role": "assistant", "tool_calls": [CALL | {"arguments": '{"a'}]},
-            ]
-        },
-        "a call whose arguments are no JSON",
+        chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "call whose arguments are no JSON",
     ),
     "two thoughts": (
-        {"messages": [*turns(Q), turns(A)[0] | {"reasoning": "t", "reasoning_content": "u"}]},
-        "other thoughts under 'reasoning_content' and 'reasoning'",
+        chat(Q, says("a", reasoning="t", reasoning_content="u")),
+        "'reasoning_content' and 'reasoning': keep one",
     ),
-    "a thought that is no text": (
-        {"messages": [*turns(Q), turns(A)[0] | {"thinking": True}]},
-        "must be a string, found bool",
-    ),
+    "a thought that is no text": (chat(Q, says("a", thinking=True)), "a string, found bool"),
     "an answer twice": (
-        {"conversations": [*shares(Q), shares(A)[0] | {"content": "b"}]},
-        "has 'value' and 'content'",
+        shared(Q, {"from": "gpt", "value": "a", "content": "b"}), "has 'value' and 'content'",
     ),
     "other tools twice": (
-        {"messages": turns(Q, A), "tools": TOOLS, "functions": [{"name": "other"}]},
-        "'tools' and 'functions' differ",
+        chat(Q, A, tools=TOOLS, functions=[{"name": "other"}]), "'tools' and 'functions' differ",
     ),
     "tools among the variables": (
-        {"messages": turns(Q, A), "chat_template_kwargs": {"tools": TOOLS}},
-        "tools is given with each chat",
+        chat(Q, A, chat_template_kwargs={"tools": TOOLS}), "tools is given with each chat",
     ),
     "texts in a completion": (
         {"prompt": ["q", "q2"], "completion": ["a", "a2"]},
         "'completion' must be a text, or messages",
     ),
-    "nobody answers": (
-        {"messages": turns(Q, ("agent", "a"))},
-        r"is the assistant's \(roles: user, agent\)",
-    ),
+    "nobody answers": (chat(Q, ("agent", "a")), r"is the assistant's \(roles: user, agent\)"),
     "other keys of messages": (
         {"messages": [{"speaker": "human", "text": "q"}]},
         r"has no 'role' \(keys: speaker, text\)",
     ),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("kind", TAKEN)
@@ -630,34 +422,23 @@ def test_a_label_of_good_answers_is_a_filter(tmp_path):
 
 
 LONG = "a" * 100_000
+CHAT = json.dumps(turns(Q, A))
+# fmt: off
 FILES = {
-    "lists of messages": (
-        "a.jsonl",
-        f"{json.dumps(turns(Q, A))}\n{json.dumps(turns(Q, A))}\n",
-        [[Q, A]] * 2,
-    ),
+    "lists of messages": ("a.jsonl", f"{CHAT}\n{CHAT}\n", [[Q, A]] * 2),
     "one list a line, the first very long": (
-        "a.jsonl",
-        f"{json.dumps(turns(Q, ('assistant', LONG)))}\n{json.dumps(turns(Q, A))}\n",
+        "a.jsonl", f"{json.dumps(turns(Q, ('assistant', LONG)))}\n{CHAT}\n",
         [[Q, ("assistant", LONG)], [Q, A]],
     ),
     "one chat": ("a.json", json.dumps(turns(Q, A), indent=1), [[Q, A]]),
     "an array of chats": ("a.json", json.dumps([turns(Q, A)] * 2, indent=1), [[Q, A]] * 2),
-    "one row over many lines": (
-        "a.json",
-        json.dumps({"messages": turns(Q, A)}, indent=1),
-        [[Q, A]],
-    ),
+    "one row over many lines": ("a.json", json.dumps(chat(Q, A), indent=1), [[Q, A]]),
     "rows over many lines": ("a.jsonl", json.dumps({"text": "a"}, indent=1) * 2, ["a", "a"]),
     "an object around rows": (
-        "a.json",
-        json.dumps({"version": 1, "rows": [{"text": "a"}, {"text": LONG}]}),
-        ["a", LONG],
+        "a.json", json.dumps({"version": 1, "rows": [{"text": "a"}, {"text": LONG}]}), ["a", LONG],
     ),
     "an object around data": (
-        "a.json",
-        json.dumps({"data": [{"text": "a"}], "n": []}, indent=1),
-        ["a"],
+        "a.json", json.dumps({"data": [{"text": "a"}], "n": []}, indent=1), ["a"],
     ),
     "semicolons": ("a.csv", "prompt;completion\nq, q;a\n", [["q, q", "a"]]),
     "bars": ("a.csv", "prompt|completion\nq;q|a\n", [["q;q", "a"]]),
@@ -665,14 +446,14 @@ FILES = {
     "Excel": ("a.csv", "\ufeffsep=;\nprompt;completion\nq;a\n", [["q", "a"]]),
     "one column": ("a.csv", "text\na;b|c\n", ["a;b|c"]),
     "a name with a comma": ("a.csv", '"text";"a,b"\nx;y\n', ["x"]),
+    "blanks and empty names in a header": (
+        "a.csv", "prompt, completion,,\nq,a,,\n", [["q", "a"]],
+    ),
     "JSON in cells": (
-        "a.csv",
-        'prompt,completion\n"[{""role"": ""user"", ""content"": ""q""}]",a\n',
-        [[Q, A]],
+        "a.csv", 'prompt,completion\n"[{""role"": ""user"", ""content"": ""q""}]",a\n', [[Q, A]],
     ),
     "columns of pandas": (
-        "a.json",
-        json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
+        "a.json", json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
         [["q", "a"], ["r", "b"]],
     ),
     "names and rows of pandas": (
@@ -681,17 +462,22 @@ FILES = {
         [["q", "a"]],
     ),
     "numbered rows of pandas": (
-        "a.json",
-        json.dumps({"0": {"text": "a"}, "5": {"text": "b"}}),
-        ["a", "b"],
+        "a.json", json.dumps({"0": {"text": "a"}, "5": {"text": "b"}}), ["a", "b"],
     ),
     "lists of columns": (
-        "a.json",
-        json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
+        "a.json", json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
         [["q", "a"], ["r", "b"]],
     ),
-    "blanks and empty names in a header": ("a.csv", "prompt, completion,,\nq,a,,\n", [["q", "a"]]),
 }
+LOSING = [
+    ("a.csv", "prompt,prompt,completion\nq,r,a\n", "'prompt' twice"),
+    ("a.csv", "prompt,completion\ncafé,a\n", r"not UTF-8 .* iconv"),
+    ("a.json", json.dumps({"prompt": ["q", "r"], "completion": ["a"]}),
+     r"different .* \(prompt 2, completion 1\)"),
+    ("a.json", json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}),
+     r"several lists of records \(train, test\)"),
+]
+# fmt: on
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -701,53 +487,33 @@ def test_files_are_read_as_people_write_them(tmp_path, kind):
     assert documents(tmp_path / name) == expected
 
 
-def test_a_file_that_would_lose_something_is_refused(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("prompt,prompt,completion\nq,r,a\n")
-    with pytest.raises(ConfigurationError, match="'prompt' twice"):
-        documents(path)
-    table = tmp_path / "a.json"
-    table.write_text(json.dumps({"prompt": ["q", "r"], "completion": ["a"]}))
-    with pytest.raises(ConfigurationError, match=r"different .* \(prompt 2, completion 1\)"):
-        documents(table)
-    path.write_bytes("prompt,completion\ncafé,a\n".encode("cp1252"))
-    with pytest.raises(ConfigurationError, match=r"not UTF-8 .* iconv"):
-        documents(path)
+@pytest.mark.parametrize(("name", "text", "problem"), LOSING)
+def test_a_file_that_would_lose_something_is_refused(tmp_path, name, text, problem):
+    (tmp_path / name).write_text(text, encoding="cp1252")
+    with pytest.raises(ConfigurationError, match=problem):
+        documents(tmp_path / name)
 
 
 THOUGHTS = {
-    "a key": turns(A)[0] | {"thinking": "t"},
-    "two keys": turns(A)[0] | {"reasoning": "t", "reasoning_content": "t"},
-    "a list": turns(A)[0] | {"reasoning": [{"type": "text", "text": "t"}]},
-    "Mistral": {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": [{"type": "text", "text": "t"}]},
-            {"type": "text", "text": "a"},
-        ],
-    },
+    "a key": says("a", thinking="t"),
+    "two keys": says("a", reasoning="t", reasoning_content="t"),
+    "a list": says("a", reasoning=[part("t")]),
+    "Mistral": says([{"type": "thinking", "thinking": [part("t")]}, part("a")]),
     "Gemini": {"role": "model", "parts": [{"text": "t", "thought": True}, {"text": "a"}]},
 }
 
 
 @pytest.mark.parametrize("kind", THOUGHTS)
 def test_a_thought_is_found_wherever_it_is_written(kind):
-    answer = document_fields({"messages": [*turns(Q), THOUGHTS[kind]]}, "messages")["messages"][1]
+    answer = document_fields(chat(Q, THOUGHTS[kind]), "messages")["messages"][1]
     assert (answer["content"], answer["reasoning_content"]) == ("a", "t")
 
 
 def test_columns_that_are_false_or_0_count_as_not_read(tmp_path):
-    row = {"messages": turns(Q, A), "train": False, "weight": 0, "note": None, "tags": []}
+    row = chat(Q, A, train=False, weight=0, note=None, tags=[])
     unread = Counter()
     documents(samples.write_jsonl(tmp_path / "a.jsonl", [row]), unread=unread)
     assert unread == {"column train": 1, "column weight": 1}
-
-
-def test_an_object_with_several_lists_of_rows_is_refused(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}))
-    with pytest.raises(ConfigurationError, match=r"several lists of records \(train, test\)"):
-        documents(path)
 
 
 def test_a_file_of_another_format_is_sent_to_an_entry_of_its_own(tmp_path):
@@ -761,7 +527,7 @@ def test_a_file_of_another_format_is_sent_to_an_entry_of_its_own(tmp_path):
 
 def test_flags_that_other_messages_name_are_taken(tmp_path):
     pairs = samples.write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "completion": "a"}])
-    chats = samples.write_jsonl(tmp_path / "b.jsonl", [{"messages": turns(Q, A)}])
+    chats = samples.write_jsonl(tmp_path / "b.jsonl", [chat(Q, A)])
     columns = {"query": "prompt"}
     with pytest.raises(ConfigurationError) as refused:
         documents(chats, sources=[str(chats), {"path": str(pairs), "columns": columns}])
@@ -769,17 +535,12 @@ def test_flags_that_other_messages_name_are_taken(tmp_path):
     columns = dict(zip(named, ("instruction", "output"), strict=True))
     both = [str(chats), {"path": str(pairs), "columns": columns}]
     assert documents(chats, sources=both) == [[Q, A], [Q, A]]
-    with pytest.raises(ConfigurationError, match="--format messages") as refused:
+    with pytest.raises(ConfigurationError, match="--format messages"):
         documents(chats, format="text")
-    assert documents(chats, format=re.search(r"--format (\w+)", str(refused.value))[1]) == [[Q, A]]
-    path = samples.write_jsonl(
-        tmp_path / "c.jsonl", [{"question": "q", "answer": "a", "system": "s"}]
-    )
+    row = {"question": "q", "answer": "a", "system": "s"}
+    path = samples.write_jsonl(tmp_path / "c.jsonl", [row])
     with pytest.raises(ConfigurationError) as refused:
         documents(path, columns=["question=prompt", "answer=completion"])
-    names = re.search(r"'(\w+)' instruction and '(\w+)' output", str(refused.value))
-    columns = [
-        f"{name}={ours}"
-        for name, ours in zip(names.groups(), ("instruction", "output"), strict=True)
-    ]
+    asked, answer = re.search(r"'(\w+)' instruction and '(\w+)' out", str(refused.value)).groups()
+    columns = [f"{asked}=instruction", f"{answer}=output"]
     assert documents(path, columns=columns) == [[S, Q, A]]

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from utils.config.errors import ConfigurationError
 from utils.data.token_dataset import open_token_dataset
-from utils.prepare.prompts import load_prompts
+from utils.prepare.encoding import load_prompts
 from utils.prepare.tokenization import EMPTY_THOUGHT
 from utils.prepare.tokenizer import template_with_defaults
 
