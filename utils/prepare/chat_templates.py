@@ -9,11 +9,11 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.config.errors import ConfigurationError
@@ -74,15 +74,11 @@ class ChatTemplate:
         return _render_with_assistant_indices(self._compiled, **self._variables_of(chat, False))
 
     def _variables_of(self, chat: ChatDocument, generation_prompt: bool) -> dict[str, Any]:
-        options = {
-            name: value
-            for name, value in (chat.template_options or {}).items()
-            if value is not None
-        }
+        options = (chat.template_options or {}).items()
         return {
             **self._variables,
             "documents": None,
-            **options,
+            **{name: value for name, value in options if value is not None},
             "messages": list(chat.messages),
             "tools": chat.tools or None,
             "add_generation_prompt": generation_prompt,
@@ -108,8 +104,8 @@ class ChatTemplate:
         """Whether the template prints contents only if they are lists of parts."""
         text = "stoker probes"
         parts = [{"type": "text", "text": text}]
-        as_text, as_parts = (self._render_reply({"content": each}) for each in (text, parts))
-        return text not in as_text and text in as_parts
+        as_text = self._render_reply({"content": text})
+        return text not in as_text and text in self._render_reply({"content": parts})
 
     @cached_property
     def _reads_objects(self) -> bool:
@@ -161,7 +157,6 @@ KINDS = 4
 NO_MESSAGE = -1
 # Letters that are rare in chats and that Python prints unescaped: Tangut, rare Chinese letters.
 RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
-RARE_TEXT = re.compile("[\U00017000-\U000187f7\U00020000-\U0002a6d6]")
 # Templates search texts for tags and split them there, so marks surround the text between tags.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
@@ -169,13 +164,10 @@ LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prin
 
 
 class Mark(NamedTuple):
-    """One mark: its index in the plain rendering, the index of its message and its kind.
-
-    message: NO_MESSAGE for the repeated name of a call, for example with the result of the call.
-    """
+    """One mark: its index in the plain rendering, the index of its message and its kind."""
 
     at: int
-    message: int
+    message: int  # NO_MESSAGE: the repeated name of a call, for example with the call's result
     kind: int
 
 
@@ -192,17 +184,22 @@ class MarkedChat:
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
         self.chat = chat
         self._template = template
-        self._first = _unused(text, KINDS * len(chat.messages))
-        last = self._first + KINDS * len(chat.messages) - 1
-        self._pattern = re.compile(f"[{chr(self._first)}-{chr(last)}]")
+        count = KINDS * len(chat.messages)
+        starts = (range(letters.start, letters.stop - count, count) for letters in RARE)
+        for self._first in chain(*starts):
+            self._pattern = re.compile(f"[{chr(self._first)}-{chr(self._first + count - 1)}]")
+            if not self._pattern.search(text):
+                break
+        else:
+            problem = "it has too many messages, or too many rare letters"
+            raise UnusableRowError("template_refused", problem)
         # Try with marked empty texts first, then without: some templates test for empty texts.
-        for marks_empty in (True, False) if not template.has_markers else (False,):
-            self._marks_empty = marks_empty
+        for self._marks_empty in (False,) if template.has_markers else (True, False):
             self.expected: Counter[tuple[int, int]] = Counter()
             self._marked_texts: list[tuple[int, int, str]] = []
             self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
             try:
-                rendering = template.render(replace(chat, messages=self.messages))
+                rendering = self.rendered(self.messages)
             except Exception:
                 rendering = ""  # the template refuses the marks
             self.text, self.marks = self._without_marks(rendering)
@@ -242,9 +239,13 @@ class MarkedChat:
         start, stop = self.marks[first].at, self.marks[last].at
         return next(before, 0), start, stop, next(behind, len(self.text))
 
-    def after_last_mark(self, rendering: str) -> str:
-        """Return the text behind the last mark in `rendering`, which has some of these messages."""
-        text, marks = self._without_marks(rendering)
+    def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        """Render other messages with the tools and options of this chat."""
+        return self._template.render(replace(self.chat, messages=messages), generation_prompt)
+
+    def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        """Render messages, some of them marked; return the text behind the last words."""
+        text, marks = self._without_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
     def _without_marks(self, rendering: str) -> tuple[str, list[Mark]]:
@@ -266,12 +267,10 @@ class MarkedChat:
         # A mark on the empty text of a message with calls would hide that its calls are dropped.
         can_be_empty = not calls and self._marks_empty
         content, reasoning = message["content"], message.get("reasoning_content")
-        marked = dict(message)
-        if isinstance(content, str):
-            marked["content"] = self._text(content, index, CONTENT, can_be_empty)
-        else:
-            text = self._text(content[0]["text"], index, CONTENT, can_be_empty)
-            marked["content"] = [{"type": "text", "text": text}]
+        is_text = isinstance(content, str)
+        given = content if is_text else content[0]["text"]
+        text = self._text(given, index, CONTENT, can_be_empty)
+        marked = {**message, "content": text if is_text else [{"type": "text", "text": text}]}
         if isinstance(reasoning, str):
             text = self._text(reasoning, index, REASONING, can_be_empty)
             marked |= {name: text for name in REASONING_NAMES if name in message}
@@ -334,12 +333,15 @@ class MarkedChat:
             mark = self._mark(index, kind)
             if f"{mark}{text}{mark}" in rendering or mark not in rendering:
                 continue
-            forms = _printed_forms(text)
+            # Templates may print a text unchanged, or as JSON, Python or HTML.
+            quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
+            forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
+            forms |= {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}
             printed = re.findall(f"{mark}([^{mark}]*){mark}", rendering)
             if printed and not forms.intersection(printed):
                 problem = (
-                    f"the chat template changes the text: it prints {_shown(printed[0])} for "
-                    f"{_shown(text)}, and the model would learn that (--chat_template takes a "
+                    f"the chat template changes the text: it prints {shown(printed[0])} for "
+                    f"{shown(text)}, and the model would learn that (--chat_template takes a "
                     "template that prints texts as they are)"
                 )
                 raise self.refused(index, problem, "text_changed")
@@ -359,13 +361,10 @@ class MarkedChat:
                 reason = f"{what.replace(' ', '_')}_left_out"
                 raise self.refused(index, LEFT_OUT.format(f"its {what}"), reason)
         for index, message in enumerate(self.chat.messages):
-            for call in message.get("tool_calls") or []:
-                arguments = call["function"]["arguments"]  # a string is marked as a whole
-                keys = arguments if isinstance(arguments, Mapping) else ()
-                for word in map(str, (call["function"]["name"], *keys)):
-                    if word not in self.text:
-                        problem = LEFT_OUT.format(f"{word!r} of its calls")
-                        raise self.refused(index, problem, "tool_calls_left_out")
+            for word in words_of_calls(message):
+                if word not in self.text:
+                    problem = LEFT_OUT.format(f"{word!r} of its calls")
+                    raise self.refused(index, problem, "tool_calls_left_out")
         for tool in self.chat.tools or []:
             name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
             if isinstance(name, str) and name not in self.text:
@@ -374,23 +373,24 @@ class MarkedChat:
         return {index for index, _ in left_out}
 
 
-def _shown(text: str) -> str:
+def words_of_calls(message: Message) -> Iterator[str]:
+    """Yield the names, keys and numbers in a message's tool calls, which marks do not cover."""
+    for call in message.get("tool_calls") or []:
+        yield call["function"]["name"]
+        yield from _keys_and_numbers(call["function"]["arguments"])
+
+
+def _keys_and_numbers(value: Any) -> Iterator[str]:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield json.dumps(value)
+    elif isinstance(value, Mapping):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _keys_and_numbers(item)
+
+
+def shown(text: str) -> str:
+    """Return a text in quotes, shortened to 80 characters."""
     return repr(text if len(text) <= 80 else text[:80] + "...")
-
-
-def _unused(text: str, count: int) -> int:
-    """Return the first of `count` consecutive rare letters that a text does not contain."""
-    used = sorted({ord(letter) for letter in RARE_TEXT.findall(text)})
-    for letters in RARE:
-        for first in (letters.start, *(number + 1 for number in used if number in letters)):
-            stop = first + count
-            if stop <= letters.stop and not any(first <= number < stop for number in used):
-                return first
-    raise UnusableRowError("template_refused", "it has too many messages, or too many rare letters")
-
-
-def _printed_forms(text: str) -> set[str]:
-    """Return the forms in which templates may print a text: unchanged, or as JSON, Python, HTML."""
-    quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
-    forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
-    return forms | {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}

@@ -14,20 +14,22 @@ end     Compare the text between the turn and the next message with the text beh
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from utils.prepare.chat_templates import TAGS, ChatTemplate, MarkedChat
+from utils.prepare.chat_templates import PROBE_ID, TAGS, ChatTemplate, MarkedChat, shown
 from utils.prepare.rows import Message
 from utils.prepare.values import ASSISTANT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CACHED = 20_000  # kinds of turns in the cache; chats of one template have a few dozen kinds
 PROBE = "probe"
 LEADING_TAGS = re.compile(rf"(?:\s*{TAGS.pattern})+\s*")
 PARTIAL_TAG = re.compile(r"\s*(?:[<\[][|/\w]*)?")
+
+Span = tuple[int, int]  # [start, stop), in characters
 
 
 class TurnDelimiter:
@@ -52,36 +54,84 @@ class TurnDelimiter:
         self.added = _pattern(special | {str(t) for t in added})
         self.stop = str(tokenizer.eos_token)
         self._standing_headers: dict[Any, str] = {}
+        self._delimiters: dict[Any, tuple[int, int, str]] = {}
         (self._question,) = template.adapted([{"role": "user", "content": PROBE}])
+
+    def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
+        """Return each turn's span in the plain rendering, and a text to append to the rendering.
+
+        The text to append ends the last turn. It is "" if the template itself ends that turn.
+        """
+        spans: dict[int, list[Span]] = {}
+        closing, last = "", 0
+        for turn in turns:
+            low, first, behind, high = chat.bounds(turn)
+            tags = LEADING_TAGS.match(chat.text, first, behind)
+            gap, following = chat.text[low : tags.end() if tags else first], chat.text[behind:high]
+            key = self._key(chat, turn, gap, following)
+            found = self._delimiters.get(key)
+            if found is None:
+                found = (self._header_length(chat, turn, gap), *self._end(chat, turn, following))
+                if len(self._delimiters) > CACHED:
+                    self._delimiters.clear()
+                if not re.search(
+                    r"\d", found[2]
+                ):  # a closing text with a number fits no other turn
+                    self._delimiters[key] = found
+            header, length, closing = found
+            start, last = max(low + header, last), behind + length
+            if closing and last != len(chat.text):
+                raise chat.refused(turn, "nothing ends it")
+            spans[turn] = [(start, last + len(closing))]
+        return spans, closing
+
+    @staticmethod
+    def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
+        """Return what decides a turn's start and end: the kinds and the texts around the turn."""
+        given, messages = chat.chat, chat.chat.messages
+        ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
+        numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
+        texts = [re.sub(numbers, lambda m: "0" * len(m[0]), text) for text in (gap, following)]
+        keys = ("content", "tool_calls", "reasoning_content")
+        kinds = [
+            (message["role"], *(bool(message.get(key)) for key in keys))
+            for message in messages[max(turn - 1, 0) : turn + 2]
+        ]
+        is_last = turn == len(messages) - 1
+        return *texts, turn == 0, is_last, bool(given.tools), repr((kinds, given.template_options))
 
     # --- the start of a turn
 
-    def header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
+    def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
         """Return the index in the gap where the turn's header ends.
 
         Raises UnusableRowError if the gap has no header that the generation prompt has as well.
         """
-        header = self._header_like_prompt(chat, turn, gap)
-        if header < 0:
-            header = self._header_after_question(chat, gap)
-        if header < 0:
-            _, prompt = self._endings(chat, chat.messages[:turn]) or ("", "")
-            problem = (
-                f"the chat template opens it with {_shown(gap)}, and its generation prompt is "
-                f"{_shown(prompt)} (--chat_template takes a template in which both are alike)"
-            )
-            raise chat.refused(turn, problem)
-        return header
+        endings = self._endings(chat, chat.messages[:turn])
+        header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
+        if header >= 0:
+            return header
+        # Compare with the generation prompt after a question.
+        bare, prompt = self._endings(chat, [self._question]) or ("", "")
+        opening = prompt.removeprefix(_common_prefix(prompt, bare))
+        role = re.sub(r"(?:\s*</?think>\s*)+$", "", opening) + "\n"
+        for known in (opening, role):
+            if known.strip() and known in gap:
+                return gap.rindex(known) + len(known)
+        problem = (
+            f"the chat template opens it with {shown(gap)}, and its generation prompt is "
+            f"{shown(endings[1] if endings else '')} (--chat_template takes a template in which "
+            "both are alike)"
+        )
+        raise chat.refused(turn, problem)
 
-    def _header_like_prompt(self, chat: MarkedChat, turn: int, gap: str) -> int:
+    def _header_like_prompt(
+        self, chat: MarkedChat, turn: int, gap: str, bare: str, prompt: str
+    ) -> int:
         """Return the end of the header in a gap, by comparison with the generation prompt there.
 
         Return -1 if gap and generation prompt share no header.
         """
-        endings = self._endings(chat, chat.messages[:turn])
-        if endings is None:
-            return -1
-        bare, prompt = endings
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
@@ -128,18 +178,18 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the part of `bare` that ends the last message.
-
-        The rest of `bare` is a standing header. The template prints this header at the end of a
-        chat, but not before a message of another role.
-        """
+        """Return the part of `bare` that ends the last message, without a standing header."""
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
                 closed = _common_ignoring_blanks(before, bare)[1]
                 return bare[:closed] if _common_ignoring_blanks(gap, bare)[1] > closed else bare
+        return self._without_standing_header(chat, bare)
+
+    def _without_standing_header(self, chat: MarkedChat, text: str) -> str:
         header = self._standing_header(chat)
-        return bare.rstrip().removesuffix(header) if header else bare
+        ends = header and text.rstrip().endswith(header)
+        return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
         """Return the last part of the standing header, or "" if the template has none.
@@ -147,100 +197,81 @@ class TurnDelimiter:
         A standing header is an assistant's header at the end of every chat.
         """
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
-        if key not in self._standing_headers:
-            self._standing_headers[key] = self._find_standing_header(chat)
-        return self._standing_headers[key]
-
-    def _find_standing_header(self, chat: MarkedChat) -> str:
+        if key in self._standing_headers:
+            return self._standing_headers[key]
         asked, answer, more = self._template.adapted(
             {"role": role, "content": PROBE} for role in ("user", ASSISTANT, "user")
         )
         try:
-            question = self._after_last_mark(chat, [asked]).rpartition(PROBE)[2]
-            ended = self._after_last_mark(chat, [asked, answer]).rpartition(PROBE)[2]
-            whole = self._after_last_mark(chat, [asked, answer, more])
-            _, following, _ = whole.rsplit(PROBE, 2)
+            question = chat.behind_words([asked]).rpartition(PROBE)[2]
+            ended = chat.behind_words([asked, answer]).rpartition(PROBE)[2]
+            _, following, _ = chat.behind_words([asked, answer, more]).rsplit(PROBE, 2)
         except Exception:  # the template refuses these messages
-            return ""
+            question = ended = following = ""
         start = len(_common_prefix(ended, following))
         for text in (ended, following):  # do not cut a token in two
             tokens = (t.start() for t in self._specials.finditer(text) if t.end() > start)
             start = min(start, next(tokens, start))
         rest = ended[start:].strip()
-        return rest if rest != self.stop and question.rstrip().endswith(rest) else ""
-
-    def _header_after_question(self, chat: MarkedChat, gap: str) -> int:
-        """Return the end of the header in a gap, by comparison with the prompt after a question.
-
-        Return -1 if the gap does not have the header of this generation prompt.
-        """
-        bare, prompt = self._endings(chat, [self._question]) or ("", "")
-        header = prompt.removeprefix(_common_prefix(prompt, bare))
-        role = re.sub(r"(?:\s*</?think>\s*)+$", "", header) + "\n"
-        known = next((text for text in (header, role) if text.strip() and text in gap), None)
-        return -1 if known is None else gap.rindex(known) + len(known)
+        is_header = rest != self.stop and question.rstrip().endswith(rest)
+        self._standing_headers[key] = rest if is_header else ""
+        return self._standing_headers[key]
 
     # --- the end of a turn
 
-    def end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
+    def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
         """Return (the length of the turn's end in the text behind it, a text to append to it).
 
         The text to append is "" if the template itself ends the turn. Raises UnusableRowError if
         nothing ends the turn.
         """
         is_last = turn == len(chat.messages) - 1
-        printed = self._after_last_mark(chat, chat.messages[: turn + 1])
-        ended, header = printed, self._standing_header(chat)
-        if header and printed.rstrip().endswith(header):
-            ended = printed.rstrip().removesuffix(header)
+        printed = chat.behind_words(chat.messages[: turn + 1])
+        ended = self._without_standing_header(chat, printed)
         continued = self._text_if_continued(chat, turn) if is_last else following
         if chat.chat.messages[turn].get("tool_calls"):
             found = self._end_after_calls(chat, turn, ended, continued)
         else:
             found = self._end_of_turn(chat, ended, continued, is_last)
         if found is None:
-            shown = _shown(continued or ended)
             raise chat.refused(
                 turn,
                 "no special token ends it, so the model would never learn to stop (after its words "
-                f"comes {shown}; --chat_template takes a template that ends turns with a token)",
+                f"comes {shown((continued or ended)[-80:])}; --chat_template takes a template that "
+                "ends turns with a token)",
             )
         length, closing = found
-        if not closing and continued.startswith(ended[:length]):
-            self._check_behind(chat, turn, printed[length:])
+        left = printed[length:]
+        # Special tokens may follow the end, and a text that is printed after a question as well.
+        if (
+            not closing
+            and continued.startswith(ended[:length])
+            and self._specials.sub("", left.replace(self.stop, "")).strip()
+        ):
+            question, _ = self._endings(chat, [self._question]) or ("", "")
+            if not question.rstrip().endswith(left.strip()):
+                problem = f"the template prints {shown(left)} behind the token that ends it"
+                raise chat.refused(turn, problem, "mask_incomplete")
         return found
 
     def _end_after_calls(
         self, chat: MarkedChat, turn: int, ended: str, continued: str
     ) -> tuple[int, str] | None:
-        """Return the result of `end` for a turn with tool calls; None if no token ends the turn."""
+        """Return the result of `_end` for a turn with tool calls; None if no token ends it."""
         is_last = turn == len(chat.messages) - 1
         answer = self._followed_by(chat, turn, {"role": ASSISTANT}).rpartition(PROBE)[2].strip()
         plain = answer.removesuffix(self._standing_header(chat)).strip()
         found = None
         if ended.rstrip().endswith(plain):  # calls end as answers do
-            done = at = len(ended.rstrip()) - len(plain)
-            if plain and not continued.startswith(ended[:done]):
-                at = continued.find(plain)  # `continued` has more of the calls before their end
-            if at >= 0:
-                found = self._end_of_turn(chat, ended[done:], continued[at:], is_last)
+            done = len(ended.rstrip()) - len(plain)
+            if not plain or continued.startswith(ended[:done]):
+                found = self._end_of_turn(chat, ended[done:], continued[done:], is_last)
             if found:
-                found = found[0] + (done if is_last else at), found[1]
+                found = found[0] + done, found[1]
         if found is None or found[1] == self.stop:
             own = self._end_of_all_calls(chat, turn, ended, continued)
             found = (own, "") if own else found
         return found
-
-    def _check_behind(self, chat: MarkedChat, turn: int, left: str) -> None:
-        """Raise UnusableRowError if words are printed behind the end of the last turn.
-
-        Allowed are special tokens, and a text that the template prints after a question as well.
-        """
-        if self._specials.sub("", left.replace(self.stop, "")).strip():
-            question, _ = self._endings(chat, [self._question]) or ("", "")
-            if not question.rstrip().endswith(left.strip()):
-                problem = f"the template prints {_shown(left)} behind the token that ends it"
-                raise chat.refused(turn, problem, "mask_incomplete")
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
         """Return the end of the token that is printed once after all calls; 0 without such a token.
@@ -254,7 +285,7 @@ class TurnDelimiter:
         message, before = chat.messages[turn], chat.messages[:turn]
         doubled = {**message, "tool_calls": [*message["tool_calls"]] * 2}
         try:
-            once, twice = (self._rendered(chat, [*before, each]) for each in (message, doubled))
+            once, twice = (chat.rendered([*before, each]) for each in (message, doubled))
         except Exception:  # the template takes one call only
             return end
         bare, prompt = self._endings(chat, [self._question]) or ("", "")
@@ -265,9 +296,9 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return the result of `end`, from the texts behind a turn's words; None without an end.
+        """Return the result of `_end`, from the texts behind a turn's words; None without an end.
 
-        ended and continued: as in the class. is_last: the turn is the last one of this chat.
+        is_last: the turn is the last one of this chat.
         """
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
@@ -294,22 +325,12 @@ class TurnDelimiter:
             return shared.index(self.stop) + len(self.stop)
         tokens = [*self._specials.finditer(shared)]
         if self._standing_header(chat):
-            # The tokens of a standing header open the next message, so they do not end the turn.
-            openers = self._opening_tokens(chat)
+            # The tokens that open a chat are in a standing header, so they do not end the turn.
+            opening = re.match(rf"(?:\s*(?:{self._specials.pattern}))*", chat.text)
+            openers = self._specials.findall(opening.group() if opening else "")
             while tokens and tokens[-1].group() in openers:
                 tokens.pop()
         return tokens[-1].end() if tokens else 0
-
-    def _opening_tokens(self, chat: MarkedChat) -> set[str]:
-        """Return the special tokens at the beginning of a chat."""
-        openers: set[str] = set()
-        end = 0
-        for token in self._specials.finditer(chat.text):
-            if chat.text[end : token.start()].strip():
-                break
-            openers.add(token.group())
-            end = token.end()
-        return openers
 
     # --- renderings
 
@@ -317,10 +338,9 @@ class TurnDelimiter:
         """Return the text behind the last turn if another message followed; "" if none can."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
-            name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", "abcdefghi")
+            name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
             answer = {"role": "tool", "name": name, "tool_call_id": number}
-        before, probe, _ = self._followed_by(chat, turn + 1, answer).rpartition(PROBE)
-        return before if probe else ""
+        return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
         """Return the text behind the first `turn` messages if `message` follows, with text PROBE.
@@ -329,28 +349,17 @@ class TurnDelimiter:
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
-            return self._after_last_mark(chat, [*chat.messages[:turn], probe])
+            return chat.behind_words([*chat.messages[:turn], probe])
         except Exception:
             return ""
 
-    def _endings(self, chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
+    @staticmethod
+    def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
         """Return the texts behind messages without and with generation prompt; None if refused."""
         try:
-            bare = self._after_last_mark(chat, messages)
-            return bare, self._after_last_mark(chat, messages, generation_prompt=True)
+            return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
         except Exception:  # the template refuses an empty chat, or a chat that ends with these
             return None
-
-    def _after_last_mark(
-        self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
-    ) -> str:
-        """Render messages, and return the text behind the words of the last message."""
-        return chat.after_last_mark(self._rendered(chat, messages, generation_prompt))
-
-    def _rendered(
-        self, chat: MarkedChat, messages: Sequence[Message], generation_prompt: bool = False
-    ) -> str:
-        return self._template.render(replace(chat.chat, messages=messages), generation_prompt)
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
@@ -371,12 +380,7 @@ def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
 
 
 def _common_prefix(one: str, two: str) -> str:
-    """Return the common beginning of two strings."""
     return commonprefix([one, two])  # noqa: RUF071 - compares letters, as it should here
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 80 else "..." + text[-80:])
 
 
 def _pattern(tokens: set[str]) -> re.Pattern[str]:

@@ -13,10 +13,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 from template_chats import ASK, KINDS, PLACE, Kind, document
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -24,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from utils.prepare.chat_masks import ChatMasks, MaskedChat
 from utils.prepare.chat_templates import ChatTemplate
 from utils.prepare.rows import ChatDocument
+from utils.prepare.tokenization import token_mask
 from utils.prepare.values import UnusableRowError
 
 NEVER_PRINTED = "<|never_printed|>"
@@ -87,10 +90,8 @@ TAG = re.compile(r"<[^<>\s]+>")
 
 
 def said_words(message: dict[str, Any]) -> set[str]:
-    found = set(_words(message["content"]))
-    for call in message.get("tool_calls") or []:
-        found |= set(_words(call["function"]["arguments"]))
-    return {word for word in found if len(word) > 3}
+    arguments = [call["function"]["arguments"] for call in message.get("tool_calls") or []]
+    return {word for word in _words([message["content"], arguments]) if len(word) > 3}
 
 
 def all_words(messages: Sequence[dict[str, Any]]) -> set[str]:
@@ -128,35 +129,31 @@ def blankless(text: str) -> str:
 class TemplateCheck:
     """Runs every kind of chat through one template with one EOS."""
 
-    def __init__(self, template: str, eos: str, names: str = ""):
-        self.tokenizer = byte_tokenizer(template, names, eos)
+    def __init__(self, template: str, eos: str = ""):
+        self.eos = eos or published_end(renderings(template))
+        self.tokenizer = byte_tokenizer(template, renderings(template), self.eos)
         self.masks = ChatMasks(self.tokenizer, "2026-01-02")
-        self.has_markers = self.masks.template.has_markers
         words = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, words)))
-        self.eos = eos
-        self.outcome = Checked()
 
-    def run(self, kinds: dict[str, Kind] = KINDS) -> Checked:
-        for name, kind in kinds.items():
-            found = None
-            problem = ""
-            for tools in {kind.tools, True} if needs_tools(kind, self.masks) else (kind.tools,):
-                try:
-                    found = self.masks(document(kind, tools))
-                    break
-                except UnusableRowError as error:
-                    problem = f"{error.reason}: {error}"
-            if found is None:
-                self.outcome.refused[name] = problem
+    def run(self) -> Checked:
+        outcome = Checked()
+        # Some templates refuse chats without tools.
+        needs_tools = self._rendered(ChatDocument([ASK], PLACE), 1, False) is None
+        for name, kind in KINDS.items():
+            tools = kind.tools or needs_tools
+            try:
+                found = self.masks(document(kind, tools))
+            except UnusableRowError as error:
+                outcome.refused[name] = f"{error.reason}: {error}"
                 continue
-            self.outcome.trained += 1
+            outcome.trained += 1
             try:
                 for fault in self.faults(kind, tools, found):
-                    self.outcome.wrong.append(f"{name}: {fault}")
+                    outcome.wrong.append(f"{name}: {fault}")
             except UnusableRowError as error:
-                self.outcome.wrong.append(f"{name}: cut or twin refused: {error}")
-        return self.outcome
+                outcome.wrong.append(f"{name}: cut or twin refused: {error}")
+        return outcome
 
     def faults(self, kind: Kind, tools: bool, found: MaskedChat) -> Iterator[str]:
         chat = document(kind, tools)
@@ -169,6 +166,11 @@ class TemplateCheck:
             and i >= kind.first_trained
         ]
         text, spans = found.text, list(found.spans)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = token_mask(found, np.array(encoded["offset_mapping"]))
+        tokens = self.tokenizer.decode(np.array(encoded["input_ids"])[mask])
+        if tokens != "".join(text[slice(*span)] for span in spans):
+            yield f"the loss tokens are {tokens!r}"
         if kind.twin:
             pattern, words = kind.twin
             replaced = [
@@ -179,7 +181,7 @@ class TemplateCheck:
             if [other.text[a:b] for a, b in other.spans] != expected:
                 yield f"twin: {[other.text[a:b] for a, b in other.spans]} for {expected}"
         yield from self._words_inside(messages, trained, text, spans)
-        if self.has_markers:
+        if self.masks.template.has_markers:
             return
         if len(spans) != len(trained):
             yield f"{len(spans)} spans for {len(trained)} turns"
@@ -313,17 +315,6 @@ def _first_token(text: str, special: re.Pattern[str]) -> str:
     return found.group() if found else text[:4]
 
 
-def needs_tools(kind: Kind, masks: ChatMasks) -> bool:
-    """Return whether a template refuses chats without tools."""
-    if kind.tools:
-        return False
-    try:
-        masks.template.render(ChatDocument(masks.template.adapted([ASK]), PLACE, None, None))
-    except Exception:
-        return True
-    return False
-
-
 # --- a template alone
 
 END = re.compile(
@@ -333,6 +324,7 @@ END = re.compile(
 SHOWN = ("system, two turns", "one turn", "call, string", "call, nested", "thought")
 
 
+@cache
 def renderings(template: str) -> str:
     """Return a template's output for some chats, or "" if it refuses all of them."""
     rendered = ChatTemplate(byte_tokenizer(template, "", "</s>"), "2026-01-02")
@@ -349,3 +341,10 @@ def published_end(printed: str) -> str:
     """Return the last token in these renderings that is known to end turns."""
     found = [token for token in SPECIAL.findall(printed) if END.fullmatch(token)]
     return found[-1] if found else "</s>"
+
+
+@cache
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes with the special tokens and the end of turn of a template."""
+    printed = renderings(template)
+    return byte_tokenizer(template, printed, published_end(printed))

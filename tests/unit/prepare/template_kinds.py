@@ -1,6 +1,13 @@
 """Short chat templates with every structure of published templates."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trl
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "chat_templates" / "chatml.jinja"
+TOOLS_PRINTED = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
 
 def template(
@@ -27,7 +34,7 @@ def template(
         f"{call}{between}{{% endfor %}}{closing}{{% else %}}{reply}{{% endif %}}"
     )
     return (
-        f"{start}{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}"
+        f"{start}{TOOLS_PRINTED}{{% for m in messages %}}"
         f"{{% if m.role == 'user' %}}{user}{{% elif m.role == 'system' %}}{system or user}"
         f"{{% elif m.role == 'tool' %}}{tool}{{% else %}}{made if call else reply}{{% endif %}}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% else %}}{end}{{% endif %}}"
@@ -37,15 +44,16 @@ def template(
 ARGUMENTS = "{{ c.arguments | tojson }}"
 JSON_CALL = '{"name": "{{ c.name }}", "arguments": ' + ARGUMENTS + "}"
 TAGGED = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call><|im_end|>\n")
+BOT = "<|im_start|>assistant\n"
 IM = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 SAID = "{{ m.content }}"
 CHATML = {
     "user": IM,
     "reply": IM,
     "call": JSON_CALL,
-    "calls": ("<|im_start|>assistant\n" + TAGGED[0], *TAGGED[1:]),
+    "calls": (BOT + TAGGED[0], *TAGGED[1:]),
     "tool": IM,
-    "prompt": "<|im_start|>assistant\n",
+    "prompt": BOT,
 }
 THOUGHT = "{{ m.reasoning_content if m.reasoning_content else '' }}"
 PYTHONIC = (
@@ -72,6 +80,8 @@ COMMAND = {
     "call": JSON_CALL,
     "calls": (TURN + "<|BOT|><|ACTION|>[\n", ",\n", "\n]<|ACTION_END|><|TURN_END|>"),
     "tool": TURN + "<|SYSTEM|><results>{{ m.content }}</results><|TURN_END|>",
+    "prompt": TURN + "<|BOT|>",
+    "end": TURN + "<|BOT|>",
 }
 INST = {
     "user": "[INST] {{ m.content }} [/INST]",
@@ -81,14 +91,16 @@ INST = {
     "tool": "[TOOL_RESULTS] {{ m.content }} [/TOOL_RESULTS]",
     "start": "{{ bos_token }}",
 }
+LLAMA_HEADER = "<|header|>assistant<|/header|>\n\n"
+ONE_CALL = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
 HEADED = "<|header|>{{ m.role }}<|/header|>\n\n{{ m.content }}<|eot|>"
 LLAMA = {
     "user": HEADED,
     "reply": HEADED,
     "call": JSON_CALL,
-    "calls": ("<|header|>assistant<|/header|>\n\n", "; ", "<|eom|>"),
+    "calls": (LLAMA_HEADER, "; ", "<|eom|>"),
     "tool": HEADED.replace("{{ m.role }}", "ipython"),
-    "prompt": "<|header|>assistant<|/header|>\n\n",
+    "prompt": LLAMA_HEADER,
 }
 GLM = {
     "user": "<|user|>\n{{ m.content }}",
@@ -100,15 +112,20 @@ GLM = {
     "prompt": "<|assistant|>\n",
     "system": "<|system|>\n{{ m.content }}",
 }
-SPECIAL_CALLS = ("<|calls|>", "", "<|/calls|>")
 SPECIAL_CALL = "<|call|>{{ c.name }}<|sep|>{{ c.arguments | tojson }}<|/call|>"
+
+
+def variant(base: Mapping[str, Any], **changes: Any) -> str:
+    """Return the template of a family with other texts for some roles."""
+    return template(**{**base, **changes})
+
 
 STRUCTURES: Mapping[str, str] = {
     "chatml": template(**CHATML),
-    "bos before": template(**CHATML, start="{{ bos_token }}"),
-    "default system": template(**CHATML, start="<|im_start|>system\nHelp.<|im_end|>\n"),
-    "no generation prompt": template(**{**CHATML, "prompt": ""}),
-    "a token closes the chat": template(**CHATML, end="<|endoftext|>"),
+    "bos before": variant(CHATML, start="{{ bos_token }}"),
+    "default system": variant(CHATML, start="<|im_start|>system\nHelp.<|im_end|>\n"),
+    "no generation prompt": variant(CHATML, prompt=""),
+    "a token closes the chat": variant(CHATML, end="<|endoftext|>"),
     "EOS of the tokenizer": template(
         "User: {{ m.content }}\n",
         "Assistant: {{ m.content }}{{ eos_token }}\n",
@@ -137,76 +154,35 @@ STRUCTURES: Mapping[str, str] = {
         "<|start|>functions.look_up to=assistant<|message|>{{ m.content }}<|end|>",
         "<|start|>assistant",
     ),
-    "header always printed": template(
-        **COMMAND, prompt=TURN + "<|BOT|>", end=TURN + "<|BOT|>", start="{{ bos_token }}"
+    "header always printed": variant(COMMAND, start="{{ bos_token }}"),
+    "header always printed, default system": variant(
+        COMMAND, start="<s>" + TURN + "<|SYSTEM|>Help.<|TURN_END|>"
     ),
-    "header always printed, default system": template(
-        **COMMAND,
-        prompt=TURN + "<|BOT|>",
-        end=TURN + "<|BOT|>",
-        start="<s>" + TURN + "<|SYSTEM|>Help.<|TURN_END|>",
-    ),
-    "thought opened where the header is always printed": template(
-        **COMMAND, prompt=TURN + "<|BOT|><|THINK|><|THINK_END|>", end=TURN + "<|BOT|>"
+    "thought opened where the header is always printed": variant(
+        COMMAND, prompt=TURN + "<|BOT|><|THINK|><|THINK_END|>"
     ),
     "no header": template(**INST),
-    "tools behind the chat": template(**INST).replace(
-        "{% if tools %}{{ tools | tojson }}{% endif %}", ""
-    )
-    + "{{ tools | tojson if tools else '' }}",
-    "header ends with another blank": template(
-        **{**LLAMA, "prompt": "<|header|>assistant<|/header|>\n"}
-    ),
-    "header behind another blank": template(
-        **{**LLAMA, "prompt": "\n<|header|>assistant<|/header|>\n\n"}
-    ),
-    "header between other blanks": template(
-        **{**LLAMA, "prompt": "\n <|header|>assistant<|/header|>\n\n"}
-    ),
+    "tools behind the chat": template(**INST).replace(TOOLS_PRINTED, "") + TOOLS_PRINTED,
+    "header ends with another blank": variant(LLAMA, prompt="<|header|>assistant<|/header|>\n"),
+    "header behind another blank": variant(LLAMA, prompt="\n" + LLAMA_HEADER),
+    "header between other blanks": variant(LLAMA, prompt="\n " + LLAMA_HEADER),
     "end of calls": template(**LLAMA),
-    "one call alone": template(
-        **{
-            **LLAMA,
-            "calls": (
-                "<|header|>assistant<|/header|>\n\n{% if m.tool_calls | length > 1 %}"
-                "{{ raise_exception('one call') }}{% endif %}",
-                "",
-                "<|eom|>",
-            ),
-        }
-    ),
+    "one call alone": variant(LLAMA, calls=(LLAMA_HEADER + ONE_CALL, "", "<|eom|>")),
     "the next header ends a turn": template(**GLM),
-    "special tokens in calls": template(
-        **{
-            **CHATML,
-            "call": SPECIAL_CALL,
-            "calls": ("<|im_start|>assistant\n" + SPECIAL_CALLS[0], "", "<|/calls|><|im_end|>\n"),
-        }
+    "special tokens in calls": variant(
+        CHATML, call=SPECIAL_CALL, calls=(BOT + "<|calls|>", "", "<|/calls|><|im_end|>\n")
     ),
-    "no end behind calls": template(
-        **{**CHATML, "call": SPECIAL_CALL, "calls": ("<|im_start|>assistant\n", "", "")}
+    "no end behind calls": variant(CHATML, call=SPECIAL_CALL, calls=(BOT, "", "")),
+    "calls as Python": variant(CHATML, call=PYTHONIC, calls=(BOT + "[", ", ", "]<|im_end|>\n")),
+    "values as Python": variant(
+        CHATML,
+        call=PYTHONIC.replace(
+            "{{ v | tojson }}", '{% if v is string %}"{{ v }}"{% else %}{{ v }}{% endif %}'
+        ),
+        calls=(BOT + "[", ", ", "]<|im_end|>\n"),
     ),
-    "calls as Python": template(
-        **{**CHATML, "call": PYTHONIC, "calls": ("<|im_start|>assistant\n[", ", ", "]<|im_end|>\n")}
-    ),
-    "values as Python": template(
-        **{
-            **CHATML,
-            "call": PYTHONIC.replace(
-                "{{ v | tojson }}", '{% if v is string %}"{{ v }}"{% else %}{{ v }}{% endif %}'
-            ),
-            "calls": ("<|im_start|>assistant\n[", ", ", "]<|im_end|>\n"),
-        }
-    ),
-    "other blanks before the last end": template(
-        **{
-            **CHATML,
-            "calls": (
-                "<|im_start|>assistant\n",
-                "\n",
-                "{{ '' if loop.last else '\\n' }}<|im_end|>\n",
-            ),
-        }
+    "other blanks before the last end": variant(
+        CHATML, calls=(BOT, "\n", "{{ '' if loop.last else '\\n' }}<|im_end|>\n")
     ),
     "special tokens in answers": template(
         "<|open|>user<|sep|>{{ m.content }}<|close|>user<|sep|><|end|>",
@@ -214,25 +190,15 @@ STRUCTURES: Mapping[str, str] = {
         "<|close|>assistant<|sep|><|end|>",
         prompt="<|open|>assistant<|sep|>",
     ),
-    "thought opened by the prompt": template(
-        **{**CHATML, "prompt": "<|im_start|>assistant\n<think>\n"}
+    "thought opened by the prompt": variant(CHATML, prompt=BOT + "<think>\n"),
+    "empty thought in the prompt": variant(CHATML, prompt=BOT + "<think>\n\n</think>\n\n"),
+    "thought printed": variant(
+        CHATML,
+        reply=BOT + f"<think>\n{THOUGHT}\n</think>\n\n{SAID}<|im_end|>\n",
+        prompt=BOT + "<think>\n",
     ),
-    "empty thought in the prompt": template(
-        **{**CHATML, "prompt": "<|im_start|>assistant\n<think>\n\n</think>\n\n"}
-    ),
-    "thought printed": template(
-        **{
-            **CHATML,
-            "reply": f"<|im_start|>assistant\n<think>\n{THOUGHT}\n</think>\n\n{SAID}<|im_end|>\n",
-            "prompt": "<|im_start|>assistant\n<think>\n",
-        }
-    ),
-    "thought closed in the history": template(
-        **{
-            **CHATML,
-            "reply": f"<|im_start|>assistant\n<think></think>{SAID}<|im_end|>\n",
-            "prompt": "<|im_start|>assistant\n<think>\n",
-        }
+    "thought closed in the history": variant(
+        CHATML, reply=BOT + f"<think></think>{SAID}<|im_end|>\n", prompt=BOT + "<think>\n"
     ),
     "answer behind a tool without a header": template(
         "<|user|>{{ m.content }}<|user_end|>",
@@ -245,23 +211,25 @@ STRUCTURES: Mapping[str, str] = {
     ),
     "needs tools": "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"
     + template(**CHATML),
-    "roles must alternate": "{% for m in messages if m.role in ('user', 'system') %}{% endfor %}"
-    "{% for m in messages %}{% if loop.index0 > 0 and m.role == messages[loop.index0 - 1].role "
-    "%}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + template(**INST),
-    "calls as JSON strings": template(**{**CHATML, "call": JSON_CALL.replace(" | tojson", "")}),
+    "roles must alternate": "{% for m in messages %}{% if loop.index0 > 0 and "
+    "m.role == messages[loop.index0 - 1].role %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{% endfor %}" + template(**INST),
+    "calls as JSON strings": variant(CHATML, call=JSON_CALL.replace(" | tojson", "")),
     "contents as parts": template(**CHATML).replace("{{ m.content }}", "{{ m.content[0].text }}"),
     "blanks stripped": template(**CHATML).replace("m.content }}", "m.content | trim }}"),
     "upper case": template(**CHATML).replace("m.content }}", "m.content | upper }}"),
-    "markers": template(**CHATML)
-    .replace(
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endif %}",
-        "<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
-        "{% endif %}{% endif %}",
-    )
-    .replace(
-        "<|im_start|>assistant\n<tool_call>\n",
-        "<|im_start|>assistant\n{% generation %}<tool_call>\n",
-    )
-    .replace("\n</tool_call><|im_end|>\n", "\n</tool_call><|im_end|>{% endgeneration %}\n"),
-    "words behind the end": template(**CHATML, end="Rate the answer."),
+    "markers": variant(
+        CHATML,
+        reply=BOT + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n",
+        calls=(
+            BOT + "{% generation %}<tool_call>\n",
+            TAGGED[1],
+            "\n</tool_call><|im_end|>{% endgeneration %}\n",
+        ),
+    ),
+    "words behind the end": variant(CHATML, end="Rate the answer."),
+}
+SHIPPED = {
+    path.stem: path.read_text()
+    for path in (*sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")), RECIPE)
 }

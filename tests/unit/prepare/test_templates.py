@@ -8,41 +8,19 @@ import re
 from pathlib import Path
 
 import pytest
-import trl
 from template_chats import ASK, KINDS, Kind, calls, document, result
-from template_check import (
-    NEVER_PRINTED,
-    TemplateCheck,
-    byte_tokenizer,
-    published_end,
-    renderings,
-)
-from template_kinds import CHATML, STRUCTURES, template
+from template_check import NEVER_PRINTED, TemplateCheck, renderings, tokenizer_of
+from template_kinds import CHATML, SHIPPED, STRUCTURES, template, variant
 
 from utils.prepare.tokenizer import attach_template
 from utils.prepare.values import UnusableRowError
 
-SHIPPED = {
-    path.stem: path.read_text()
-    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-}
 COLLECTION = {
     path.stem: path.read_text()
     for path in sorted(Path(os.environ.get("STOKER_TEMPLATES", os.devnull)).glob("*.jinja"))
 }
-
-
 # Kinds of chats that can be trained on with nearly every template.
 TRAINED = {"one turn", "two turns", "three turns", "blanks", "unicode", "one letter", "weight 0"}
-
-
-def checked(template, kinds=KINDS):
-    """Return the outcomes with two EOS tokens: the template's own, and one it never prints."""
-    printed = renderings(template)
-    ends = published_end(printed), NEVER_PRINTED
-    return [TemplateCheck(template, end, printed).run(kinds) for end in ends]
-
-
 # Structures of templates that print some chats without an end, or change their text.
 REFUSED = {
     "EOS behind the last turn alone": "no special token ends it",
@@ -57,6 +35,11 @@ REASONS = (
 )
 
 
+def checked(template):
+    """Return the outcomes with two EOS tokens: the template's own, and one it never prints."""
+    return [TemplateCheck(template, end).run() for end in ("", NEVER_PRINTED)]
+
+
 @pytest.mark.parametrize("name", [*STRUCTURES, *SHIPPED])
 def test_no_chat_trains_the_wrong_text(name):
     outcomes = checked((STRUCTURES | SHIPPED)[name])
@@ -66,104 +49,98 @@ def test_no_chat_trains_the_wrong_text(name):
         others = [x for o in outcomes for x in o.refused.values() if not re.search(reasons, x)]
         assert name == "upper case" or not others
         assert name in REFUSED or not any(TRAINED & outcome.refused.keys() for outcome in outcomes)
+    else:
+        assert not TRAINED & outcomes[0].refused.keys()
 
 
 CALL = '{"name": "look_up", "arguments": {"keyc": 7351}}'
 HARMONY = " to=functions.look_up<|channel|>commentary json<|message|>"
-EXACT = [
-    (
-        "special tokens as quotes",
-        "call last, string",
-        '<|tool_call>call:look_up{keya:<|"|>Vala valb<|"|>}<tool_call|><|tool_response>',
-    ),
-    ("an end for each kind of turn", "call last, number", HARMONY + '{"keyc": 7351}<|call|>'),
-    ("an end for each kind of turn", "call last, none", HARMONY + "{}<|call|>"),
-    (
-        "an end for each kind of turn",
-        "one turn",
-        "<|channel|>final<|message|>Xone, xtwo.<|return|>",
-    ),
-    ("header always printed", "one turn", "<|RESPONSE|>Xone, xtwo.<|RESPONSE_END|><|TURN_END|>"),
-    (
-        "header always printed, default system",
-        "call last, number",
-        "<|ACTION|>[\n" + CALL + "]<|ACTION_END|><|TURN_END|>",
-    ),
-    (
-        "thought opened where the header is always printed",
-        "one turn",
-        "<|RESPONSE|>Xone, xtwo.<|RESPONSE_END|><|TURN_END|>",
-    ),
-    ("header ends with another blank", "one turn", "\nXone, xtwo.<|eot|>"),
-    ("header behind another blank", "one turn", "Xone, xtwo.<|eot|>"),
-    ("header between other blanks", "one turn", "Xone, xtwo.<|eot|>"),
-    ("end of calls", "call last, number", CALL + "<|eom|>"),
-    ("needs tools", "call last, number", "<tool_call>\n" + CALL + "</tool_call><|im_end|>"),
-    (
-        "the next header ends a turn",
-        "call last, number",
-        "<tool_call>look_up<k>keyc</k>\n<v>7351</v></tool_call><|observation|>",
-    ),
-    (
-        "special tokens in answers",
-        "one turn",
-        "<|open|>response<|sep|>Xone, xtwo.<|close|>response"
-        "<|sep|><|close|>assistant<|sep|><|end|>",
-    ),
-    (
-        "thought opened by the prompt",
-        "thinking tags",
-        "Tone ttwo.\n</think>\n\nXone xtwo.<|im_end|>",
-    ),
-    ("thought closed in the history", "one turn", "</think>Xone, xtwo.<|im_end|>"),
-    (
-        "values as Python",
-        "call last, nested",
-        "[look_up(keyd={'keye': [True, 86.25, 'Vale']}, keyf=\"Valf\", keyg=False)]<|im_end|>",
-    ),
-    ("other blanks before the last end", "call last, number", CALL + "<|im_end|>"),
+FINAL = "<|channel|>final<|message|>"
+GLM_CALL = (
+    "\n<think></think>\n<tool_call>look_up\n<arg_key>keyc</arg_key>\n<arg_value>7351</arg_value>"
+    "\n</tool_call><|observation|>"
+)
+ONE, OTHER = "Xone, xtwo.", "Xthree\nxfour!"
+# fmt: off
+EXACT = [  # (template, kind of chat, trained text of each turn)
+    ("special tokens as quotes", "call last, string",
+     ['<|tool_call>call:look_up{keya:<|"|>Vala valb<|"|>}<tool_call|><|tool_response>']),
+    ("an end for each kind of turn", "call last, number", [HARMONY + '{"keyc": 7351}<|call|>']),
+    ("an end for each kind of turn", "call last, none", [HARMONY + "{}<|call|>"]),
+    ("an end for each kind of turn", "one turn", [FINAL + ONE + "<|return|>"]),
+    ("header always printed", "one turn", [f"<|RESPONSE|>{ONE}<|RESPONSE_END|><|TURN_END|>"]),
+    ("header always printed, default system", "call last, number",
+     [f"<|ACTION|>[\n{CALL}]<|ACTION_END|><|TURN_END|>"]),
+    ("thought opened where the header is always printed", "one turn",
+     [f"<|RESPONSE|>{ONE}<|RESPONSE_END|><|TURN_END|>"]),
+    ("header ends with another blank", "one turn", [f"\n{ONE}<|eot|>"]),
+    ("header behind another blank", "one turn", [ONE + "<|eot|>"]),
+    ("header between other blanks", "one turn", [ONE + "<|eot|>"]),
+    ("no header", "call, number", [f"[TOOL_CALLS] [{CALL}]</s>", f" {ONE}</s>"]),
+    ("end of calls", "call last, number", [CALL + "<|eom|>"]),
+    ("needs tools", "call last, number", [f"<tool_call>\n{CALL}</tool_call><|im_end|>"]),
+    ("the next header ends a turn", "call last, number",
+     ["<tool_call>look_up<k>keyc</k>\n<v>7351</v></tool_call><|observation|>"]),
+    ("special tokens in answers", "one turn",
+     [f"<|open|>response<|sep|>{ONE}<|close|>response<|sep|><|close|>assistant<|sep|><|end|>"]),
+    ("thought opened by the prompt", "thinking tags",
+     ["Tone ttwo.\n</think>\n\nXone xtwo.<|im_end|>"]),
+    ("thought closed in the history", "one turn", [f"</think>{ONE}<|im_end|>"]),
+    ("values as Python", "call last, nested",
+     ["[look_up(keyd={'keye': [True, 86.25, 'Vale']}, keyf=\"Valf\", keyg=False)]<|im_end|>"]),
+    ("other blanks before the last end", "call last, number", [CALL + "<|im_end|>"]),
+    # no token ends a turn, so the first token of the next message does
+    ("glm4moe", "call, number", [GLM_CALL, f"\n<think></think>\n{ONE}<|user|>"]),
+    # different tokens end the last turn and earlier turns; channels; the function in the header
+    ("gptoss", "two turns", [f"{FINAL}{ONE}<|end|>", f"{FINAL}{OTHER}<|return|>"]),
+    ("gptoss", "call, number", [HARMONY + '{"keyc": 7351}<|call|>', f"{FINAL}{ONE}<|return|>"]),
+    # arguments go in as strings; contents as lists of parts
+    ("llama3_1", "call, number",
+     ['{"name": "look_up", "parameters": {"keyc": 7351}}<|eot_id|>', ONE + "<|eot_id|>"]),
+    ("smolvlm", "two turns", [f" {ONE}<end_of_utterance>", f" {OTHER}<end_of_utterance>"]),
+    # the template prints a thought in the last answer, even an empty one
+    ("qwen3", "two turns", [ONE + "<|im_end|>", f"<think>\n\n</think>\n\n{OTHER}<|im_end|>"]),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("name", "kind", "said"), EXACT)
 def test_the_text_that_is_trained_on(name, kind, said):
-    printed = renderings(STRUCTURES[name])
-    for end in (published_end(printed), NEVER_PRINTED):
-        check = TemplateCheck(STRUCTURES[name], end, printed)
+    for end in ("", NEVER_PRINTED):
+        check = TemplateCheck((STRUCTURES | SHIPPED)[name], end)
         found = check.masks(document(KINDS[kind], KINDS[kind].tools))
-        assert [found.text[slice(*span)] for span in found.spans] == [said]
+        trained = [found.text[slice(*span)] for span in found.spans]
+        assert trained == [text.replace("</s>", check.eos) for text in said]
 
 
 def test_a_prompt_with_words_that_no_chat_has_is_refused_with_both():
     chat = template("{{ m.content }}\n\n", "{{ m.content }}<|end|>", prompt="Remember the unit.")
-    check = TemplateCheck(chat, "<|end|>")
-    with pytest.raises(
-        UnusableRowError, match=r"opens it with '\\n\\n'.*is '\\n\\nRemember the unit"
-    ):
-        check.masks(document(KINDS["one turn"], False))
+    pattern = r"opens it with '\\n\\n'.*is '\\n\\nRemember the unit"
+    with pytest.raises(UnusableRowError, match=pattern):
+        TemplateCheck(chat).masks(document(KINDS["one turn"], False))
 
 
 def test_calls_that_are_printed_with_their_ids_in_place_of_names():
     call = "<call>{{ t.id }}<args>{{ c.arguments | tojson }}</call>"
-    check = TemplateCheck(template(**{**CHATML, "call": call}), "<|im_end|>")
+    masks = TemplateCheck(variant(CHATML, call=call)).masks
     for given, said in (({}, "{}"), ({"days": 3}, '{"days": 3}')):
         turn = calls(given)
         with pytest.raises(UnusableRowError, match=r"'look_up' of its calls .*functions.NAME:0"):
-            check.masks(document(Kind([ASK, turn]), True))
+            masks(document(Kind([ASK, turn]), True))
         turn["tool_calls"][0]["id"] = "functions.look_up:0"
-        found = check.masks(document(Kind([ASK, turn]), True))
+        found = masks(document(Kind([ASK, turn]), True))
         printed = f"<call>functions.look_up:0<args>{said}</call>"
         expected = f"<tool_call>\n{printed}</tool_call><|im_end|>"
         assert [found.text[slice(*span)] for span in found.spans] == [expected]
 
 
 def test_a_template_that_needs_tools_is_taken_at_the_start():
-    attach_template(byte_tokenizer(STRUCTURES["needs tools"], "", "<|im_end|>"), None)
+    attach_template(tokenizer_of(STRUCTURES["needs tools"]), None)
 
 
 def test_numbers_and_names_of_calls_add_no_work():
     """Chats that differ only in the numbers and names of calls cost two renderings each."""
-    check = TemplateCheck(STRUCTURES["no header"], "</s>")
+    check = TemplateCheck(STRUCTURES["no header"])
     rendered = []
     variables = check.masks.template._variables_of
     check.masks.template._variables_of = lambda *more: rendered.append(1) or variables(*more)
