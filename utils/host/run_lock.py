@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,11 @@ class RunOwner:
     def alive(self) -> bool:
         """Whether the owner still runs. The clocks of storage and machines may differ a little."""
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
+
+    def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
+        """Check whether the owner is the start of a job with this `slurm` in provenance.json."""
+        start = slurm.get("job_id"), int(slurm.get("restart_count") or 0)
+        return (self.job, self.restart_count) == start
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""

@@ -306,7 +306,9 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
     before, ran_s = -math.inf, 0.0
     for index, start in enumerate(starts):
         later = starts[index + 1 :]
-        owner = next((one for one in owners if before < one.since <= start.began + 1), None)
+        own = [one for one in owners if one.belongs_to(start.job)]  # nodes' clocks may differ
+        in_time = [one for one in owners if before < one.since <= start.began + 1]
+        owner = next(iter(own if len(own) == 1 else in_time), None)
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
         # The lock beats until the end. In a copied directory the lock has the time of the copy.
         latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])

@@ -127,6 +127,23 @@ def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
     assert errors == ["rank 1 on n1 was killed by SIGKILL", None, "no space left"]
 
 
+def test_a_restart_on_a_node_with_another_clock_has_its_own_lock(made_up_run):
+    record = made_up_run / "provenance.json"
+    content = json.loads(record.read_text())
+    content["starts"][2]["time"] = content["starts"][0]["time"]  # the third node's clock is behind
+    record.write_text(json.dumps(content))
+    locks = [made_up_run / ".lock" / f"owner-{number}" for number in (1, 2, 3)]
+    owners = [json.loads(lock.read_text()) for lock in locks]
+    owners[2]["owner"]["since"] = owners[0]["owner"]["since"]
+    for count, (lock, owner) in enumerate(zip(locks, owners, strict=True)):
+        owner["owner"] |= {"job": "77", "restart_count": count}
+        lock.write_text(json.dumps(owner))
+    starts = read_run(made_up_run).starts
+    assert {start.owner.restart_count for start in starts} == {0, 1, 2}
+    for start in starts:
+        assert start.owner.restart_count == int(start.job["restart_count"])
+
+
 def test_a_strangers_run_shows_no_file_of_another_folder(made_up_run, tmp_path):
     (tmp_path / "secret.txt").write_text("of somebody else")
     (made_up_run / "hang.txt").unlink(missing_ok=True)
