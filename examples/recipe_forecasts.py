@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from transformers import AutoConfig, PreTrainedConfig  # noqa: E402 - the folder is not ROOT
 
 from utils.config.arguments import FineTuneConfig  # noqa: E402
+from utils.config.errors import Report  # noqa: E402
 from utils.config.recipes import load_file  # noqa: E402
 from utils.config.settings import (  # noqa: E402
     RunSettings,
@@ -33,16 +34,17 @@ from utils.model.adapters import plan_adapters  # noqa: E402
 from utils.model.attention import OPEN, AttentionChoice  # noqa: E402
 from utils.model.compilation import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
-from utils.plan.memory_plan import GIB, plan_memory  # noqa: E402
-from utils.plan.memory_trace import Kernels  # noqa: E402
-from utils.plan.number_types import choose_optimizer_states  # noqa: E402
-from utils.plan.suggestions import (  # noqa: E402
+from utils.plan.forecast import (  # noqa: E402
     Planner,
     duration,
     make_planner,
     rounded,
     suggest,
 )
+from utils.plan.memory_estimate import GIB, count_parameters  # noqa: E402
+from utils.plan.memory_plan import plan_memory  # noqa: E402
+from utils.plan.memory_trace import Setup  # noqa: E402
+from utils.plan.run_plan import choose_optimizer_states  # noqa: E402
 
 CHAT_TOKENS = 1090  # the length of the document that a token is in: `effective_length` of
 # qwen3_600m_sft.json in benchmarks/results/gpu
@@ -154,8 +156,8 @@ def model_config(settings: RunSettings) -> PreTrainedConfig:
     return AutoConfig.for_model(**values, vocab_size=words)
 
 
-def planner_of(path: Path) -> tuple[Planner, LaunchFacts]:
-    """Return the planner of a recipe on its hardware, and the recipe's launch."""
+def planner_of(path: Path) -> Planner:
+    """Return the planner of a recipe on its hardware."""
     parse = parse_fine_tuning if path.parent.name == "sft" else parse_pretraining
     argv = ["--config", str(path), "--dry_run", "--assume", hardware(path.read_text())]
     settings = parse(argv, "")
@@ -170,18 +172,19 @@ def planner_of(path: Path) -> tuple[Planner, LaunchFacts]:
     fine_tuning = isinstance(settings.training, FineTuneConfig)
     seen = CHAT_TOKENS if fine_tuning else settings.data.sequence_length / 2
     attention, head = AttentionChoice(NAME, OPEN, ""), LossHeadChoice("fused", "taken to be")
-    kernels = Kernels(attention, head, compiled, elsewhere=True)
-    planner = make_planner(settings, config, launch, kernels, seen)
-    return planner, launch
+    counts = count_parameters(settings.model, config)
+    setup = Setup(settings, config, launch, attention, head, counts, compiled, elsewhere=True)
+    return make_planner(setup, seen)
 
 
 def predicted_line(path: Path) -> str:
     """Return the line of a recipe; raises ConfigurationError where it does not fit."""
-    planner, launch = planner_of(path)
-    settings, training = planner.settings, planner.settings.training
-    memory, _ = plan_memory(settings, planner.config, launch, planner.kernels)
-    found = planner.candidate(launch, training.per_device_train_batch_size, memory.choice)
-    tokens = training.max_steps * settings.run.global_batch_size * settings.data.sequence_length
+    planner = planner_of(path)
+    setup, settings = planner.setup, planner.setup.settings
+    choice = plan_memory(setup, Report()).choice
+    found = planner.candidate(setup.launch.strategy, setup.micro_batch, choice)
+    step_tokens = settings.run.global_batch_size * settings.data.sequence_length
+    tokens = settings.training.max_steps * step_tokens
     whole = f"{duration(tokens / found.tokens_per_s)} for {tokens / 1e9:,.3g} B tokens"
     a_billion = f"{duration(1e9 / found.tokens_per_s)} for a billion tokens"
     memory_line = f"{found.total_bytes / GIB:.0f} GiB a GPU"
@@ -211,7 +214,9 @@ def main(argv: list[str] | None = None) -> None:
     for path in recipes():
         if suggesting:
             logging.info("%s", path.stem)
-            for level, text in suggest(*planner_of(path)):
+            report = Report()
+            suggest(planner_of(path), report)
+            for level, text in report:
                 logging.log(level, "%s", text)
         else:
             path.write_text(with_prediction(path.read_text(), predicted_line(path)))

@@ -14,7 +14,7 @@ from benchmarks.cells.kinds import ParityCell, Variant
 from benchmarks.comparisons.turns import run_process, say
 from benchmarks.recording.job import Job
 from benchmarks.workloads.workload import make_workload
-from utils.plan.memory_plan import optimizer_bytes_per_parameter
+from utils.plan.memory_estimate import optimizer_bytes_per_parameter
 
 LAST = 20  # steps whose mean loss is the run's
 LIMIT = 0.02  # of it, between a variant and the first

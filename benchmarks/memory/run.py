@@ -30,9 +30,9 @@ def main() -> int:
     plan_memory, load_model = run_plan.plan_memory, models.load_model
 
     def note_plan(*given: Any) -> Any:
-        memory, report = plan_memory(*given)
+        memory = plan_memory(*given)
         found.update(asdict(memory), predicted=memory.predicted_bytes[memory.choice])
-        return memory, report
+        return memory
 
     def start_measuring(*given: Any, **named: Any) -> Any:
         if torch.cuda.is_available():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain
 import sft_train
-from utils.config import precision as cpu_precision
+from utils.config import launch_settings
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_mapping
 from utils.data.token_dataset import describe_split
@@ -66,13 +66,13 @@ def test_other_weights_under_the_adapters_are_refused(base_model, fine_tuning, t
 def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, monkeypatch, capfd):
     """A run that chose bf16 on one CPU must not silently continue in float32 on another CPU."""
     run, longer = tmp_path / "run", {"max_steps": 2, "save_steps": 1}
-    monkeypatch.setattr(cpu_precision, "has_amx", lambda: True)
+    monkeypatch.setattr(launch_settings, "has_amx", lambda: True)
     assert pretrain.main(pretraining(run, bf16="null", max_steps=1, save_steps=1)) == 0
     said = "mixed precision bf16 (this CPU computes bf16 fast; --bf16 false for float32)"
     assert said in capfd.readouterr().out
     values = load_mapping((run / "config.yaml").read_text())
     assert (values["bf16"][0], values["use_cpu"][0]) == (True, True)
-    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: False)
     with pytest.raises(ConfigurationError, match=r"its bf16 is true, now it is false"):
         pretrain.main(pretraining(run, bf16="null", **longer))
     # If bf16 is set explicitly, the run resumes in bf16 on the other CPU.

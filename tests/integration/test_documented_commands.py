@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import pretrain
 import sft_train
 from examples import recipe_forecasts
-from utils.config.assumed import assumed_gpus
+from utils.config.strategy import assumed_gpus
 
 ROOT = Path(__file__).parents[2]
 MAINS = {"pretrain.py": pretrain.main, "sft_train.py": sft_train.main}

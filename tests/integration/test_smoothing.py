@@ -14,7 +14,7 @@ import sft_train
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
 from utils.launch.processes import LaunchFacts
-from utils.plan.number_types import choose_optimizer_states
+from utils.plan.run_plan import choose_optimizer_states
 from utils.training.smoothing import EmbeddingNoise
 
 pytestmark = pytest.mark.slow
@@ -79,7 +79,7 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
             torch.testing.assert_close(resharded[name], value, rtol=0, atol=1e-4)
     zero = LaunchFacts(0, 2, "zero2", (), "cpu")
     refused = parse_fine_tuning(fine_tuning(tmp_path / "zero", **settings), "")
-    with pytest.raises(ConfigurationError, match=r"ema_decay 0\.5 .* use multi_gpu\.yaml or fsdp2"):
+    with pytest.raises(ConfigurationError, match=r"ema_decay 0\.5 .* multi_gpu or fsdp2"):
         choose_optimizer_states(refused, AutoConfig.from_pretrained(base_model), zero)
 
 

@@ -12,7 +12,7 @@ from utils.config.arguments import (
     ModelArguments,
     RunArguments,
 )
-from utils.config.declarations import declared_settings
+from utils.config.declarations import declared_settings, other_names
 from utils.config.preparation import (
     ENTRY_KEYS,
     PreparationArguments,
@@ -21,7 +21,6 @@ from utils.config.preparation import (
     sources_of,
 )
 from utils.config.settings import parse_fine_tuning
-from utils.config.unknown_names import other_names
 from utils.importing.toolkits import LEFT, TOOLKITS
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()

@@ -16,14 +16,13 @@ from utils.config.declarations import (
     checked_value,
     declared_settings,
     placeholder,
+    unknown_name,
 )
 from utils.config.display import config_text, help_text
 from utils.config.errors import Answer, ConfigurationError
 from utils.config.recipes import read_recipes
-from utils.config.unknown_names import unknown_name
 
 CONFIG_FLAG = "config"
-PRINT_FLAG = "print_config"
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -57,7 +56,7 @@ def read_settings(
     if "help" in flags:
         sys.stdout.write(help_text(declared, prog, description or "", flags["help"]))
         raise SystemExit(0)
-    printed = flags.pop(PRINT_FLAG, None)
+    printed = flags.pop("print_config", None)
     if printed is not None and "dry_run" in declared:
         flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
@@ -73,7 +72,7 @@ def read_settings(
             with suppress(UnusableSettingError):  # a fault above says why
                 problems.extend(check(values))
     if printed not in (None, [], ["all"]):
-        problems.append(f"--{PRINT_FLAG}: expected nothing or all, got {' '.join(printed)}")
+        problems.append(f"--print_config: expected nothing or all, got {' '.join(printed)}")
     if problems:
         raise ConfigurationError(problems)
     if printed is not None:
@@ -95,25 +94,20 @@ def _checked_values(
     """Return the given values in the types of their settings. Add each fault to `problems`."""
     values = SettingValues(declared, {})
     for name, entry in entries.items():
+        is_flag, value = entry.rank == FLAGS_RANK, entry.value
+        place, written = ("", f"--{name}") if is_flag else (f"{entry.source}: ", name)
+        if name not in declared:
+            problems.append(place + unknown_name(written, [*declared, CONFIG_FLAG]))
+            values.unusable.add(name)
+            continue
         try:
-            values.given[name] = _checked(name, entry, declared)
+            if is_flag:
+                value = value_of_words(declared[name], value)
+            values.given[name] = replace(entry, value=checked_value(declared[name], value))
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(f"{place}{written}: {error}")
             values.unusable.add(name)
     return values
-
-
-def _checked(name: str, entry: Given, declared: Mapping[str, Declaration]) -> Given:
-    """Return the entry with its value in the type of the setting. Raises ValueError."""
-    is_flag = entry.rank == FLAGS_RANK
-    written, place = (f"--{name}", "") if is_flag else (name, f"{entry.source}: ")
-    if name not in declared:
-        raise ValueError(place + unknown_name(written, [*declared, CONFIG_FLAG]))
-    try:
-        value = value_of_words(declared[name], entry.value) if is_flag else entry.value
-        return replace(entry, value=checked_value(declared[name], value))
-    except ValueError as error:
-        raise ValueError(f"{place}{written}: {error}") from error
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -7,11 +7,17 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from utils.config.declarations import Declaration, SettingValues, placeholder, shown
+from utils.config.declarations import (
+    REFUSED,
+    Declaration,
+    SettingValues,
+    placeholder,
+    shown,
+    unknown_name,
+)
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import entry_text
 from utils.config.rules import RULES
-from utils.config.unknown_names import REFUSED, unknown_name
 
 WIDTH = 98  # a hundred columns less two
 
@@ -38,7 +44,6 @@ OWN_FLAGS = {
     "help NAME ...": "all about one setting; --help all: every setting in short",
 }
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings for one command, not for a recipe
-EXAMPLES = {bool: "true", int: "8", float: "0.1", dict: "'{\"KEY\": 1}'", list: "VALUE"}
 # Pages that explain a setting. A test checks that each page names its settings.
 PAGES = {
     "docs/data.md": "train_data on_overlong packing sources eval_sources columns tokenizer_backend "
@@ -83,9 +88,15 @@ def help_text(
     if not words:
         return head + "\n".join(_short(declared, prog)) + "\n"
     names = [word.lstrip("-").replace("-", "_") for word in words]
-    if unknown := [_unknown(name, declared) for name in names if name not in declared]:
-        raise ConfigurationError(unknown)
-    return "\n\n".join("\n".join(_story(name, declared, prog)) for name in names) + "\n"
+    problems = []
+    for name in names:
+        if name not in declared:
+            alike = [each for each in declared if name in each] if name not in REFUSED else []
+            near = f"; settings with {name} in their name: {', '.join(alike)}" if alike else ""
+            problems.append(unknown_name(name, declared) + near)
+    if problems:
+        raise ConfigurationError(problems)
+    return "\n\n".join("\n".join(_story(name, declared)) for name in names) + "\n"
 
 
 def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
@@ -135,7 +146,7 @@ def _default(declaration: Declaration) -> str:
     return "" if nothing else f" (default: {shown(declaration.default)})"
 
 
-def _story(name: str, declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
+def _story(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
     """Yield the lines of `--help NAME`: all facts about one setting."""
     declaration = declared[name]
     value = placeholder(declaration)
@@ -147,12 +158,11 @@ def _story(name: str, declared: Mapping[str, Declaration], prog: str) -> Iterato
         facts["choices"] = ", ".join(map(shown, declaration.choices))
     if "train_data" in declared and (conflicts := list(_conflicts(name, declared))):
         facts["no effect"] = "; ".join(conflicts)
-    facts["documents"] = ", ".join(_documents(declaration))
-    is_number = isinstance(declaration.default, float | int) and declaration.default > 0
-    value = default if is_number else EXAMPLES.get(declaration.origins[0], "TEXT")
-    if declaration.choices is not None:
-        value = shown(next(each for each in declaration.choices if each != declaration.default))
-    facts["example"] = f"python {prog} --config my_run.yaml --{name} {value}"
+    documents = [page for page, names in PAGES.items() if name in names.split()]
+    owners = [each for each in declaration.owner.__mro__ if name in inspect.get_annotations(each)]
+    libraries = [LIBRARIES.get(each.__module__.partition(".")[0]) for each in owners]
+    documents += [*filter(None, libraries)][:1]
+    facts["documents"] = ", ".join([*documents, "docs/settings.md"])
     for fact, text in facts.items():
         yield from _columns(fact, text, at=13)
 
@@ -193,26 +203,6 @@ def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
             else:
                 rest = [shown(value) for value in known if not applies(value)]
                 yield f"unless {cause} is {' or '.join(rest)}"
-
-
-def _documents(declaration: Declaration) -> Iterator[str]:
-    """Yield the pages about a setting: our documents, the library's page, docs/settings.md."""
-    for page, names in PAGES.items():
-        if declaration.name in names.split():
-            yield page
-    for each in declaration.owner.__mro__:
-        address = LIBRARIES.get(each.__module__.partition(".")[0])
-        if address and declaration.name in inspect.get_annotations(each):
-            yield address
-            break
-    yield "docs/settings.md"
-
-
-def _unknown(name: str, declared: Mapping[str, Declaration]) -> str:
-    """Return advice on an unknown word after `--help`: settings with similar names."""
-    text = unknown_name(name, declared)
-    alike = [each for each in declared if name in each] if name not in REFUSED else []
-    return f"{text}; settings with {name} in their name: {', '.join(alike)}" if alike else text
 
 
 def config_text(values: SettingValues, every: bool) -> str:

@@ -23,7 +23,11 @@ class ExitCode(IntEnum):
 
 
 class Report(list[tuple[int, str]]):
-    """Lines for the log, each with its level. Planning functions return them and do not log."""
+    """Lines for the log, each with its level. Planning functions return them and do not log.
+
+    An exception that leaves the block `with Report() as report` has the lines: in the `report` of a
+    ConfigurationError, and as notes of another exception, which Python shows below the traceback.
+    """
 
     def say(self, text: str) -> None:
         """Add a fact."""
@@ -32,6 +36,16 @@ class Report(list[tuple[int, str]]):
     def warn(self, text: str) -> None:
         """Add a warning."""
         self.append((logging.WARNING, text))
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, ConfigurationError):
+            error.report = (*self, *error.report)
+        elif error is not None:
+            for _, text in self:
+                error.add_note(text)
 
 
 class ConfigurationError(ValueError):
@@ -63,42 +77,36 @@ class Answer(SystemExit):
 class UnfitClusterError(ConfigurationError):
     """Nodes, devices or network that cannot run the job. The message names the host."""
 
-    exit_code = ExitCode.UNFIT
-    kind = "cluster error"
+    exit_code, kind = ExitCode.UNFIT, "cluster error"
 
 
 class StorageError(ConfigurationError):
     """Storage that is full or not writable. The message names the host and the directory."""
 
-    exit_code = ExitCode.STORAGE
-    kind = "storage error"
+    exit_code, kind = ExitCode.STORAGE, "storage error"
 
 
 class NoProgressError(ConfigurationError):
     """A job that starts again and again without reaching a new checkpoint."""
 
-    exit_code = ExitCode.NO_PROGRESS
-    kind = "no progress"
+    exit_code, kind = ExitCode.NO_PROGRESS, "no progress"
 
 
 class LostProcessError(ConfigurationError):
     """A helper process that was killed. The message names the host. Another start may work."""
 
-    exit_code = ExitCode.LOST_RANK
-    kind = "lost process"
+    exit_code, kind = ExitCode.LOST_RANK, "lost process"
 
 
 class NotFiniteError(ConfigurationError):
     """A step whose loss, gradient or weights are not finite. The message names its documents."""
 
-    exit_code = ExitCode.NOT_FINITE
-    kind = "not finite"
+    exit_code, kind = ExitCode.NOT_FINITE, "not finite"
     ending = "failed"
 
 
 class OutOfMemoryError(ConfigurationError):
     """Too little memory of a device or host. The message names rank, phase and remedies."""
 
-    exit_code = ExitCode.OUT_OF_MEMORY
-    kind = "out of memory"
+    exit_code, kind = ExitCode.OUT_OF_MEMORY, "out of memory"
     ending = "failed"

@@ -1,4 +1,4 @@
-"""Settings of accelerate that are refused or overruled, because training would be wrong.
+"""Settings of accelerate: refused, overruled, or deciding the precision that nobody set.
 
 `accelerate launch` passes its config file and its flags to the processes in environment variables.
 One table of variables therefore serves for files, flags and the environment.
@@ -6,14 +6,24 @@ One table of variables therefore serves for files, flags and the environment.
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import SettingValues, is_true
-from utils.config.precision import PRECISION_VARIABLE
+from utils.config.declarations import Given, SettingValues, is_true
 
+FAST_BF16 = "this CPU computes bf16 fast"
+BY_LAUNCH = "the accelerate config says so"
+NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
+# accelerate/utils/environment.py takes these variables of MPI launchers and srun for a launch.
+MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+# torchrun's variables for a process. accelerate connects to the other processes if it sees them.
+LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 # Blocks of an accelerate config. Their keys may have this prefix or not.
 PREFIXES = {"parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_",
             "fsdp_config": "fsdp_", "deepspeed_config": ""}  # fmt: skip
@@ -32,17 +42,32 @@ def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {prefix + key.removeprefix(prefix): value for key, value in keys if value is not None}
 
 
-def block_variables(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for the settings checked here."""
-    sizes = block(content, "parallelism_config")
-    variables = {key.upper(): str(value) for key, value in sizes.items()}
-    if content.get("parallelism_config"):
+def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for the settings of a config.
+
+    Only variables are returned that say which strategy runs, or that are checked here.
+    """
+    sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
+    variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
+    sizes = block(config, "parallelism_config")
+    variables |= {key.upper(): str(value) for key, value in sizes.items()}
+    if config.get("parallelism_config"):
         variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    compiled = {"dynamo_backend": content.get("dynamo_backend"), **block(content, "dynamo_config")}
-    if compiled["dynamo_backend"]:
-        variables["ACCELERATE_DYNAMO_BACKEND"] = str(compiled["dynamo_backend"]).upper()
-    if ignored := block(content, "fsdp_config").get("fsdp_ignored_modules"):
+    compiler = block(config, "dynamo_config").get("dynamo_backend", config.get("dynamo_backend"))
+    if compiler:
+        variables["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
+    if ignored := sharded.get("fsdp_ignored_modules"):
         variables["FSDP_IGNORED_MODULES"] = str(ignored)
+    if config["distributed_type"] == "FSDP":
+        checkpointing = str(sharded.get("fsdp_activation_checkpointing") or False).lower()
+        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
+        variables["FSDP_VERSION"] = str(sharded.get("fsdp_version") or 1)
+    elif config["distributed_type"] == "DEEPSPEED":
+        variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+        if deepspeed.get("deepspeed_config_file"):
+            variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(deepspeed["deepspeed_config_file"])
+        else:
+            variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(deepspeed.get("zero_stage", 2))
     return variables
 
 
@@ -53,7 +78,7 @@ def _several(value: str) -> bool:
 
 
 # A variable, a test for wrong values, and the reason, which completes "NAME VALUE: ...".
-REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
+WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("PARALLELISM_CONFIG_TP_SIZE", _several,
      "tensor parallelism is not supported, ranks of a group would read different data and the loss "
      f"would be wrong; {_OTHERS}"),
@@ -77,7 +102,7 @@ REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each wrong variable of a launch."""
-    for name, is_wrong, why in REFUSED:
+    for name, is_wrong, why in WRONG:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
             yield f"{key} {variables[name]}: {why}"
@@ -159,3 +184,97 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
     for key, size in parallel.items():
         if _several(str(size)):
             yield f"{file}: {key} {size} is not supported; {_OTHERS}"
+
+
+def settle_precision(values: SettingValues) -> None:
+    """Choose `bf16` if it is open. Add a note if settings overrule the accelerate config.
+
+    config.yaml stores the choice, so that a run that moves to another CPU computes the same. bf16
+    on a CPU also sets `use_cpu`, which TrainingArguments demands.
+    """
+    by_launch = values.environment.get(PRECISION_VARIABLE, "no")
+    if values["bf16"] is None:
+        bf16, why = _open_precision(values, by_launch)
+        values.given["bf16"] = Given(bf16, why)
+        if why == BY_LAUNCH and not bf16:
+            values.given["fp16"] = Given(True, why)
+        if bf16 and _computes_on_cpu(values):
+            values.given["use_cpu"] = Given(True, values.source("use_cpu"))
+    elif (
+        values["bf16"]
+        and is_true("ACCELERATE_USE_CPU", values.environment)
+        and _computes_on_cpu(values)
+    ):
+        values.given["use_cpu"] = Given(True, "ACCELERATE_USE_CPU")  # or Trainer refuses bf16
+    if by_launch in ("bf16", "fp16") and not values[by_launch]:
+        shown = values.shown("fp16" if values["fp16"] else "bf16")
+        values.notes.append(
+            f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"
+        )
+
+
+def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
+    """Return the value for `bf16: null` in this launch, and the reason."""
+    if values["fp16"]:
+        return False, values.shown("fp16")
+    if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
+        return by_launch == "bf16", BY_LAUNCH
+    if values["dtype"] not in (None, "float32"):
+        return False, values.shown("dtype")
+    if not _computes_on_cpu(values):
+        unknown = values["dry_run"] and not values["assume"]
+        return False, NODE_UNKNOWN if unknown else "default"
+    return has_fast_bf16(), FAST_BF16 if has_fast_bf16() else "default"
+
+
+def _computes_on_cpu(values: SettingValues) -> bool:
+    """Return True if the run is known to train on a CPU. On a login node this is not known."""
+    import torch
+
+    sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+    if any(is_true(name, values.environment) for name in sharding):
+        return False  # sharding needs GPUs, and is refused without them
+    if values.on_cpu:
+        return True
+    if values["dry_run"] or torch.accelerator.is_available():
+        return False
+    return values.world_size == 1
+
+
+def has_fast_bf16() -> bool:
+    """Return whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
+    import torch
+
+    return has_amx() or torch.cpu._is_avx512_bf16_supported()
+
+
+def has_amx() -> bool:
+    """Return whether this CPU has AMX, which multiplies tiles in bf16, and the system allows it."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+@contextmanager
+def launch_for_libraries(values: SettingValues) -> Iterator[None]:
+    """Put the launch's variables into os.environ for TrainingArguments, and restore it afterwards.
+
+    The precision of the accelerate config is left out, because it would overrule `bf16: false`. A
+    dry run also leaves out the launcher's variables: with WORLD_SIZE=8 accelerate would wait for
+    processes that do not exist.
+    """
+    hidden = {PRECISION_VARIABLE}
+    if values["dry_run"]:
+        hidden |= {*LAUNCHER_VARIABLES}
+        hidden |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
+    shown = {n: v for n, v in values.environment.items() if n not in hidden}
+    different = {name for name, value in shown.items() if os.environ.get(name) != value}
+    names = hidden | different
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update({name: shown[name] for name in different})
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)

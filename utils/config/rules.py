@@ -132,7 +132,7 @@ def _without_effect(values: SettingValues, rules: Sequence[Rule]) -> Iterator[tu
 
 
 def no_effect(values: SettingValues, name: str, cause: str) -> str:
-    """Return the line about a setting without effect, for the log or a refusal."""
+    """Return the line about a setting without effect."""
     return f"{values.shown(name)} has no effect: {values.shown(cause)}"
 
 

@@ -18,7 +18,10 @@ from utils.config.arguments import (
     eval_splits,
     fitting_micro_batch,
 )
-from utils.config.checks import (
+from utils.config.command_line import read_settings
+from utils.config.declarations import Check, SettingValues
+from utils.config.launch_settings import launch_for_libraries, let_recipe_decide, settle_precision
+from utils.config.refusals import (
     BEST_MODEL_JUDGES,
     DEBUGGED,
     DEBUGGER,
@@ -26,10 +29,6 @@ from utils.config.checks import (
     PRETRAINING_CHECKS,
     schedule_fault,
 )
-from utils.config.command_line import read_settings
-from utils.config.declarations import Check, SettingValues
-from utils.config.launch_settings import let_recipe_decide
-from utils.config.precision import launch_for_libraries, settle_precision
 from utils.config.rules import (
     check_contradictions,
     leave_out,
@@ -76,8 +75,7 @@ def _parse(
 ) -> RunSettings:
     settle = (
         *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled),
-        leave_out_old_keywords,
-        *(derive_batch_sizes, derive_evaluation, derive_best_metric, derive_saves_of_the_best),
+        *(leave_out_old_keywords, derive_batch_sizes, derive_evaluation, derive_best_model),
         *(derive_for_debugging, settle_precision, let_recipe_decide, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
@@ -174,9 +172,14 @@ def derive_evaluation(values: SettingValues) -> None:
         values.derive("eval_steps", values["save_steps"], why)
 
 
-def derive_best_metric(values: SettingValues) -> None:
-    """Derive the metric of the best model if there is a single split, and greater_is_better."""
-    with suppress(ValueError):  # check_evaluation says so
+def derive_best_model(values: SettingValues) -> None:
+    """Derive the metric of the best model if there is a single split, its direction, and save_best.
+
+    save_best is derived if the best model is to be loaded but not every evaluation has a save.
+    Otherwise Trainer would load the best saved model, but report the metric of a better evaluation
+    without a checkpoint.
+    """
+    with suppress(ValueError):  # check_forms says so
         splits = list(eval_splits(values["eval_data"]))
         judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:
@@ -185,17 +188,8 @@ def derive_best_metric(values: SettingValues) -> None:
     metric = values["metric_for_best_model"] or ""
     if metric.endswith("perplexity") and values["greater_is_better"] is None:
         values.derive("greater_is_better", False, f"a lower {metric} is better")
-
-
-def derive_saves_of_the_best(values: SettingValues) -> None:
-    """Derive save_best if the best model is to be loaded but not every evaluation has a save.
-
-    Otherwise Trainer would load the best saved model, but report the metric of a better evaluation
-    without a checkpoint.
-    """
-    kind = values["eval_strategy"]
-    each = kind == values["save_strategy"]
-    if kind == "steps":
+    each = values["eval_strategy"] == values["save_strategy"]
+    if values["eval_strategy"] == "steps":
         each = each and values["eval_steps"] == values["save_steps"]
     wanted = values["load_best_model_at_end"] and values["eval_data"] and not each
     if wanted and values.rank("save_best") == 0:

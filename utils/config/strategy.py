@@ -1,21 +1,26 @@
-"""The strategy of a run: its accelerate config, and the environment that it gives the processes.
+"""The strategy of a run, its accelerate config, and the GPUs that a dry run assumes.
 
 A launcher imports this module before it knows whether the packages are installed. Third-party
 packages are therefore imported inside functions: the launcher reports a missing one.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from utils.config.assumed import assumed_gpus
 from utils.config.declarations import Given, SettingValues
 from utils.config.errors import ConfigurationError
-from utils.config.launch_settings import block, block_variables, launch_faults
-from utils.config.precision import PRECISION_VARIABLE
+from utils.config.launch_settings import (
+    PRECISION_VARIABLE,
+    block,
+    launch_faults,
+    strategy_variables,
+)
 
 CONFIG = "ACCELERATE_CONFIG"
 SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
@@ -25,6 +30,33 @@ NAMES = ("single_gpu", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "cpu")
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
+# GPUs that `--assume` knows: memory that torch sees (GiB), peak of dense products in bf16 with
+# float32 sums (TFLOP/s), GB/s between a GPU and the others of its node, sent plus received. The
+# figures are from NVIDIA's data sheets, without sparsity; for the RTX 3090, 4090 and 5090 from the
+# white papers of their architectures (PCIe 4 and 5: 64 and 128 GB/s). We compared the figures of
+# A100, A40, H100, H200, L4 and L40S with public lists that cite the data sheets, but not the
+# figures of other GPUs.
+GPUS = {
+    "B200-180GB": (178.3, 2250, 1800),
+    "H200-141GB": (139.8, 989, 900),
+    "H100-80GB": (79.1, 989, 900),
+    "H100-94GB": (93.1, 835, 600),
+    "GH200-96GB": (94.5, 989, 900),
+    "A100-80GB": (79.1, 312, 600),
+    "A100-40GB": (39.4, 312, 600),
+    "A30-24GB": (23.5, 165, 200),
+    "A40-48GB": (44.4, 149.7, 64),
+    "L40S-48GB": (44.4, 362, 64),
+    "L4-24GB": (22.0, 121, 64),
+    "RTXA6000-48GB": (47.4, 154.8, 64),
+    "RTX6000Ada-48GB": (47.4, 364.2, 64),
+    "RTX3090-24GB": (23.6, 71, 64),
+    "RTX4090-24GB": (23.5, 165.2, 64),
+    "RTX5090-32GB": (31.4, 209.5, 128),
+}
+# torch sees about this share of an unknown GPU's nominal memory.
+VISIBLE_SHARE = 0.95
+_FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 _OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
 
 
@@ -70,8 +102,13 @@ def choose_config(
     if strategy.value == AUTO:
         several = FOLDER / ("cpu.yaml" if on_cpu else "multi_gpu.yaml")
         return read_config(alone if processes == 1 else several, "the number of processes")
-    if fault := strategy_fault(strategy.value):
-        raise ConfigurationError(f"{shown}: {fault}")
+    if strategy.value not in NAMES and not (_ROOT / strategy.value).is_file():
+        near = get_close_matches(strategy.value.lower(), (AUTO, *NAMES), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigurationError(
+            f"{shown}: no such strategy or file: {hint}take one of {', '.join((AUTO, *NAMES))}, or "
+            "a path"
+        )
     config = read_config(strategy_path(strategy.value), shown)
     if processes == 1 and (config.shards or strategy.value == "multi_gpu"):
         return read_config(alone, f"{shown}, which has no effect on one process")
@@ -81,15 +118,6 @@ def choose_config(
 def strategy_path(strategy: str) -> Path:
     """Return the file of a strategy: a name of accelerate_configs/, or a path."""
     return FOLDER / f"{strategy}.yaml" if strategy in NAMES else Path(strategy)
-
-
-def strategy_fault(strategy: str) -> str:
-    """Return the fault of a strategy's name or path; empty: no fault."""
-    if strategy == AUTO or strategy in NAMES or (_ROOT / strategy).is_file():
-        return ""
-    near = get_close_matches(strategy.lower(), (AUTO, *NAMES), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"no such strategy or file: {hint}take one of {', '.join((AUTO, *NAMES))}, or a path"
 
 
 def read_config(path: Path, chosen_by: str) -> StrategyConfig:
@@ -112,25 +140,6 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
     return StrategyConfig(path, chosen_by, content)
 
 
-def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with which `accelerate launch` passes on the strategy of a config."""
-    variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
-    variables |= block_variables(config)
-    if config["distributed_type"] == "FSDP":
-        own = block(config, "fsdp_config")
-        checkpointing = str(own.get("fsdp_activation_checkpointing") or False).lower()
-        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
-        variables["FSDP_VERSION"] = str(own.get("fsdp_version") or 1)
-    elif config["distributed_type"] == "DEEPSPEED":
-        own = block(config, "deepspeed_config")
-        variables["ACCELERATE_USE_DEEPSPEED"] = "true"
-        if own.get("deepspeed_config_file"):
-            variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(own["deepspeed_config_file"])
-        else:
-            variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(own.get("zero_stage", 2))
-    return variables
-
-
 def describe_launch(values: SettingValues) -> None:
     """Give a dry run the environment of the launch that it plans: processes and strategy.
 
@@ -138,26 +147,21 @@ def describe_launch(values: SettingValues) -> None:
     `assume`, a dry run under `accelerate launch` keeps its environment.
     """
     environment = values.environment
-    if not values["dry_run"]:
+    launched = "WORLD_SIZE" not in environment or is_launched(environment)
+    if not values["dry_run"] or (launched and not values["assume"]):
         return
-    if values["assume"]:
-        try:
+    # check_strategy reports these errors.
+    with suppress(ValueError):
+        if values["assume"]:
             world_size = assumed_gpus(values["assume"]).world_size
-        except ValueError:  # check_strategy reports it
-            return
-        environment = {**environment, "WORLD_SIZE": str(world_size)}
-    elif "WORLD_SIZE" not in environment or is_launched(environment):
-        return
-    values.environment = environment
-    strategy = Given(values["strategy"], values.source("strategy"))
-    on_cpu = not values["assume"] and values.on_cpu
-    try:
+            environment = {**environment, "WORLD_SIZE": str(world_size)}
+        values.environment = environment
+        strategy = Given(values["strategy"], values.source("strategy"))
+        on_cpu = not values["assume"] and values.on_cpu
         config = choose_config(environment, strategy, values.world_size, on_cpu=on_cpu)
-    except ConfigurationError:  # check_strategy reports it
-        return
-    variables = strategy_variables(config.content)
-    described = {name: value for name, value in variables.items() if value != "no"}
-    values.environment = {**environment, **described}
+        variables = strategy_variables(config.content)
+        described = {name: value for name, value in variables.items() if value != "no"}
+        values.environment = {**environment, **described}
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -178,13 +182,63 @@ def check_strategy(values: SettingValues) -> Iterator[str]:
     for name in ("assume", "suggest"):
         if values[name] and not values["dry_run"]:
             yield f"{values.shown(name)} is for a dry run: add --dry_run, or leave it out"
-        elif values[name] and name == "assume" and SUBMITTING in os.environ:
-            yield f"{values.shown(name)}: the job says which GPUs it has; leave it out"
-    if values["assume"]:
-        try:
-            assumed_gpus(values["assume"])
-        except ValueError as error:
-            yield f"{values.shown('assume')}: {error}"
-        for name in ("use_cpu", "strategy"):
-            if values[name] in (True, "cpu"):
-                yield f"{values.shown('assume')} does not go with {values.shown(name)}"
+    if not values["assume"]:
+        return
+    shown = values.shown("assume")
+    if values["dry_run"] and SUBMITTING in os.environ:
+        yield f"{shown}: the job says which GPUs it has; leave it out"
+    try:
+        assumed_gpus(values["assume"])
+    except ValueError as error:
+        yield f"{shown}: {error}"
+    for name in ("use_cpu", "strategy"):
+        if values[name] in (True, "cpu"):
+            yield f"{shown} does not go with {values.shown(name)}"
+
+
+@dataclass(frozen=True)
+class AssumedGpus:
+    """The GPUs of a run: `nodes` nodes with `per_node` GPUs each.
+
+    flops: peak FLOP per second of a GPU in bf16; None: not known. link: bytes per second that a GPU
+    sends to the other GPUs of its node.
+    """
+
+    name: str
+    nodes: int
+    per_node: int
+    memory_gib: float
+    flops: float | None = None
+    link: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of GPUs."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        nodes = f", {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.world_size} x {self.name}{nodes}"
+
+
+def assumed_gpus(text: str) -> AssumedGpus:
+    """Read `8xH100-80GB`, `2x8xA100-40GB`, or `8x48GB` for any GPU. Raises ValueError otherwise."""
+    found = _FORM.fullmatch(text.strip())
+    numbers = [int(each or 1) for each in found.groups()[:2]] if found else [0]
+    if found is None or min(numbers) < 1 or int(found[4]) < 1:
+        raise ValueError(
+            "expected GPUs, or nodes x GPUs, as in 8xH100-80GB, 2x8xA100-40GB, or 8x48GB for any"
+        )
+    nodes, per_node = numbers
+    if found[3] is None:
+        return AssumedGpus(f"{found[4]}GB", nodes, per_node, int(found[4]) * VISIBLE_SHARE)
+    asked = f"{found[3].replace(' ', '')}-{found[4]}GB"
+    known = {name.lower(): name for name in GPUS}
+    if asked.lower() not in known:
+        raise ValueError(
+            f"{asked} is not known here: take one of {', '.join(GPUS)}, or give its memory alone, "
+            f"{text[: found.start(3)]}{found[4]}GB, for a prediction without speed"
+        )
+    name = known[asked.lower()]
+    memory_gib, tflops, link_gb_s = GPUS[name]
+    return AssumedGpus(name, nodes, per_node, memory_gib, tflops * 1e12, link_gb_s / 2 * 1e9)

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from utils.config.checks import check_packages, check_run
 from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_file
+from utils.config.refusals import check_forms, check_packages, check_run
 from utils.config.rules import RULES
 from utils.config.settings import derive_evaluation
 from utils.importing.sources import convert_data, listed
@@ -296,7 +296,7 @@ def _settle(given: Conversion) -> None:
             if name in values.given and values[name] and applies(values[cause]):
                 del values.given[name]
                 given.note(_key(given, name), f"no effect, as {cause} is {shown(values[cause])}")
-    for fault in (*check_packages(values), *check_run(values)):
+    for fault in (*check_packages(values), *check_run(values), *check_forms(values)):
         name, word = fault.split()[:2]
         value, comment = given.run.get(name, (None, ""))
         key = _key(given, name)

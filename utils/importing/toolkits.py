@@ -16,8 +16,14 @@ from utils.config.arguments import (
     PretrainConfig,
     RunArguments,
 )
-from utils.config.declarations import Given, checked_value, declared_settings
-from utils.config.unknown_names import REFUSED, by_name, other_names
+from utils.config.declarations import (
+    REFUSED,
+    Given,
+    by_name,
+    checked_value,
+    declared_settings,
+    other_names,
+)
 
 UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"

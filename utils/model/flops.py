@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from utils.config.assumed import GPUS
+from utils.config.strategy import GPUS
 from utils.data.packing import PackPlan
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
@@ -29,8 +29,8 @@ from utils.model.architecture import (
     text_model_of,
 )
 
-# torch's name of a GPU -> its name in utils/config/assumed.py. Variants with other clocks are left
-# out.
+# torch's name of a GPU -> its name in utils/config/strategy.py. Variants with other clocks are
+# left out.
 CARDS = {
     "NVIDIA B200": "B200-180GB",
     "NVIDIA H200": "H200-141GB",

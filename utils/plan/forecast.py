@@ -1,4 +1,4 @@
-"""A forecast of a run's speed on the GPUs of another machine.
+"""The forecast of a run's speed on another machine's GPUs, and the best settings for these GPUs.
 
 A step takes the longer of two times: the time of its matrix products and attention, and the time of
 its exchange with the other GPUs. Products and attention reach only a share of the GPU's peak speed.
@@ -7,17 +7,31 @@ This share depends on the model's width. It was measured on one H200 with compil
 """
 
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
-from utils.config.arguments import ModelArguments
-from utils.config.assumed import AssumedGpus
+from utils.config.errors import ConfigurationError, Report
+from utils.config.strategy import AssumedGpus, assumed_gpus
 from utils.model.adapters import with_adapters
-from utils.model.architecture import has_experts, without_weights
+from utils.model.architecture import MISFITS, first_line, has_experts, without_weights
 from utils.model.flops import TokenProducts, token_products
+from utils.plan.memory_estimate import GIB, estimate_memory
+from utils.plan.memory_plan import (
+    MARGIN,
+    RESERVED,
+    ROWS,
+    VARIABLE,
+    changed,
+    planned_device,
+    possible_checkpointing,
+    remedies,
+)
+from utils.plan.memory_trace import Setup
+from utils.plan.run_data import accumulation_steps
 
 # Share of the peak in bf16 by width of the hidden states: `causal_mfu` of "Stoker, tuned" in
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
@@ -36,99 +50,120 @@ NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
 # Not measured: the share of a link's speed that an exchange reaches. The network's speed is not
 # known: 200 Gbit/s per GPU are assumed, in bytes per second.
 LINK_SHARE, NETWORK = 0.8, 25e9
+FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+AS_FAST = 0.98  # speeds closer than this count as equal: then less sharding wins
+LISTED = 4  # rows of the table
+# The GPU whose speed orders the candidates if the GPUs' speed is not known.
+USUAL = assumed_gpus("1xH100-80GB")
 
 
 @dataclass(frozen=True)
-class ModelProducts(TokenProducts):
-    """The multiplications per token and other sizes of a model that determine a step's time.
+class Candidate:
+    """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    head: number of weights of the output layer. width: size of the hidden states. parameters:
-    number of all parameters, and of the trained ones.
+    counted: whether the bytes include activations. For some architectures they cannot be counted.
     """
 
-    head: int
-    width: int
-    has_experts: bool
-    parameters: tuple[int, int]
+    strategy: str
+    micro_batch: int
+    recomputed: str
+    total_bytes: int
+    tokens_per_s: float
+    counted: bool
 
-    def step_flops(self, document_tokens: float, recomputed: str) -> float:
+
+@dataclass(frozen=True)
+class Planner:
+    """Predictions of memory and speed on some GPUs: of the run's setup, and of changed setups.
+
+    document_tokens: mean, over all tokens, of the length of the token's document. products,
+    has_experts: facts of the model.
+    """
+
+    setup: Setup
+    gpus: AssumedGpus
+    document_tokens: float
+    products: TokenProducts
+    has_experts: bool
+
+    def step_flops(self, recomputed: str) -> float:
         """Return the FLOPs per token of a step. A token sees half of its document on average.
 
         Full recomputation repeats the forward pass without the output layer. It adds 2 FLOPs per
         weight, and in attention 4 per head, head dimension and visible token.
         """
-        unseen = self.scores(document_tokens) / 2
-        again = 2 * (self.forward - self.head) + 4 * unseen if recomputed == "full" else 0
-        return self.flops(document_tokens) - 12 * unseen + again
+        text, products = self.setup.config.get_text_config(decoder=True), self.products
+        head = text.vocab_size * text.hidden_size
+        unseen = products.scores(self.document_tokens) / 2
+        again = 2 * (products.forward - head) + 4 * unseen if recomputed == "full" else 0
+        return products.flops(self.document_tokens) - 12 * unseen + again
+
+    def share_of_peak(self, setup: Setup, recomputed: str) -> float:
+        """Return the share of the GPU's bf16 peak that the matrix products of a step reach."""
+        width = setup.config.get_text_config(decoder=True).hidden_size
+        share = float(np.interp(math.log(width), np.log([*SHARES]), [*SHARES.values()]))
+        factors = (
+            (SEVERAL, self.gpus.world_size > 1),
+            (NOT_COMPILED, not setup.compiles),
+            (OF_EXPERTS, self.has_experts),
+            (FLOAT32, setup.autocast is None),
+            (1 / SELECTIVE, recomputed == "selective"),
+        )
+        return share * math.prod(factor for factor, applies in factors if applies)
+
+    def tokens_per_s(self, setup: Setup, recomputed: str) -> float:
+        """Return tokens per second of all GPUs together, padding included.
+
+        GPUs of unknown speed count as H100s. Raises ConfigurationError if the global batch does not
+        divide into micro-batches.
+        """
+        gpus, known = self.gpus, self.gpus if self.gpus.flops else USUAL
+        assert known.flops is not None
+        assert known.link is not None
+        batch = setup.settings.run.global_batch_size
+        accumulation = accumulation_steps(batch, setup.micro_batch, setup.launch.world_size)
+        tokens = setup.micro_batch * setup.settings.data.sequence_length
+        speed = self.share_of_peak(setup, recomputed) * known.flops
+        work_s = tokens * self.step_flops(recomputed) / speed
+        # The exchange is a ring through all GPUs. Between nodes it uses one network card per GPU.
+        link = known.link if gpus.nodes == 1 else min(known.link, gpus.per_node * NETWORK)
+        per_micro_batch, at_the_end = exchanged_bytes(setup, gpus.world_size)
+        each_s = max(work_s, per_micro_batch / (link * LINK_SHARE))
+        # The exchange at the end overlaps with the last backward pass, 2/3 of a micro-batch's time.
+        last_s = max(at_the_end / (link * LINK_SHARE) - work_s * 2 / 3, 0)
+        return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
+
+    def candidate(self, strategy: str, micro_batch: int, recomputed: str) -> Candidate:
+        """Predict one choice. Raises ConfigurationError if the global batch does not divide."""
+        setup = changed(self.setup, {"strategy": strategy, ROWS: micro_batch})
+        speed, memory = self.tokens_per_s(setup, recomputed), estimate_memory(setup, recomputed)
+        return Candidate(strategy, micro_batch, recomputed, memory.total, speed, memory.counted)
+
+    @property
+    def room(self) -> int:
+        """Return the bytes that a prediction may take, as for activation_checkpointing: auto."""
+        return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all choices that fit, by strategy and recomputation; small micro-batches first.
+
+        DeepSpeed's strategies are tried only if the run uses one of them.
+        """
+        launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
+        zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
+        for strategy in ("ddp", *zero, "fsdp2") if launch.world_size > 1 else ("single",):
+            for choice in possible_checkpointing(changed(self.setup, {"strategy": strategy})):
+                for size in MICRO_BATCHES:
+                    if batch % (size * launch.world_size):
+                        break
+                    found = self.candidate(strategy, size, choice)
+                    if not found.counted or found.total_bytes > self.room:
+                        break
+                    yield found
 
 
-@dataclass(frozen=True)
-class Step:
-    """The shape of a step, and how it is computed.
-
-    rows: sequences per rank and micro-batch. accumulation: micro-batches per step. length: tokens
-    per sequence. document_tokens: mean, over all tokens, of the length of the token's document.
-    recomputed: the activation checkpointing.
-    """
-
-    rows: int
-    accumulation: int
-    length: int
-    document_tokens: float
-    recomputed: str
-    compiled: bool
-    bf16: bool
-
-
-def model_products(model: ModelArguments, config: PreTrainedConfig) -> ModelProducts:
-    """Count the multiplications and weights of a model on the meta device."""
-    text = config.get_text_config(decoder=True)
-    # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
-    plain = without_weights(config)
-    experts = has_experts(plain)
-    with torch.device("meta"):
-        built = with_adapters(plain, model)
-    counted = token_products(built)
-    sizes = [(weight.numel(), weight.requires_grad) for weight in built.parameters()]
-    return ModelProducts(
-        counted.forward, counted.trained, counted.attention, text.vocab_size * text.hidden_size,
-        text.hidden_size, experts,
-        (sum(size for size, _ in sizes), sum(size for size, grad in sizes if grad)),
-    )  # fmt: skip
-
-
-def share_of_peak(products: ModelProducts, step: Step, ranks: int) -> float:
-    """Return the share of the GPU's bf16 peak that the matrix products of a step reach."""
-    widths = np.log([*SHARES])
-    share = float(np.interp(math.log(products.width), widths, [*SHARES.values()]))
-    factors = (
-        (SEVERAL, ranks > 1),
-        (NOT_COMPILED, not step.compiled),
-        (OF_EXPERTS, products.has_experts),
-        (FLOAT32, not step.bf16),
-        (1 / SELECTIVE, step.recomputed == "selective"),
-    )
-    return share * math.prod(factor for factor, applies in factors if applies)
-
-
-def tokens_per_s(products: ModelProducts, step: Step, strategy: str, gpus: AssumedGpus) -> float:
-    """Return tokens per second of all GPUs together, padding included. Needs `gpus.flops`."""
-    assert gpus.flops is not None
-    assert gpus.link is not None
-    tokens = step.rows * step.length
-    flops = products.step_flops(step.document_tokens, step.recomputed)
-    work_s = tokens * flops / (share_of_peak(products, step, gpus.world_size) * gpus.flops)
-    # The exchange is a ring through all GPUs. Between nodes it uses one network card per GPU.
-    link = gpus.link if gpus.nodes == 1 else min(gpus.link, gpus.per_node * NETWORK)
-    per_micro_batch, at_the_end = exchanged_bytes(products, strategy, gpus.world_size)
-    each_s = max(work_s, per_micro_batch / (link * LINK_SHARE))
-    # The exchange at the end overlaps with the last backward pass, 2/3 of a micro-batch's time.
-    last_s = max(at_the_end / (link * LINK_SHARE) - work_s * 2 / 3, 0)
-    step_s = step.accumulation * each_s + last_s
-    return tokens * step.accumulation * gpus.world_size / step_s
-
-
-def exchanged_bytes(products: ModelProducts, strategy: str, ranks: int) -> tuple[float, float]:
+def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
     """Return the bytes that each GPU sends: (per micro-batch, at the end of each step).
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
@@ -136,8 +171,115 @@ def exchanged_bytes(products: ModelProducts, strategy: str, ranks: int) -> tuple
     """
     if ranks == 1:
         return 0.0, 0.0
-    weights, trained = (number * (ranks - 1) / ranks for number in products.parameters)
+    weights, trained = (number * (ranks - 1) / ranks for number in setup.parameters)
     return {
         "ddp": (0.0, 8 * trained), "zero1": (0.0, 4 * trained),
         "zero2": (2 * trained, 2 * trained), "zero3": (4 * weights + 2 * trained, 0.0),
-    }.get(strategy, (4 * weights + 4 * trained, 0.0))  # fmt: skip
+    }.get(setup.launch.strategy, (4 * weights + 4 * trained, 0.0))  # fmt: skip
+
+
+def rounded(number: float) -> int:
+    """Round to two significant digits. A forecast is not more exact."""
+    return int(float(f"{number:.2g}"))
+
+
+def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort by speed. Among nearly equal ones prefer less sharding, then a larger micro-batch."""
+    rest, ordered = list(candidates), []
+    while rest:
+        fastest = max(one.tokens_per_s for one in rest)
+        near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest]
+        # candidates() yields the strategy that shards least first. max takes the first of equals.
+        simplest = [one for one in near if one.strategy == near[0].strategy]
+        best = max(simplest, key=lambda one: one.micro_batch)
+        ordered.append(best)
+        rest.remove(best)
+    return ordered
+
+
+def make_planner(setup: Setup, document_tokens: float) -> Planner:
+    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are not known.
+
+    document_tokens: mean, over all tokens, of the length of the token's document.
+    """
+    config, assume = setup.config, setup.settings.run.assume
+    if assume:
+        gpus = assumed_gpus(assume)
+    else:
+        _, size = planned_device(None, os.environ)
+        if size is None:
+            raise ConfigurationError(
+                "--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
+                f"{VARIABLE} (slurm/cluster.env)"
+            )
+        ranks = setup.launch.world_size
+        gpus = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, ranks, size / GIB)
+    try:
+        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
+        plain = without_weights(config)
+        experts = has_experts(plain)
+        with torch.device("meta"):
+            products = token_products(with_adapters(plain, setup.settings.model))
+    except MISFITS as error:
+        raise ConfigurationError(
+            f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
+            f"({first_line(error)}): leave them out."
+        ) from error
+    # The GPUs are not those of this machine.
+    return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
+
+
+def suggest(planner: Planner, report: Report) -> None:
+    """Report the lines of `--suggest`: the fastest settings that fit, else changes that fit."""
+    setup, gpus = planner.setup, planner.gpus
+    most = possible_checkpointing(setup)[-1]
+    if not planner.candidate(setup.launch.strategy, 1, most).counted:
+        report.warn("suggest: nothing, for what activations take cannot be counted here")
+        return
+    ordered = best_first(list(planner.candidates()))
+    if not ordered:
+        report.warn(f"suggest: nothing fits {gpus}; {remedies(setup, most, planner.room)}")
+        return
+    best, kept = ordered[0], setup.settings.run.global_batch_size
+    lines = [
+        f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
+        f"  strategy: {FILES.get(best.strategy, best.strategy)}",
+        f"  per_device_train_batch_size: {best.micro_batch}",
+        f"  activation_checkpointing: {best.recomputed}",
+        "the best of each kind:",
+        f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
+        f"{'tokens/s':>12}",
+    ]
+    kinds: dict[tuple[str, str], Candidate] = {}
+    for one in ordered:
+        kinds.setdefault((one.strategy, one.recomputed), one)
+    for one in [*kinds.values()][:LISTED]:
+        speed = f"{rounded(one.tokens_per_s):,}" if gpus.flops else "?"
+        lines.append(
+            f"  {FILES.get(one.strategy, one.strategy):<11} {one.micro_batch:>11} "
+            f"{one.recomputed:<13} {one.total_bytes / GIB:>9.1f} {speed:>12}"
+        )
+    report.say("\n".join(lines))
+
+
+def forecast_line(planner: Planner, recomputed: str, total_steps: int) -> str:
+    """Return the forecast as text: tokens per second with these settings, duration of the run."""
+    gpus, settings = planner.gpus, planner.setup.settings
+    if gpus.flops is None:
+        return f"forecast: no speed, the GPUs are known by their memory alone ({gpus})"
+    speed = planner.tokens_per_s(planner.setup, recomputed)
+    step_tokens = settings.run.global_batch_size * settings.data.sequence_length
+    network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
+    return (
+        f"forecast: {rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
+        f"{duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
+        f"({SOURCE}{network})"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with the precision of a forecast: 40 minutes, 13 hours, 4 days."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{math.ceil(seconds)} seconds"

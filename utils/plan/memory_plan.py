@@ -1,78 +1,46 @@
-"""The memory that a run needs on each device, and the activation checkpointing that fits.
-
-No weight is loaded. memory_trace.py counts the memory of a micro-batch on the model itself.
-"""
+"""The activation checkpointing that fits a device's memory, and changes that make a run fit."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
-from utils.config.arguments import ModelArguments, RunArguments
-from utils.config.assumed import assumed_gpus
+from utils.config.arguments import with_values
 from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError, Report
-from utils.config.settings import RunSettings
+from utils.config.strategy import assumed_gpus
 from utils.host.collectives import gathered
 from utils.host.machine import host_name, memory_room_bytes
 from utils.launch.processes import LaunchFacts
-from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
-from utils.model.architecture import MISFITS, causal_lm_class
+from utils.model.adapters import plan_adapters
+from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES
 from utils.model.finished_model import name_of
-from utils.model.quantization import quantized_layers
-from utils.model.weights import weights_dtype
-from utils.plan.memory_trace import Kernels, Workload, most_alive, trace
-from utils.plan.remedies import Fits, remedies
+from utils.plan.memory_estimate import (
+    GIB,
+    SHARDED_BY,
+    MemoryEstimate,
+    count_parameters,
+    estimate_memory,
+)
+from utils.plan.memory_trace import Setup
 
-GIB = 2**30
 VARIABLE = "STOKER_GPU_MEMORY_GIB"
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Bytes of a moment of Adam per parameter. int8: 1 byte, and a float32 scale for up to 256 of them.
-BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
-# cuBLAS's workspaces on Hopper. Forward and backward pass run in two threads with one each.
-WORKSPACE_BYTES = 2 * 32 * 2**20
-SHARDED_BY = {
-    "weights": ("fsdp1", "fsdp2", "zero3"),
-    "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
-    "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
-}
 # Shares of a device's memory that a run cannot use. On a GPU: its context, NCCL's buffers, the
 # kernels' workspaces, unused gaps between tensors. On a host: other processes.
 RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # Factors by which a run may need more than predicted. A process on a CPU also holds kernels, their
 # threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on each device at the peak of a step.
-
-    activations: all other tensors at the peak, such as layers' inputs for the backward pass, logits
-    of the loss head, gathered weights. counted: False if most of `activations` is missing. fault:
-    a warning for the log, if something could not be counted.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    counted: bool
-    fault: str = ""
-
-    @property
-    def total(self) -> int:
-        """Return the sum of the parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-    def __str__(self) -> str:
-        names = ("weights", "gradients", "optimizer", "activations")
-        parts = [f"{name} {getattr(self, name) / GIB:.2f}" for name in names if getattr(self, name)]
-        bound = "at most" if self.counted else "over"
-        return f"{bound} {self.total / GIB:.2f} GiB a device = {' + '.join(parts)}"
+# Changes that may make a run fit, besides settings' names: the number of GPUs of the launch.
+GPUS = "GPUs"
+ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
+SHOWN = 3
+SHORTEST = 256  # tokens
+LORA = {"use_peft": True, "dtype": "bfloat16"}
+QLORA = LORA | {"load_in_4bit": True, "use_bnb_nested_quant": True}
 
 
 @dataclass(frozen=True)
@@ -94,142 +62,94 @@ class MemoryPlan:
     sharded_bytes: int = 0
 
 
-def plan_memory(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
-) -> tuple[MemoryPlan, Report]:
-    """Predict the memory of one device and choose the activation checkpointing.
+def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
+    """Predict the memory of one device and choose the activation checkpointing; add to `report`.
 
-    Returns the plan and its log lines. All ranks must call this; they choose by the device with the
-    least room. If the run trains on another machine, the device is the GPU that --assume or
-    slurm/cluster.env names. Raises ConfigurationError if the run does not fit a GPU even though the
-    prediction may be too high by MARGIN, or if the weights alone do not fit the GPU or the host.
+    All ranks must call this; they choose by the device with the least room. If the run trains on
+    another machine, the device is the GPU that --assume or slurm/cluster.env names. Raises
+    ConfigurationError if the run does not fit a GPU even though the prediction may be too high by
+    MARGIN, or if the weights alone do not fit the GPU or the host.
     """
-    report = Report()
-    requested, possible = checkpointing_choices(settings, config, launch)
-    work = workload(settings, config, launch, kernels)
-    counts = count_parameters(settings.model, config)
-    if (quantized := work.quantized) is not None:
+    settings, launch = setup.settings, setup.launch
+    requested, possible = checkpointing_choices(setup)
+    if (quantized := setup.quantized) is not None:
         report.say(
-            f"load_in_4bit: {quantized.weights:,} of {counts[0]:,} parameters are kept in "
-            f"{settings.model.bnb_4bit_quant_type}, the rest in {name_of(work.weights)}"
+            f"load_in_4bit: {quantized.weights:,} of {setup.parameters[0]:,} parameters are kept "
+            f"in {settings.model.bnb_4bit_quant_type}, the rest in {name_of(setup.computed_dtype)}"
         )
-    predicted = {
-        choice: estimate_memory(settings, config, launch, work, choice, counts)
-        for choice in (possible if requested == "auto" else [requested])
-    }
+    choices = possible if requested == "auto" else [requested]
+    predicted = {choice: estimate_memory(setup, choice) for choice in choices}
     for fault in dict.fromkeys(each.fault for each in predicted.values() if each.fault):
         report.warn(fault)
-    elsewhere = kernels.elsewhere
-    own = planned_device(settings.run, os.environ) if elsewhere else own_device(launch)
+    own = planned_device(settings.run.assume, os.environ) if setup.elsewhere else own_device(launch)
     room, size = (
         min(filter(None, each), default=None) for each in zip(*gathered(own), strict=True)
     )
-    margin = MARGIN.get("cuda" if elsewhere else launch.device, 1.1)
+    margin = MARGIN.get("cuda" if setup.elsewhere else launch.device, 1.1)
     choice, reason = choose(requested, predicted, room, margin)
     needed, weights = predicted[choice].total, predicted[choice].weights
+    all_parameters, trained = setup.parameters
+    report.say(f"memory: {all_parameters:,} parameters, {trained:,} trained; {predicted[choice]}")
+    report.say(f"activation checkpointing: {reason}")
     limit = room if size is None else int(margin * size)
     hopeless = limit is not None and weights > limit
-    report.say(f"memory: {counts[0]:,} parameters, {counts[1]:,} trained; {predicted[choice]}")
-    report.say(f"activation checkpointing: {reason}")
     if room is not None and (hopeless or needed > room):
-        fits = fitting(room, config, kernels)
-        others = remedies(settings, launch, choice, possible, fits)
         problem = (
             f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room) / GIB:.1f} "
             f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch "
-            f"{work.rows}){_weights_alone(settings, config, weights) if hopeless else ''}; {others}"
+            f"{setup.micro_batch})"
         )
+        if hopeless:
+            source = settings.model.model_config or setup.config.name_or_path
+            problem += (
+                f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} "
+                "right?"
+            )
+        problem += f"; {remedies(setup, choice, room)}"
         if hopeless or (size is not None and needed > margin * size):
-            raise ConfigurationError(problem, report)
+            raise ConfigurationError(problem)
         report.warn(f"{problem}. It will probably run out")
-
-    def peak(choice: str, work: Workload, launch: LaunchFacts = launch) -> int:
-        return estimate_memory(settings, config, launch, work, choice, counts).total
-
     totals = {name: estimate.total for name, estimate in predicted.items()}
-    sequence, sharded = predicted[choice].activations // work.rows, needed
-    if launch.device == "cuda" and not elsewhere:  # takes a second or two; used if memory runs out
-        totals = {name: totals.get(name) or peak(name, work) for name in possible}
-        sequence = peak(choice, replace(work, rows=work.rows + 1)) - needed
-        rows = replace(work, weights=work.autocast or work.weights)
-        sharded = peak(choice, rows, replace(launch, strategy="fsdp2"))
-    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded), report
+    sequence, sharded = predicted[choice].activations // setup.micro_batch, needed
+    if launch.device == "cuda" and not setup.elsewhere:  # takes seconds; used if memory runs out
+        totals = {name: totals.get(name) or estimate_memory(setup, name).total for name in possible}
+        sequence = estimate_memory(setup, choice, setup.micro_batch + 1).total - needed
+        sharded = estimate_memory(changed(setup, {"strategy": "fsdp2"}), choice).total
+    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded)
 
 
-def _weights_alone(settings: RunSettings, config: PreTrainedConfig, weights: int) -> str:
-    """Return a sentence that the weights alone are too large, with the file of their sizes."""
-    source = settings.model.model_config or config.name_or_path
-    return f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} right?"
-
-
-def fitting(room: int, config: PreTrainedConfig, kernels: Kernels) -> Fits:
-    """Return a function that tells whether a run with other settings fits into `room` bytes."""
-
-    def fits(settings: RunSettings, launch: LaunchFacts, choice: str) -> bool:
-        if launch.strategy == "fsdp2" and launch.device == "cpu" and not kernels.elsewhere:
-            return False  # it needs GPUs
-        model = settings.model
-        if model.use_peft and not (model.lora_target_modules or model.lora_target_parameters):
-            try:
-                adapters = plan_adapters(model, config)
-            except ConfigurationError:  # PEFT does not adapt every model
-                return False
-            assert adapters is not None, "use_peft is true"
-            settings = replace(settings, model=adapters.model)
-        work = workload(settings, config, launch, kernels)
-        counts = count_parameters(settings.model, config)
-        return estimate_memory(settings, config, launch, work, choice, counts).total <= room
-
-    return fits
-
-
-def workload(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, kernels: Kernels
-) -> Workload:
-    """Return the micro-batch of a rank, with the number types and kernels of this launch."""
-    training = settings.training
-    weights, mixed = weights_dtype(settings.model, config), TYPES.get(training.mixed_precision)
-    if mixed is not None and launch.strategy.startswith(("fsdp", "zero")):
-        weights = mixed  # the strategy computes with weights in this type
-    rows, length = training.per_device_train_batch_size, settings.data.sequence_length
-    device = "cuda" if launch.device == "cuda" else "cpu"
-    quantized = quantized_layers(settings.model, config)
-    kernels = kernels.under(launch.strategy)
-    return Workload(rows, length, weights, mixed, device, kernels, quantized)
-
-
-def checkpointing_choices(
-    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
-) -> tuple[str, list[str]]:
+def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
     """Return the requested word (none, selective, full, auto) and the possible choices.
 
     Raises ConfigurationError if the word is not possible for this model and strategy, or if the
     accelerate config also sets recomputation.
     """
+    settings, strategy = setup.settings, setup.launch.strategy
     value = settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
     by_launch = is_true("FSDP_ACTIVATION_CHECKPOINTING", settings.values.environment)
-    if launch.strategy.startswith("fsdp") and by_launch:
+    if strategy.startswith("fsdp") and by_launch:
         raise ConfigurationError(
             "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
             "(activation_checkpointing: full), which says so for every strategy."
         )
-    possible = possible_checkpointing(config, launch)
+    possible = possible_checkpointing(setup)
     if word == "auto" or word in possible:
         return word, possible
     raise ConfigurationError(
-        f"activation_checkpointing: {word} is not possible for {config.model_type} with strategy "
-        f"{launch.strategy}: set it to {' or '.join(possible)}. (Some models of transformers have "
-        "none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as much.) Where "
+        f"activation_checkpointing: {word} is not possible for {setup.config.model_type} with "
+        f"strategy {strategy}: set it to {' or '.join(possible)}. (Some models of transformers "
+        "have none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as much.) Where "
         "memory is short, lower per_device_train_batch_size."
     )
 
 
-def possible_checkpointing(config: PreTrainedConfig, launch: LaunchFacts) -> list[str]:
+def possible_checkpointing(setup: Setup) -> list[str]:
     """Return the possible checkpointing modes, least recomputation first."""
-    if not causal_lm_class(config).supports_gradient_checkpointing:
+    if not causal_lm_class(setup.config).supports_gradient_checkpointing:
         return ["none"]
-    return [choice for choice in CHOICES if (launch.strategy, choice) != ("zero3", "selective")]
+    strategy = setup.launch.strategy
+    return [choice for choice in CHOICES if (strategy, choice) != ("zero3", "selective")]
 
 
 def choose(
@@ -269,12 +189,12 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 
 
 def planned_device(
-    run: RunArguments, environment: Mapping[str, str]
+    assume: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
     """Return (usable bytes, size) of the GPU of --assume or slurm/cluster.env; None: unknown."""
     given = environment.get(VARIABLE, "").strip()
-    if run.assume:
-        given = str(assumed_gpus(run.assume).memory_gib)
+    if assume:
+        given = str(assumed_gpus(assume).memory_gib)
     if not given:
         return None, None
     try:
@@ -289,112 +209,75 @@ def planned_device(
     return int(size * GIB * (1 - RESERVED["cuda"])), int(size * GIB)
 
 
-def estimate_memory(
-    settings: RunSettings,
-    config: PreTrainedConfig,
-    launch: LaunchFacts,
-    work: Workload,
-    choice: str,
-    counts: tuple[int, int],
-) -> MemoryEstimate:
-    """Estimate the memory of one device while it trains with this activation checkpointing.
+def remedies(setup: Setup, choice: str, room: int) -> str:
+    """Return a text with up to three changes, each of which makes the run fit into `room` bytes."""
+    found: list[Mapping[str, Any]] = []
+    for changes in _possible_changes(setup, choice):
+        extends = any(one.keys() <= changes.keys() for one in found)
+        if len(found) < SHOWN and not extends and _fits(setup, changes, choice, room):
+            found.append(changes)
+    if not found:
+        return "no micro-batch, recomputation, sharding or LoRA makes it fit: take a smaller model"
+    texts = [", ".join(f"{name}: {value}" for name, value in one.items()) for one in found]
+    return "by the same prediction this fits: " + "; or ".join(texts).replace("True", "true")
 
-    counts: (all, trained) parameters. The strategy of the launch determines what is sharded. If the
-    architecture cannot run without data, activations are left out and `fault` gives the reason.
-    """
-    dtype = weights_dtype(settings.model, config)
-    size, gradients = dtype.itemsize, trained_bytes(settings.model, config, dtype, counts[1])
-    states = _optimizer_bytes(settings, launch, gradients, counts[1])
-    if launch.strategy.startswith("zero") and work.autocast is not None:
-        size, gradients = 2, 2 * counts[1]  # DeepSpeed computes with half precision
-    weights = (counts[0] - counts[1]) * size + gradients
-    shards = {
-        kind: launch.world_size if launch.strategy in strategies else 1
-        for kind, strategies in SHARDED_BY.items()
-    }
-    gradients //= shards["gradients"]
-    at_once = settings.training.per_device_train_batch_size * launch.world_size
-    accumulates = settings.run.global_batch_size > at_once
-    ddp = launch.strategy == "ddp"
-    # DDP's buckets hold the gradients from the first step on.
-    held = gradients if accumulates or ddp else 0
-    most, made = gradients, gradients  # while the optimizer steps
-    gathered_weights, counted, fault = 0, False, ""
+
+def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
+    """Yield changes, smallest first. `remedies` skips a change that extends a fitting one."""
+    settings, rows = setup.settings, setup.micro_batch
+    possible = possible_checkpointing(setup)
+    more = possible[possible.index(choice) + 1 :]
+    least = {ROWS: 1, RECOMPUTED: possible[-1]}
+    smaller = [{ROWS: size} for size in range(rows - 1, 0, -1) if rows % size == 0]
+    yield from smaller
+    yield from ({RECOMPUTED: each} for each in more)
+    if more:
+        yield from (one | {RECOMPUTED: possible[-1]} for one in smaller)
+    ranks, length = setup.launch.world_size, settings.data.sequence_length
+    if ranks > 1 and setup.launch.strategy not in SHARDED_BY["weights"]:
+        yield {"strategy": "fsdp2"}
+        yield {"strategy": "fsdp2"} | least
+    while (ranks := ranks * 2) <= settings.run.global_batch_size:
+        if settings.run.global_batch_size % ranks == 0:
+            yield {GPUS: ranks, "strategy": "fsdp2"} | least
+    if settings.script == "sft_train.py" and not settings.model.load_in_4bit:
+        yield LORA | least
+        yield QLORA | least
+    while (length := length // 2) >= SHORTEST:
+        yield {"sequence_length": length} | least
+
+
+def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> bool:
+    """Return whether a run with these changes fits into `room` bytes."""
     try:
-        stretches, gathered_weights, fault = trace(settings, config, work, choice)
-        # FSDP2 adds a layer's gradients over the ranks in float32 (utils/launch/processes.py).
-        sharded = launch.strategy == "fsdp2" and launch.world_size > 1
-        copied = 4 / work.weights.itemsize if work.autocast else 1.0
-        found = most_alive(
-            stretches, shards["gradients"], held=held, copied=copied if sharded else 0.0
-        )
-        most, made = max((most, made), found)
-        counted = True
-    except MISFITS as error:
-        fault = (
-            f"memory: {type(config).__name__} does not run without data "
-            f"({type(error).__name__}: {error!s:.200}), so activations are not counted"
-        )
-    activations = most - made
-    if shards["weights"] > 1:
-        activations += gathered_weights
-    if work.device != "cpu" or work.kernels.elsewhere:  # a GPU, or a dry run for one
-        activations += WORKSPACE_BYTES
-    if work.quantized is not None:
-        # At the peak one layer's weights are dequantized. Assume that it is the largest layer.
-        activations += work.quantized.largest * dtype.itemsize
-    if ddp and accumulates:
-        made += gradients  # gradients of earlier micro-batches, beside the buckets
-    if work.quantized is not None:
-        weights -= work.quantized.bytes_saved(settings.model, dtype)
-    weights, states = weights // shards["weights"], states // shards["optimizer"]
-    return MemoryEstimate(weights, made, states, activations, counted, fault)
+        other = changed(setup, changes)
+    except ConfigurationError:  # PEFT does not adapt every model
+        return False
+    if other.launch.strategy == "fsdp2" and other.launch.device == "cpu" and not other.elsewhere:
+        return False  # it needs GPUs
+    return estimate_memory(other, changes.get(RECOMPUTED, choice)).total <= room
 
 
-def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
-    """Return the bytes of AdamW's states for each trained parameter of `trained_size` bytes."""
-    return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
+def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
+    """Return the setup with changed settings, strategy and number of GPUs.
 
-
-def _optimizer_bytes(settings: RunSettings, launch: LaunchFacts, own_bytes: int, count: int) -> int:
-    """Return the bytes of EMA and of the optimizer's states; an unknown optimizer counts as AdamW.
-
-    count: number of trained weights. own_bytes: size of these weights.
+    Raises ConfigurationError if the changes ask for LoRA and PEFT does not adapt the model.
     """
-    averages = 0 if settings.run.ema_decay is None else 4 * count
-    if launch.strategy.startswith("zero") and settings.training.mixed_precision in TYPES:
-        return 12 * count  # float32 masters, two states ("ZeRO", arXiv 1910.02054, section 3.1)
-    name = str(getattr(settings.training.optim, "value", settings.training.optim))
-    if name in ("sgd", "adafactor", "lomo", "adalomo") or not count:
-        return averages
-    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, own_bytes / count)
-    kept = 2 if "8bit" in name else adamw
-    one = "lion" in name or name in ("adagrad", "rmsprop")
-    return averages + round(count * (kept / 2 if one else kept))
-
-
-def checkpoint_bytes(settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts) -> int:
-    """Return the approximate bytes of a checkpoint on disk, over all ranks: weights and states.
-
-    A run with LoRA saves only the adapters. DeepSpeed saves the weights again in its own shards,
-    with 2 bytes each in mixed precision.
-    """
-    parameters, trainable = count_parameters(settings.model, config)
-    training, dtype = settings.training, weights_dtype(settings.model, config)
-    own = trained_bytes(settings.model, config, dtype, trainable)
-    kept = trainable if settings.model.use_peft else parameters
-    weights = own if settings.model.use_peft else parameters * dtype.itemsize
-    if launch.strategy.startswith("zero"):
-        weights += kept * (2 if training.mixed_precision in TYPES else dtype.itemsize)
-    if training.save_strategy == "no":  # final/ alone
-        return weights
-    return weights + _optimizer_bytes(settings, launch, own, trainable)
-
-
-def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
-    """Return (all, trained) parameters, counted on the meta device."""
-    with torch.device("meta"):
-        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
-        built = with_adapters(causal_lm_class(config)(config), model)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+    settings, launch, parameters = setup.settings, setup.launch, setup.parameters
+    for part in ("training", "data", "model"):
+        old = getattr(settings, part)
+        own = {name: value for name, value in changes.items() if name in vars(old)}
+        settings = replace(settings, **{part: with_values(old, **own)})
+    if "use_peft" in changes:
+        model = settings.model
+        if not (model.lora_target_modules or model.lora_target_parameters):
+            adapters = plan_adapters(model, setup.config)
+            assert adapters is not None, "use_peft is true"
+            settings = replace(settings, model=adapters.model)
+        parameters = count_parameters(settings.model, setup.config)
+    launch = replace(
+        launch,
+        strategy=changes.get("strategy", launch.strategy),
+        world_size=changes.get(GPUS, launch.world_size),
+    )
+    return replace(setup, settings=settings, launch=launch, parameters=parameters)

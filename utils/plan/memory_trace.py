@@ -9,9 +9,9 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,13 +26,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from utils.config.settings import RunSettings
 from utils.kernels.linear_cross_entropy import SIZES, ChunkedHead
 from utils.kernels.varlen import VarlenKernel, packed_varlen
+from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
 from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.compilation import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
 from utils.model.probe import torch_operators
-from utils.model.quantization import Quantized
+from utils.model.quantization import COMPUTED, Quantized, quantized_layers
+from utils.model.weights import weights_dtype
 
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
 WITH_SCORES = ("sdpa", "eager")  # run unchanged: masks and scores may take memory
@@ -41,30 +43,53 @@ EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The attention and loss head of a step. elsewhere: the run trains on another machine."""
+class Setup:
+    """Everything that determines a run's memory and speed.
 
+    settings: the model settings contain the full names of LoRA's targets, as in AdapterPlan.
+    parameters: numbers of (all, trained) parameters. compiled: whether layers are compiled if the
+    strategy allows it. elsewhere: the run trains on another machine.
+    """
+
+    settings: RunSettings
+    config: PreTrainedConfig
+    launch: LaunchFacts
     attention: AttentionChoice
     loss_head: LossHeadChoice
+    parameters: tuple[int, int]
     compiled: bool = False
     elsewhere: bool = False
 
-    def under(self, strategy: str) -> "Kernels":
-        """Return the kernels under a strategy. ZeRO-3 has hooks that torch cannot compile."""
-        return replace(self, compiled=self.compiled and strategy != "zero3")
+    @property
+    def micro_batch(self) -> int:
+        """Return the sequences per rank and forward pass."""
+        return self.settings.training.per_device_train_batch_size
 
+    @property
+    def compiles(self) -> bool:
+        """Return whether layers are compiled. ZeRO-3 has hooks that torch cannot compile."""
+        return self.compiled and self.launch.strategy != "zero3"
 
-@dataclass(frozen=True)
-class Workload:
-    """A micro-batch of a rank, its number types and its kernels."""
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Return the type of mixed precision, or None."""
+        return COMPUTED.get(self.settings.training.mixed_precision)
 
-    rows: int
-    sequence_length: int
-    weights: torch.dtype
-    autocast: torch.dtype | None
-    device: str
-    kernels: Kernels
-    quantized: Quantized | None = None
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the weights that the optimizer updates."""
+        return weights_dtype(self.settings.model, self.config)
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """Return the weights' type in the layers. FSDP and ZeRO gather them in mixed precision."""
+        sharded = self.launch.strategy.startswith(("fsdp", "zero"))
+        return self.autocast if sharded and self.autocast is not None else self.dtype
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """Return the layers in 4 bits, or None."""
+        return quantized_layers(self.settings.model, self.config)
 
 
 @dataclass
@@ -87,109 +112,70 @@ class Stretch:
         return self.change.total()
 
 
-def most_alive(
-    stretches: Sequence[Stretch], shards: int, *, held: int, copied: float = 0.0
-) -> tuple[int, int]:
-    """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
-
-    A rank keeps one of `shards` parts of a layer's gradients once the layer's backward pass ends.
-    To sum gradients over the ranks, they are copied into a buffer of `copied` times their bytes. A
-    buffer lives until the next layer's buffer; the last buffer is for weights outside the layers.
-    `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
-    """
-    alive = most = made = of_most = held
-    buffer = 0
-    for stretch in stretches:
-        if alive + buffer + stretch.peak > most:
-            most, of_most = alive + buffer + stretch.peak, made
-        kept = 0 if held else stretch.gradients // shards
-        alive += stretch.live - stretch.gradients + kept
-        made += kept
-        if stretch.gradients:
-            buffer = int(stretch.gradients * copied)
-    at_end = alive + int(max(alive - made, 0) * copied)
-    return max((most, of_most), (at_end, made)) if copied else (most, of_most)
-
-
-class Traced(NamedTuple):
-    """The memory of a step.
-
-    gathered_bytes: weights of two layers and of everything outside the layers. Each rank holds them
-    whole if the strategy shards weights. fault: why layers were not counted as compiled.
-    """
-
-    stretches: list[Stretch]  # in the order of the step
-    gathered_bytes: int
-    fault: str = ""
-
-
-def trace(settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str) -> Traced:
+def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
     """Count a step's memory with this activation checkpointing; nothing is computed.
 
-    Raises one of MISFITS if the architecture cannot run without data.
+    Returns the stretches in the order of the step, the bytes of gathered weights, and why layers
+    were not counted as compiled. If the strategy shards weights, each rank gathers those of two
+    layers and of everything outside the layers. Raises one of MISFITS if the architecture cannot
+    run without data.
     """
     fault = ""
     # With recomputation torch.utils.checkpoint decides what is kept, not the compiler.
-    if work.kernels.compiled and choice == "none":
+    if setup.compiles and choice == "none":
         try:
-            return _trace(_build(settings, config, work, choice), work, cut=True)
+            return *_trace(setup, choice, micro_batch, cut=True), ""
         except MISFITS as error:
             fault = (
-                f"memory: layers of {type(config).__name__} are counted as not compiled, which is "
-                f"more: {type(error).__name__}: {error!s:.200}"
+                f"memory: layers of {type(setup.config).__name__} are counted as not compiled, "
+                f"which is more: {type(error).__name__}: {error!s:.200}"
             )
-    traced = _trace(_build(settings, config, work, choice), work, cut=False)
-    return traced._replace(fault=fault)
+    return *_trace(setup, choice, micro_batch, cut=False), fault
 
 
-def _trace(model: nn.Module, work: Workload, *, cut: bool) -> Traced:
-    layers = layers_of(model)
+def _trace(setup: Setup, choice: str, micro_batch: int, *, cut: bool) -> tuple[list[Stretch], int]:
+    device = "cuda" if setup.launch.device == "cuda" else "cpu"
+    model = _build(setup, choice)
+    marked = marked_layers(model)
+    inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
+    layers = [layer for layer in marked if layer not in inside]
     kinds = _kinds(layers)
     # Experts use transformers' fallback for torch's grouped product: it accepts fake tensors of any
     # type, and its results have the same sizes. (A Mock would keep its arguments alive.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
     head = mock.patch.object(ChunkedHead, "chunk", _zero)  # the head keeps only buffers
     # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
-    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if work.kernels.elsewhere else {})
-    with FakeTensorMode(), torch.device(work.device), head, by_shape, of_gpu, torch_operators():
+    of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if setup.elsewhere else {})
+    with FakeTensorMode(), torch.device(device), head, by_shape, of_gpu, torch_operators():
         _put_on_device(model)
         if cut:
             for kind in set(kinds):
                 cut_as_compiled(layers[kind])
-            _go_through(model, work)  # traces the layers; its memory is not counted
-        stretches = _go_through(model, work)
-    sizes = [_bytes(layer.parameters()) for layer in layers]
-    gathered = _bytes(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
-    return Traced(_all_layers(stretches, kinds), gathered)
+            _go_through(model, layers, setup, micro_batch)  # traces the layers; not counted
+        stretches = _go_through(model, layers, setup, micro_batch)
+    sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers]
+    outside = sum(weight.nbytes for weight in model.parameters()) - sum(sizes)
+    gathered = outside + 2 * max(sizes, default=0)
+    return _all_layers(stretches, kinds), gathered
 
 
 def _zero(*_: Any) -> int:
     return 0
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers for activation checkpointing, without layers inside another layer."""
-    marked = marked_layers(model)
-    inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
-    return [layer for layer in marked if layer not in inside]
-
-
-def _build(
-    settings: RunSettings, config: PreTrainedConfig, work: Workload, choice: str
-) -> nn.Module:
-    config = copy.deepcopy(config)
-    kernels = work.kernels
-    if kernels.attention.name not in WITH_SCORES:
+def _build(setup: Setup, choice: str) -> nn.Module:
+    """Build the model on the meta device, with this activation checkpointing."""
+    config, settings = copy.deepcopy(setup.config), setup.settings
+    config._attn_implementation = setup.attention.name
+    if setup.attention.name not in WITH_SCORES:
         kernel = VarlenKernel(COUNTED, COUNTED, EVERYTHING, _as_flash, on_cuda_only=False)
         AttentionInterface.register(COUNTED, partial(packed_varlen, kernel=kernel))
         config._attn_implementation = COUNTED
-    else:
-        config._attn_implementation = kernels.attention.name
     with torch.device("meta"):
         # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
         model_class: Any = causal_lm_class(config)
-        model = model_class(config).to(work.weights)
-        kernels.loss_head.install(model, kernels.compiled)
+        model = model_class(config).to(setup.computed_dtype)
+        setup.loss_head.install(model, setup.compiles)
         if choice == "selective":
             keep_products(model)
         if choice != "none":
@@ -244,12 +230,16 @@ def cut_as_compiled(layer: nn.Module) -> None:
     layer.forward = lambda *args, **kwargs: run(weights, args, kwargs)
 
 
-def _go_through(model: nn.Module, work: Workload) -> list[Stretch]:
+def _go_through(
+    model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
+) -> list[Stretch]:
     """Run forward and backward through one layer of each kind; return the stretches."""
-    inputs, live = _fake_batch(work), LiveBytes([*model.parameters(), *model.buffers()])
-    call = _first_of_each_kind(layers_of(model), live)
+    inputs = fake_batch(setup, micro_batch)
+    live = LiveBytes([*model.parameters(), *model.buffers()])
+    call = _first_of_each_kind(layers, live)
+    device = inputs["input_ids"].device.type
     with mock.patch.object(GradientCheckpointingLayer, "__call__", call), live:
-        with torch.autocast(work.device, work.autocast, enabled=work.autocast is not None):
+        with torch.autocast(device, setup.autocast, enabled=setup.autocast is not None):
             live.begin("inputs")
             loss = model(**inputs).loss
             live.begin(AUTOCAST_ENDS)
@@ -261,25 +251,22 @@ def _go_through(model: nn.Module, work: Workload) -> list[Stretch]:
     return live.stretches
 
 
-def _fake_batch(work: Workload) -> dict[str, Any]:
+def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
     """Return the inputs that utils/data/loader.py gives the model for a micro-batch, all zeros."""
-    shape, tokens = (work.rows, work.sequence_length), work.rows * work.sequence_length
-    bounds = torch.zeros(work.rows + 1, dtype=torch.int32)
+    length = setup.settings.data.sequence_length
     per_token = ("input_ids", "labels", "position_ids")
+    bounds = torch.zeros(micro_batch + 1, dtype=torch.int32)
     inputs: dict[str, Any] = {
-        **{name: torch.zeros(shape, dtype=torch.int64) for name in per_token},
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": work.sequence_length,
-        "max_length_k": work.sequence_length,
+        **{name: torch.zeros(micro_batch, length, dtype=torch.int64) for name in per_token},
+        **{"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds},
+        **{"max_length_q": length, "max_length_k": length},
         "num_items_in_batch": torch.zeros((), dtype=torch.int64),
     }
-    kernels = work.kernels
-    if kernels.loss_head.name == "fused":
-        inputs["loss_positions"] = torch.zeros(tokens, dtype=torch.int64)
-    if kernels.loss_head.router is not None:
-        inputs["sequence_tokens"] = torch.zeros(work.rows, dtype=torch.int64)
-    batches = kernels.attention.batches
+    if setup.loss_head.name == "fused":
+        inputs["loss_positions"] = torch.zeros(micro_batch * length, dtype=torch.int64)
+    if setup.loss_head.router is not None:
+        inputs["sequence_tokens"] = torch.zeros(micro_batch, dtype=torch.int64)
+    batches = setup.attention.batches
     # Assume that a document fills its sequence.
     inputs = shape_inputs(inputs, "plain" if batches == "alone" else batches)
     return inputs | {"use_cache": False}
@@ -327,10 +314,6 @@ class LiveBytes(TorchDispatchMode):
         self.stretches[-1].change[maker] -= size
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
     """Return for each layer the number of the first layer that is equal to it."""
     first: dict[Any, int] = {}
@@ -371,7 +354,7 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
         output = result = nn.Module.__call__(layer, hidden, *others, **kwargs)
         if isinstance(output, tuple):
             result, *outputs[number] = output
-        gradients = _bytes(weight for weight in layer.parameters() if weight.requires_grad)
+        gradients = sum(each.nbytes for each in layer.parameters() if each.requires_grad)
         result.register_hook(lambda _: live.begin(f"{BACKWARD} {number}", gradients))
         live.begin(REST)
         return output

@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers.integrations import get_reporting_integration_callbacks
 
 from utils.config.arguments import with_values
-from utils.config.checks import REPORTERS
 from utils.config.declarations import SettingValues
 from utils.config.errors import ConfigurationError, Report
+from utils.config.refusals import REPORTERS
 from utils.config.settings import RunSettings
 from utils.model.architecture import first_line, without_weights
 from utils.model.weights import weights_dtype
@@ -54,16 +54,16 @@ def rehearse(
     own_optimizer: bool,
     total_steps: int,
     device: torch.device | None,
-) -> Report:
+    report: Report,
+) -> None:
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
-    Returns log lines on settings without effect. Raises ConfigurationError with the libraries'
+    Adds lines on settings without effect to `report`. Raises ConfigurationError with the libraries'
     errors. `own_optimizer`: the run uses our optimizer, so Trainer's optimizer is not checked.
     `device`: the device that trains; None on a login node, where no step is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
-    report = Report()
     with _judged(values, "activation_checkpointing_kwargs", problems):
         _try_recomputation(args)
     for reporter in args.report_to or ():
@@ -72,24 +72,36 @@ def rehearse(
         with _judged(values, "report_to", problems):
             for callback in get_reporting_integration_callbacks([reporter]):
                 callback()
-    model = _stand_in(config, weights_dtype(settings.model, config), device)
+    model = _tiny_model(config, weights_dtype(settings.model, config), device)
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
     with _judged(values, OPTIMIZER, problems):
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if not own_optimizer:
-            report += _check_effect(settings, model, pairs, built.defaults)
+            _check_effect(settings, model, pairs, built.defaults, report)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             built.step()
     if trainer.optimizer is not None:
         with _judged(values, SCHEDULE, problems):
-            report += _try_schedule(trainer, settings, total_steps)
+            _try_schedule(trainer, settings, total_steps, report)
     if problems:
-        raise ConfigurationError(problems, report)
-    return report
+        raise ConfigurationError(problems)
+
+
+def _tiny_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None
+) -> PreTrainedModel:
+    """Return the model with one expert per layer and matrices of at most 64 x 64."""
+    model = without_weights(config)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            shape = [1] * (weight.ndim - 2) + [min(size, SIDE) for size in weight.shape[-2:]]
+            tiny = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+            module.register_parameter(name, tiny)
+    return model
 
 
 @contextmanager
@@ -97,15 +109,14 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
     """Add an exception in the with block to `problems`, with the settings that may cause it."""
     try:
         yield
-    except ConfigurationError as error:
-        problems.extend(error.problems)
     except Exception as error:
         first, *others = names.split()
         missing = isinstance(error, ImportError)  # only the first setting needs the package
         shown = [first, *(name for name in others if values.changed(name) and not missing)]
+        text = first_line(error)
         if not isinstance(error, ValueError | ImportError | RuntimeError):
-            error = TypeError(f"{type(error).__name__}: {first_line(error)}")
-        problems.append(f"{', '.join(map(values.shown, shown))}: {first_line(error)}")
+            text = f"{type(error).__name__}: {text}"
+        problems.append(f"{', '.join(map(values.shown, shown))}: {text}")
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
@@ -123,31 +134,19 @@ def _try_recomputation(args: TrainingArguments) -> None:
         result.backward()
 
 
-def _stand_in(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None
-) -> PreTrainedModel:
-    """Return the model with tiny weights: one expert per layer, matrices of at most 64 x 64."""
-    model = without_weights(config)
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            rows = [min(size, SIDE) for size in weight.shape[-2:]]
-            shape = [1] * (weight.ndim - len(rows)) + rows
-            module.register_parameter(
-                name, nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
-            )
-    return model
-
-
 def _check_effect(
-    settings: RunSettings, model: PreTrainedModel, pairs: dict[str, str], built: dict[str, Any]
-) -> Report:
+    settings: RunSettings,
+    model: PreTrainedModel,
+    pairs: dict[str, str],
+    built: dict[str, Any],
+    report: Report,
+) -> None:
     """Raise ValueError for keys of optim_args without effect; report settings without effect.
 
     `built`: the options of the built optimizer. A key of optim_args may repeat one of them, as in
     relative_step=false.
     """
     values, args = settings.values, settings.training
-    report = Report()
     for name in OF_SOME_OPTIMIZERS:
         if values.rank(name) > 0 and values.changed(name):
             without = with_values(args, **{name: values.declared[name].default})
@@ -157,10 +156,10 @@ def _check_effect(
     for key, value in pairs.items():
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
             continue
-        others = {name: other for name, other in pairs.items() if name != key}
         seen = []
-        for each in (others, *({**others, key: tried} for tried in (value, *TRIED))):
-            written = ",".join(f"{name}={other}" for name, other in each.items())
+        for tried in (None, value, *TRIED):
+            others = {**pairs, key: tried}
+            written = ",".join(f"{name}={other}" for name, other in others.items() if other)
             seen.append(_options(with_values(args, optim_args=written), model))
         # Trainer sets weight_decay on each group of weights. That overrules optim_args.
         if key == "weight_decay" or all(options == seen[0] for options in seen):
@@ -169,7 +168,6 @@ def _check_effect(
                 f"set {setting}" if setting else "this optimizer does not read it; leave it out"
             )
             raise ValueError(f"{key} has no effect in optim_args: {advice}")
-    return report
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
@@ -198,14 +196,16 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
     return pairs
 
 
-def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) -> Report:
+def _try_schedule(
+    trainer: _Rehearsal, settings: RunSettings, total_steps: int, report: Report
+) -> None:
     """Compute learning rates over the whole run; warn if the highest is below learning_rate."""
-    report = Report()
+    values, rate = settings.values, settings.training.learning_rate
     scheduler: Any = trainer.create_scheduler(total_steps)
     if not isinstance(scheduler, LambdaLR):
         for _ in range(3):
             scheduler.step(1.0)  # an evaluation's metric
-        return report
+        return
     warmup = settings.training.get_warmup_steps(total_steps)
     steps = {*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), total_steps - 1}
     steps |= {step for step in (1, warmup - 1, warmup, warmup + 1) if 0 <= step < total_steps}
@@ -213,16 +213,13 @@ def _try_schedule(trainer: _Rehearsal, settings: RunSettings, total_steps: int) 
     for step in sorted(steps):
         for factor in (scale(step) for scale in scheduler.lr_lambdas):
             if not math.isfinite(factor) or factor < 0:
-                rate = factor * settings.training.learning_rate
-                raise ValueError(f"the learning rate of step {step + 1:,} would be {rate:.3g}")
+                found = f"{factor * rate:.3g}"
+                raise ValueError(f"the learning rate of step {step + 1:,} would be {found}")
             peak = max(peak, factor)
     for scale in scheduler.lr_lambdas:
         scale(total_steps)  # torch also computes the rate after the last step; no step uses it
     if peak < NEARLY_WHOLE:
         report.warn(
-            f"{settings.values.shown('lr_scheduler_type')}: the learning rate is at most "
-            f"{peak * settings.training.learning_rate:.3g} in this run, not "
-            f"{settings.training.learning_rate:g} ({total_steps:,} steps, "
-            f"{settings.values.shown('warmup_steps')})"
+            f"{values.shown('lr_scheduler_type')}: the learning rate is at most {peak * rate:.3g} "
+            f"in this run, not {rate:g} ({total_steps:,} steps, {values.shown('warmup_steps')})"
         )
-    return report

@@ -1,16 +1,25 @@
-"""The splits of a run: opened, compared with the tokenizer, and packed into sequences."""
+"""The data of a run, opened, checked and packed into sequences, and the steps of the run."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from utils.config.arguments import eval_splits, train_sources
-from utils.config.errors import ConfigurationError
+from utils.config.arguments import (
+    counted_ranks,
+    eval_splits,
+    fitting_micro_batch,
+    profiled_steps,
+    token_count,
+    train_sources,
+)
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
+from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.token_dataset import (
     TokenDataset,
@@ -25,6 +34,7 @@ from utils.data.tokenizers import (
     tokenizer_sha256,
 )
 from utils.host.collectives import on_rank_0
+from utils.launch.processes import LaunchFacts
 from utils.model.config import compare_with_model, new_token_ids
 from utils.model.stages import stage_tokenizer
 
@@ -52,31 +62,28 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer and compare it with the model's. Raises ConfigurationError."""
-    directory = _tokenizer_directory(settings)
+    """Load the tokenizer as set, or the data's, or the model's; compare it with the model's.
+
+    Raises ConfigurationError.
+    """
+    directory = settings.data.tokenizer_name_or_path
+    if not directory:
+        source = next(iter(train_sources(settings.data.train_data)))
+        of_data = _open(source).tokenizer_path
+        directory = settings.model.model_name_or_path or stage_tokenizer(settings)
+        if of_data is not None and of_data.is_dir():
+            directory = str(of_data)
+        elif directory is None:
+            where = f"its tokenizer should be in {of_data}" if of_data else "it names no tokenizer"
+            raise ConfigurationError(
+                f"{source}: {where}, and a model from scratch has none of its own: give "
+                "--tokenizer_name_or_path."
+            )
+        elif of_data is not None:
+            logger.info("tokenizer: that of %s; %s, of the data, is not there", directory, of_data)
     tokenizer = load_tokenizer(directory)
     compare_with_model(settings, tokenizer, directory)
     return tokenizer
-
-
-def _tokenizer_directory(settings: RunSettings) -> str:
-    """Return the tokenizer's path: as set, else the data's, else the model's or init_from's."""
-    if settings.data.tokenizer_name_or_path:
-        return settings.data.tokenizer_name_or_path
-    source = next(iter(train_sources(settings.data.train_data)))
-    directory = _open(source).tokenizer_path
-    if directory is not None and directory.is_dir():
-        return str(directory)
-    own = settings.model.model_name_or_path or stage_tokenizer(settings)
-    if own is None:
-        where = f"its tokenizer should be in {directory}" if directory else "it names no tokenizer"
-        raise ConfigurationError(
-            f"{source}: {where}, and a model from scratch has none of its own: give "
-            "--tokenizer_name_or_path."
-        )
-    if directory is not None:
-        logger.info("tokenizer: that of %s; %s, of the data, is not there", own, directory)
-    return own
 
 
 def load_run_data(
@@ -126,7 +133,10 @@ def load_run_data(
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
         if name in splits:
             warn_of_small_split(name, dataset)
-    padding, first = _padding_token(tokenizer, vocabulary), len(sources)
+    # No document sees the padding, and it is not trained on. The model has to have the token.
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
+    first = len(sources)
     evaluation = zip(splits, opened[first:], plans[first:], strict=True)
     weights = [weight for weight in sources.values() if weight is not None]
     return RunData(
@@ -137,12 +147,6 @@ def load_run_data(
         new_token_ids(settings, tokenizer),
         _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
     )
-
-
-def _padding_token(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> int:
-    """Return a token of the model for padding. No document sees it, and it is not trained on."""
-    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in tokens if token is not None and token < vocabulary), 0)
 
 
 def _prompts(
@@ -217,3 +221,67 @@ def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None)
     if most is not None and most < plan.sequences:
         line += f"; evaluations take {most:,} of these sequences, always the same ones"
     return line
+
+
+def plan_steps(
+    settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
+) -> GlobalBatchSampler:
+    """Return the sampler of each step's sequences, and add the arithmetic to `report`.
+
+    Raises ConfigurationError if the global batch does not divide into micro-batches of all ranks,
+    if the data is smaller than one global batch, or if profile_steps come after the last step.
+    """
+    run, training, length = settings.run, settings.training, settings.data.sequence_length
+    micro_batch, ranks = training.per_device_train_batch_size, launch.world_size
+    accumulation = accumulation_steps(run.global_batch_size, micro_batch, ranks)
+    if (rows := len(data.train)) < run.global_batch_size:
+        raise ConfigurationError(
+            f"the training data makes {rows:,} sequences, fewer than global_batch_size "
+            f"{run.global_batch_size:,}: lower it, or add data."
+        )
+    step_tokens = run.global_batch_size * length
+    if run.max_tokens is not None:
+        tokens = token_count(run.max_tokens)
+        total_steps = math.ceil(tokens / step_tokens)
+        report.say(f"max_tokens: {tokens:,} / {step_tokens:,} a step = {total_steps:,} steps")
+    elif training.max_steps > 0:
+        total_steps = training.max_steps
+    else:
+        # The last global batch is full: its missing sequences come from one more epoch.
+        total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
+    sampler = GlobalBatchSampler(
+        SampleOrder(data.train.per_source, training.seed, data.weights),
+        run.global_batch_size, micro_batch, launch.rank, ranks, total_steps,
+    )  # fmt: skip
+    report.say(
+        f"batch: {micro_batch} sequences x {length:,} tokens x {counted_ranks(ranks)} "
+        f"x {accumulation} accumulation = {step_tokens:,} tokens/step"
+    )
+    report.say(
+        f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
+        f"sequences = {total_steps * step_tokens:,} tokens with padding"
+    )
+    if run.profile_steps and (last := profiled_steps(run.profile_steps)[1] - 1) > total_steps:
+        raise ConfigurationError(f"profile_steps {run.profile_steps}: the run has no step {last:,}")
+    return sampler
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Return the number of micro-batches that each rank accumulates per optimizer step.
+
+    global_batch_size: sequences per optimizer step over all ranks. micro_batch_size: sequences per
+    rank and forward pass. world_size: ranks. Raises ConfigurationError if the global batch is not
+    a multiple of micro-batch x ranks; the message names the nearest multiples.
+    """
+    at_once = micro_batch_size * world_size
+    if global_batch_size > 0 and global_batch_size % at_once == 0:
+        return global_batch_size // at_once
+    below = max(global_batch_size, 0) // at_once * at_once
+    nearest = [str(size) for size in (below, below + at_once) if size > 0]
+    advice = f"use global_batch_size {' or '.join(nearest)}"
+    if smaller := fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
+        advice += f", or per_device_train_batch_size {smaller}"
+    raise ConfigurationError(
+        f"global_batch_size {global_batch_size} does not divide over {counted_ranks(world_size)} "
+        f"of {micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
+    )

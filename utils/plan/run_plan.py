@@ -13,6 +13,7 @@ from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
+from utils.config.launch_settings import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler
 from utils.host.foreign import naming
@@ -29,22 +30,32 @@ from utils.model.attention import (
     is_recurrent,
 )
 from utils.model.compilation import choose_compilation
-from utils.model.finished_model import saved_dtype
+from utils.model.finished_model import name_of, saved_dtype
 from utils.model.flops import effective_length
 from utils.model.isolation import NO_PADDING, choose_isolated_attention
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.probe import CPU, ProbeError
-from utils.model.quantization import Quantized, check_quantization, quantized_layers
+from utils.model.quantization import COMPUTED, Quantized, check_quantization
 from utils.model.weights import weights_dtype
-from utils.plan.arithmetic import plan_steps, save_interval, scheduled_saves
-from utils.plan.memory_plan import TYPES, MemoryPlan, checkpoint_bytes, plan_memory
-from utils.plan.memory_trace import Kernels
-from utils.plan.number_types import OptimizerStates, choose_optimizer_states, precision_line
+from utils.plan.forecast import forecast_line, make_planner, suggest
+from utils.plan.memory_estimate import checkpoint_bytes, count_parameters
+from utils.plan.memory_plan import MemoryPlan, plan_memory
+from utils.plan.memory_trace import Setup
 from utils.plan.rehearsal import rehearse
-from utils.plan.run_data import RunData
-from utils.plan.suggestions import forecast_line, make_planner, suggest
+from utils.plan.run_data import RunData, plan_steps
 
 logger = logging.getLogger(__name__)
+
+# Strategies of our own optimizer. It needs whole weights, or weights sharded by rows.
+STRATEGIES = ("single", "ddp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The type of Adam's moments, and whether weights are rounded stochastically (up or down)."""
+
+    kept_as: str
+    stochastic_rounding: bool
 
 
 @dataclass(frozen=True)
@@ -104,11 +115,7 @@ def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
 
 def log_plan(plan: RunPlan) -> None:
     """Log the lines of a plan: the arithmetic, then each choice in the order it was made."""
-    _log(plan.report)
-
-
-def _log(report: Report) -> None:
-    for level, text in report:
+    for level, text in plan.report:
         logger.log(level, "%s", text)
 
 
@@ -119,85 +126,145 @@ def plan_run(
 
     Raises ConfigurationError, for instance if the global batch does not divide over the ranks, if
     the data is smaller than one global batch, if no attention keeps packed documents apart, or if
-    the memory is too small. The error's `report` has the log lines up to the refusal. Before
-    any other error is raised, these lines are logged.
+    the memory is too small. Each error has the log lines up to it (see Report).
     """
-    report = Report()
-    try:
-        return _plan(settings, data, config, launch, report)
-    except ConfigurationError as error:
-        error.report = (*report, *error.report)
-        raise
-    except BaseException:  # an error of a library, memory that ran out, Ctrl-C
-        _log(report)
-        raise
-
-
-def _plan(
-    settings: RunSettings,
-    data: RunData,
-    config: PreTrainedConfig,
-    launch: LaunchFacts,
-    report: Report,
-) -> RunPlan:
     run, training = settings.run, settings.training
-    sampler = plan_steps(settings, data, launch, report)
-    total_steps = sampler.total_steps
-    check_quantization(settings, config, launch.strategy)
-    states = choose_optimizer_states(settings, config, launch)
-    report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
-    if training.bf16_full_eval or training.fp16_full_eval:
-        report.say("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
-    device = probe_device(settings, launch)
-    report += rehearse(settings, config, states is not None, total_steps, device)
-    with naming(str(settings.model.model_config or config.name_or_path)):
-        attention = _attention(settings, data, config, device)
-    report.say(f"attention: {attention.reason}; {attention.proof}")
-    adapters = plan_adapters(settings.model, config)
-    for line in adapters.report if adapters else ():
-        report.say(line)
-    adapted = replace(settings, model=adapters.model) if adapters else settings
-    loss_head = _loss_head(settings, config, adapters, bool(data.new_tokens), device, report)
     elsewhere = on_a_login_node(settings, launch)
-    compiled, why = choose_compilation(settings, config, launch, elsewhere)
-    if why:
-        report.say(f"compile: {why}")
-    kernels = Kernels(attention, loss_head, compiled, elsewhere)
-    planner = None
-    if run.assume or run.suggest:
-        document_tokens = effective_length(data.train.plans, sampler.order.shares())
-        planner = make_planner(adapted, config, launch, kernels, document_tokens)
-    if planner is not None and run.suggest:
-        report += suggest(planner, launch)
-    memory, lines = plan_memory(adapted, config, launch, kernels)
-    report += lines
-    if planner is not None:
-        report.say(forecast_line(planner, launch, memory.choice, total_steps))
-    saved_bytes = checkpoint_bytes(adapted, config, launch)
-    if run.dry_run:
-        report += report_run(settings, launch, total_steps, saved_bytes)
+    # Kernels are tried on small models on the device that trains. Elsewhere the CPU tries them.
+    device = None if elsewhere else training.device
+    with Report() as report:
+        sampler = plan_steps(settings, data, launch, report)
+        total_steps = sampler.total_steps
+        check_quantization(settings, config, launch.strategy)
+        states = choose_optimizer_states(settings, config, launch)
+        report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
+        if training.bf16_full_eval or training.fp16_full_eval:
+            report.say("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
+        rehearse(settings, config, states is not None, total_steps, device, report)
+        with naming(str(settings.model.model_config or config.name_or_path)):
+            attention = _attention(settings, data, config, device)
+        report.say(f"attention: {attention.reason}; {attention.proof}")
+        adapters = plan_adapters(settings.model, config)
+        for line in adapters.report if adapters else ():
+            report.say(line)
+        model = adapters.model if adapters else settings.model
+        loss_head = _loss_head(settings, config, adapters, bool(data.new_tokens), device, report)
+        compiled, why = choose_compilation(settings, config, launch, elsewhere)
+        if why:
+            report.say(f"compile: {why}")
+        counts = count_parameters(model, config)
+        adapted = replace(settings, model=model)
+        setup = Setup(
+            adapted, config, launch, attention, loss_head, counts, compiled=compiled,
+            elsewhere=elsewhere,
+        )  # fmt: skip
+        planner = None
+        if run.assume or run.suggest:
+            document_tokens = effective_length(data.train.plans, sampler.order.shares())
+            planner = make_planner(setup, document_tokens)
+        if planner is not None and run.suggest:
+            suggest(planner, report)
+        memory = plan_memory(setup, report)
+        if planner is not None:
+            report.say(forecast_line(planner, memory.choice, total_steps))
+        saved_bytes = checkpoint_bytes(setup)
+        if run.dry_run:
+            report_run(settings, launch, total_steps, saved_bytes, report)
+    interval = save_interval(training, total_steps)
     return RunPlan(
         settings=settings,
         sampler=sampler,
         total_steps=total_steps,
-        scheduled_saves=scheduled_saves(training, total_steps),
+        scheduled_saves=math.ceil(total_steps / interval) if interval else 0,
         adapters=adapters,
-        quantized=quantized_layers(adapted.model, config),
+        quantized=setup.quantized,
         attention=attention,
         loss_head=loss_head,
         memory=memory,
         compiled=compiled,
         optimizer_states=states,
         checkpoint_bytes=saved_bytes,
-        save_dtype=saved_dtype(settings, config, weights_dtype(settings.model, config)),
+        save_dtype=saved_dtype(settings, config, setup.dtype),
         report=report,
     )
 
 
+def choose_optimizer_states(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> OptimizerStates | None:
+    """Return the number types of our own optimizer; None: the run uses torch's optimizer.
+
+    Raises ConfigurationError if the strategy or the type of the weights rules the settings out.
+    """
+    run, weights = settings.run, weights_dtype(settings.model, config)
+    trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
+    own = name_of(trained)
+    asked = [] if run.ema_decay is None else ["ema_decay"]
+    if run.optim_states not in (None, own):
+        asked.append("optim_states")
+    if run.stochastic_rounding:
+        asked.append("stochastic_rounding")
+    if asked and launch.strategy not in STRATEGIES:
+        raise ConfigurationError(
+            f"{settings.values.shown(asked[0])} does not go with {launch.strategy}, which keeps "
+            "weights and states in its own way: use strategy: multi_gpu or fsdp2, or leave it out."
+        )
+    if run.stochastic_rounding and weights != torch.bfloat16:
+        raise ConfigurationError(
+            f"{settings.values.shown('stochastic_rounding')} has no effect on weights in {own}: "
+            "set dtype: bfloat16 to keep them in 2 bytes."
+        )
+    if asked in ([], ["ema_decay"]):
+        return None
+    return OptimizerStates(run.optim_states or own, run.stochastic_rounding)
+
+
+def precision_line(
+    settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
+) -> str:
+    """Return the log line on the types of weights, computations and states, and who chose them."""
+    training, why = settings.training, settings.values.source("bf16")
+    weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
+    hint = ""
+    if settings.run.assume:
+        device = "cuda"
+    if mixed != "no" and why in (FAST_BF16, BY_LAUNCH):
+        hint = f" ({why}; --bf16 false for float32)"
+    elif why == NODE_UNKNOWN:
+        hint = f" ({why})"
+    elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
+        hint = " (--bf16 true is several times as fast on a GPU)"
+    computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
+    parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]
+    if states is not None:
+        rounded = ", weights rounded stochastically" if states.stochastic_rounding else ""
+        parts.append(f"Adam's states in {states.kept_as}{rounded}")
+    elif weights == torch.bfloat16 and not settings.model.use_peft:
+        parts.append(
+            "rounded to the nearest: updates below a 500th of a weight are lost "
+            "(--stochastic_rounding true keeps them on average)"
+        )
+    return ", ".join(parts)
+
+
+def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
+    """Return the number of steps between two checkpoints; None: only a stop saves one."""
+    if training.save_strategy == "epoch":
+        return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
+    steps = training.save_steps
+    if training.save_strategy == "steps":
+        return math.ceil(total_steps * steps) if steps < 1 else int(steps)
+    return None
+
+
 def report_run(
-    settings: RunSettings, launch: LaunchFacts, total_steps: int, checkpoint_bytes: int
-) -> Report:
-    """Return a dry run's lines on processes, saves and run directory.
+    settings: RunSettings,
+    launch: LaunchFacts,
+    total_steps: int,
+    checkpoint_bytes: int,
+    report: Report,
+) -> None:
+    """Report the processes, saves and run directory of a dry run.
 
     Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py prints how Slurm
     understood the job, such as its time limit.
@@ -210,7 +277,6 @@ def report_run(
             "where accelerate would train with plain DDP: use strategy: cpu, or "
             "leave it out"
         )
-    report = Report()
     report.say(f"processes: {launch.world_size}, strategy {launch.strategy}")
     if every := save_interval(training, total_steps):
         count = math.ceil(total_steps / every)
@@ -228,7 +294,6 @@ def report_run(
     state = "resumes" if (output_dir / "config.yaml").exists() else "new"
     report.say(f"run directory: {output_dir} ({state})")
     report.say(f"to stop it with a checkpoint: touch {shlex.quote(f'{output_dir}/STOP')}")
-    return report
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
@@ -255,7 +320,7 @@ def _attention(
         reason = f"{asked}, settled on the compute node (there is no accelerator here)"
         proof = _proved_on_cpu(asked, config, whole_rows)
         return AttentionChoice(NAME, OPEN, reason, unproved=proof)
-    computed = TYPES.get(training.mixed_precision) or weights_dtype(model, config)
+    computed = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
     choice = choose_isolated_attention(
         model.attn_implementation, config, device, computed, whole_rows=whole_rows
     )
@@ -267,16 +332,6 @@ def _attention(
             f"it, set {NO_PADDING}."
         )
     return choice
-
-
-def probe_device(settings: RunSettings, launch: LaunchFacts) -> torch.device | None:
-    """Return the device for trying kernels on small models: the device that trains.
-
-    Triton kernels (flash-linear-attention, mamba-ssm, causal-conv1d) only run on a GPU. On a login
-    node the result is None: small models run on the CPU. Architectures that cannot run on a CPU are
-    tried when the training starts.
-    """
-    return None if on_a_login_node(settings, launch) else settings.training.device
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from utils.checkpoints.discovery import how_to_rewrite
 from utils.checkpoints.files import FINAL
-from utils.config.checks import LM_EVAL, is_installed
 from utils.config.errors import ConfigurationError
-from utils.config.precision import LAUNCHER_VARIABLES
+from utils.config.launch_settings import LAUNCHER_VARIABLES
+from utils.config.refusals import LM_EVAL, is_installed
 from utils.host.atomic_files import replace_text
 from utils.host.foreign import foreign
 from utils.host.redaction import load_env_file

@@ -36,9 +36,10 @@ from utils.checkpoints.record import RunRecord
 from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
+from utils.config.launch_settings import strategy_variables
 from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
-from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path, strategy_variables
+from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered, on_rank_0
 from utils.host.machine import global_rank

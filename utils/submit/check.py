@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
-from utils.config.precision import LAUNCHER_VARIABLES
+from utils.config.launch_settings import LAUNCHER_VARIABLES, strategy_variables
 from utils.config.preparation import check_preparation, parse_preparation
-from utils.config.strategy import SUBMITTING, strategy_variables
+from utils.config.strategy import SUBMITTING
 from utils.launch.node import plan_launch
 from utils.launch.script import run_script
 from utils.launch.slurm import time_limit_s

@@ -62,7 +62,6 @@ def test_help_explains_one_setting(helped, tmp_path):
     text = " ".join(helped(parse_fine_tuning, "--help", "save_minutes", "eval-steps").split())
     assert "default 30 (Stoker) no effect while save_strategy is no documents docs/" in text
     assert "while eval_data is not given; while eval_strategy is no" in text
-    assert "example python sft_train.py --config my_run.yaml --save_minutes 30" in text
     optimizer = helped(parse_pretraining, "--help", "stochastic_rounding", "optim")
     assert "unless optim is adamw_torch or adamw_torch_fused" in " ".join(optimizer.split())
     assert max(map(len, optimizer.splitlines())) <= 100

@@ -12,10 +12,13 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from command_lines import BASE
 
 from utils.config.errors import ConfigurationError
-from utils.config.launch_settings import launch_faults
-from utils.config.precision import launch_for_libraries
+from utils.config.launch_settings import (
+    launch_faults,
+    launch_for_libraries,
+    strategy_variables,
+)
 from utils.config.settings import parse_pretraining
-from utils.config.strategy import read_config, strategy_variables
+from utils.config.strategy import read_config
 
 pytestmark = pytest.mark.usefixtures("started_alone")
 FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_lines import BOTH, parse, problems_of
 
-from utils.config import precision as cpu_precision
+from utils.config import launch_settings
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml
 from utils.config.rules import RULES
@@ -265,10 +265,10 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
     overruled = "mixed_precision bf16 of the accelerate config has no effect: bf16 false (--bf16)"
     assert (overruled in settings.values.notes) is (by_launch and not bf16)
     if bf16:
-        why = cpu_precision.BY_LAUNCH if by_launch else cpu_precision.FAST_BF16
+        why = launch_settings.BY_LAUNCH if by_launch else launch_settings.FAST_BF16
         assert settings.values.source("bf16") == why
     # The stored settings, used as a recipe, give the same settings again on any machine.
-    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: False)
     (tmp_path / "config.yaml").write_text(dump_yaml(settings.resolved))
     again = parse_pretraining(["--config", "config.yaml"], "")
     assert again.resolved == settings.resolved
@@ -277,10 +277,10 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
 
 @pytest.mark.usefixtures("amx")
 def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
-    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: False)
     assert parse().training.mixed_precision == "no"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(cpu_precision, "has_fast_bf16", lambda: True)
+    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: True)
     assert parse(use_cpu="true").resolved["bf16"] is True
     assert parse(**DRY).resolved["bf16"] is False
 

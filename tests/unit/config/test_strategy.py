@@ -6,9 +6,9 @@ import pytest
 import tiny
 from command_lines import BASE
 
-from utils.config.assumed import GPUS, assumed_gpus
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_pretraining
+from utils.config.strategy import GPUS, assumed_gpus
 from utils.launch.processes import requested_strategy
 
 LAUNCH = ("WORLD_SIZE", "ACCELERATE_CONFIG", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP")

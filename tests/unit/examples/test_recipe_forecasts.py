@@ -5,9 +5,10 @@ import re
 import pytest
 
 from examples import recipe_forecasts as forecasts
-from utils.config.assumed import assumed_gpus
 from utils.config.recipes import read_recipes
-from utils.plan.memory_plan import GIB, MARGIN
+from utils.config.strategy import assumed_gpus
+from utils.plan.memory_estimate import GIB, count_parameters
+from utils.plan.memory_plan import MARGIN
 
 RECIPES = forecasts.recipes()
 # A sample, because a recipe takes two seconds; it has LoRA, experts, several nodes and one GPU.
@@ -49,8 +50,6 @@ def test_the_prediction_is_what_the_command_writes(path, monkeypatch):
 def test_models_have_their_published_numbers_of_parameters():
     from transformers import AutoConfig
 
-    from utils.plan.memory_plan import count_parameters
-
     published = {
         "Qwen/Qwen3-8B": 8_190_735_360, "meta-llama/Llama-3.1-8B": 8_030_261_248,
         "google/gemma-3-1b-it": 999_885_952, "openai/gpt-oss-20b": 20_914_757_184,
@@ -59,9 +58,9 @@ def test_models_have_their_published_numbers_of_parameters():
         "Qwen/Qwen3-30B-A3B": 30_532_122_624, "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
         "allenai/OLMo-2-1124-7B-Instruct": 7_298_617_344,
     }  # fmt: skip
-    planner, _ = forecasts.planner_of(next(p for p in RECIPES if p.stem == "qwen3_8b_full"))
+    planner = forecasts.planner_of(next(p for p in RECIPES if p.stem == "qwen3_8b_full"))
     for name, count in published.items():
         config = AutoConfig.for_model(**forecasts.MODELS[name])
-        assert count_parameters(planner.settings.model, config)[0] == count, name
-    assert planner.products.parameters == (published["Qwen/Qwen3-8B"],) * 2
+        assert count_parameters(planner.setup.settings.model, config)[0] == count, name
+    assert planner.setup.parameters == (published["Qwen/Qwen3-8B"],) * 2
     assert planner.gpus.memory_gib * GIB > 79 * GIB

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from utils.config import checks
-from utils.config.declarations import declared_settings
+from utils.config import refusals
+from utils.config.declarations import declared_settings, other_names
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import (
     PreparationArguments,
@@ -22,7 +22,6 @@ from utils.config.preparation import (
 )
 from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.config.unknown_names import other_names
 from utils.importing.__main__ import main, recipe_texts
 from utils.importing.conversion import convert
 from utils.importing.toolkits import ELSEWHERE, LEFT, OFF, TOOLKITS, UNKNOWN
@@ -155,7 +154,7 @@ def made(tmp_path, monkeypatch):
     [(["comet_ml", "tensorboard"], ["tensorboard"]), (["mlflow", "comet_ml"], None)],
 )
 def test_trackers_that_are_installed_stay(given, kept, made, monkeypatch):
-    monkeypatch.setattr(checks, "is_installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(refusals, "is_installed", lambda package: package == "tensorboard")
     found = convert(made({**TRL, "report_to": given}))
     assert found.run.get("report_to", (None,))[0] == kept
     for absent in set(given) - {"tensorboard"}:

@@ -12,13 +12,8 @@ from launching import ROOT
 
 from utils.config.declarations import Given
 from utils.config.errors import ConfigurationError
-from utils.config.strategy import (
-    AUTO,
-    NAMES,
-    choose_config,
-    read_config,
-    strategy_variables,
-)
+from utils.config.launch_settings import strategy_variables
+from utils.config.strategy import AUTO, NAMES, choose_config, read_config
 from utils.launch.node import (
     check_config,
     given_strategy,

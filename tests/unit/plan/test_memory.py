@@ -6,98 +6,89 @@ from dataclasses import replace
 import pytest
 import torch
 from families import tiny_config
-from planned import CPU, ELSEWHERE, LAUNCH, LLAMA, MIXTRAL, settings, work
+from planned import LLAMA, MIXTRAL, settings, setup
 from safetensors.torch import save_model
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
-from utils.config.errors import ConfigurationError
-from utils.config.settings import parse_fine_tuning
+from utils.config.errors import ConfigurationError, Report
+from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
 from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES
 from utils.model.weights import weights_dtype
-from utils.plan import memory_plan
-from utils.plan.memory_plan import (
+from utils.plan import memory_estimate, memory_plan
+from utils.plan.memory_estimate import (
     GIB,
     MemoryEstimate,
     checkpoint_bytes,
-    checkpointing_choices,
-    choose,
-    count_parameters,
     estimate_memory,
     optimizer_bytes_per_parameter,
-    plan_memory,
-    planned_device,
 )
-
-
-def estimate(total: int, counted: bool = True) -> MemoryEstimate:
-    return MemoryEstimate(0, 0, 0, total, counted=counted)
+from utils.plan.memory_plan import checkpointing_choices, choose, plan_memory, planned_device
 
 
 def test_the_gpu_of_the_nodes_is_a_number_of_gib():
-    run = settings().run
-    assert planned_device(run, {}) == (None, None)
-    assert planned_device(run, {memory_plan.VARIABLE: ""}) == (None, None)
-    found = planned_device(run, {memory_plan.VARIABLE: "39.5"})
+    assert planned_device(None, {memory_plan.VARIABLE: ""}) == (None, None)
+    found = planned_device(None, {memory_plan.VARIABLE: "39.5"})
     assert found == (int(39.5 * GIB * 0.94), int(39.5 * GIB))
     for given in ("H100", "0", "nan"):
         with pytest.raises(ConfigurationError, match=f"{given}: give the GiB of one GPU"):
-            planned_device(run, {memory_plan.VARIABLE: given})
+            planned_device(None, {memory_plan.VARIABLE: given})
 
 
-@pytest.mark.parametrize(("gib", "ends"), [(90, True), (85, False)])
-def test_a_prediction_may_be_a_tenth_too_high(gib, ends, monkeypatch):
-    monkeypatch.setattr(memory_plan, "estimate_memory", lambda *_: estimate(gib * GIB))
-    monkeypatch.setenv(memory_plan.VARIABLE, "80")
-    advice = "for a device of 80.0 GiB .strategy single, 1 rank.*micro-batch 1.*a smaller model"
-    given, alone = settings(per_device_train_batch_size=1), replace(LAUNCH, device="cuda")
-    with pytest.raises(ConfigurationError, match=advice) if ends else nullcontext():
-        plan, report = plan_memory(given, LLAMA, alone, ELSEWHERE)
-        assert plan.choice == "none"
-        assert "It will probably run out" in report[-1][1]
-
-
-@pytest.mark.parametrize(("device", "kernels"), [("cpu", CPU), ("cuda", ELSEWHERE)])
-def test_weights_that_no_device_holds_are_refused_with_the_place_of_their_sizes(
-    device, kernels, monkeypatch
+@pytest.mark.parametrize(
+    ("device", "elsewhere", "weights", "total", "refused"),
+    [
+        # A prediction may be a tenth too high.
+        ("cuda", True, 0, 90, "for a device of 80.0 GiB .strategy single, 1 rank.*micro-batch 1"),
+        ("cuda", True, 0, 85, None),
+        # Weights that no device holds are refused with the file of their sizes.
+        ("cuda", True, 90, 90, r"The weights alone take 90.0 GiB: are the sizes in m right\?"),
+        ("cpu", False, 90, 90, r"The weights alone take 90.0 GiB: are the sizes in m right\?"),
+        ("cpu", False, 75, 85, None),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(
+    device, elsewhere, weights, total, refused, monkeypatch
 ):
-    predicted: list[MemoryEstimate] = []
-    monkeypatch.setattr(memory_plan, "estimate_memory", lambda *_: predicted[-1])
+    found = MemoryEstimate(weights * GIB, 0, 0, (total - weights) * GIB, counted=True)
+    monkeypatch.setattr(memory_plan, "estimate_memory", lambda *_: found)
     monkeypatch.setattr(memory_plan, "memory_room_bytes", lambda: 80 * GIB)
     monkeypatch.setenv(memory_plan.VARIABLE, "80")
-    given, launch = settings(model_config="my.json"), replace(LAUNCH, device=device)
-    for gib, fits in ((75, True), (90, False)):
-        predicted.append(MemoryEstimate(gib * GIB, 0, 0, 0, counted=True))
-        alone = r"The weights alone take 90.0 GiB: are the sizes in my.json right\?"
-        with nullcontext() if fits else pytest.raises(ConfigurationError, match=alone) as refusal:
-            plan_memory(given, LLAMA, launch, kernels)
-        assert fits or "activation_checkpointing: full" not in str(refusal.value)
+    given = settings(per_device_train_batch_size=1)
+    run, report = setup(LLAMA, given, device=device, elsewhere=elsewhere), Report()
+    with pytest.raises(ConfigurationError, match=refused) if refused else nullcontext() as refusal:
+        assert plan_memory(run, report).choice == "none"
+        assert "It will probably run out" in report[-1][1]
+    assert not refused or str(refusal.value).endswith("take a smaller model")
 
 
 def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
     """The out-of-memory page and the headroom use these predictions. On a CPU there are none."""
     counted = []
 
-    def stand_in(_settings, _config, launch, work, choice, _counts):
+    def stand_in(run, choice, rows=4):
         counted.append(choice)
-        static = 30 if launch.strategy == "fsdp2" else 60
-        return MemoryEstimate(0, 0, static, work.rows * (9 - 4 * CHOICES.index(choice)), True)
+        static = 30 if run.launch.strategy == "fsdp2" else 60
+        return MemoryEstimate(0, 0, static, rows * (9 - 4 * CHOICES.index(choice)), True)
 
     monkeypatch.setattr(memory_plan, "estimate_memory", stand_in)
     monkeypatch.setattr(memory_plan, "own_device", lambda _launch: (10**9, 10**9))
     given = settings(per_device_train_batch_size=4, activation_checkpointing="none")
     for device, calls in (("cuda", 5), ("cpu", 1)):
         counted.clear()
-        launch = replace(LAUNCH, device=device, world_size=2, strategy="ddp")
-        plan, _ = plan_memory(given, LLAMA, launch, CPU)
+        run = setup(LLAMA, given, device=device, world_size=2, strategy="ddp")
+        plan = plan_memory(run, Report())
         assert (plan.choice, plan.sequence_bytes, len(counted)) == ("none", 9, calls)
         if device == "cuda":
             assert plan.predicted_bytes == {"none": 96, "selective": 80, "full": 64}
             assert plan.sharded_bytes == 66
 
 
-TOTALS = {"none": estimate(30), "selective": estimate(20), "full": estimate(10)}
+TOTALS = {
+    name: MemoryEstimate(0, 0, 0, total, counted=True)
+    for name, total in {"none": 30, "selective": 20, "full": 10}.items()
+}
 
 
 @pytest.mark.parametrize(
@@ -108,16 +99,16 @@ def test_auto_takes_the_least_recomputation_that_fits(room, choice):
     assert chosen == choice
     assert ("nothing fits" in reason) == (room == 5)
     assert choose("none", TOTALS, room, 1.1)[0] == "none", "what is set is not changed"
-    unknown = {name: estimate(1, counted=False) for name in CHOICES}
+    unknown = {name: MemoryEstimate(0, 0, 0, 1, counted=False) for name in CHOICES}
     assert choose("auto", unknown, room, 1.1)[0] == "full"
 
 
 def test_one_place_says_what_is_recomputed(monkeypatch):
-    llama, jetmoe = LLAMA, tiny_config("jetmoe")
+    jetmoe = tiny_config("jetmoe")
 
-    def choices(config=llama, strategy="single", **given):
-        launch = replace(LAUNCH, world_size=2, strategy=strategy)
-        return checkpointing_choices(settings(**given), config, launch)
+    def choices(config=LLAMA, strategy="single", **given):
+        run = setup(config, settings(**given), (9, 9), world_size=2, strategy=strategy)
+        return checkpointing_choices(run)
 
     def refused(message, *arguments, **given):
         with pytest.raises(ConfigurationError, match=message):
@@ -133,9 +124,9 @@ def test_one_place_says_what_is_recomputed(monkeypatch):
     assert choices(jetmoe, **auto) == ("auto", ["none"])
     refused("full is not possible for jetmoe.*to none", jetmoe, activation_checkpointing="full")
     words = "selective is not possible for llama with strategy zero3: set it to none or full"
-    refused(words, llama, "zero3", activation_checkpointing="selective")
+    refused(words, LLAMA, "zero3", activation_checkpointing="selective")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    refused("leave it to the recipe", llama, "fsdp2")
+    refused("leave it to the recipe", LLAMA, "fsdp2")
 
 
 def test_states_and_what_cannot_run_without_data(monkeypatch):
@@ -144,18 +135,16 @@ def test_states_and_what_cannot_run_without_data(monkeypatch):
         ("float32", torch.bfloat16, 8), ("int8", torch.bfloat16, 2.03125),
     ):  # fmt: skip
         assert optimizer_bytes_per_parameter(kept, weights.itemsize) == expected
-    none, full = (
-        estimate_memory(settings(), MIXTRAL, LAUNCH, work(weights=torch.bfloat16), choice, (9, 9))
-        for choice in ("none", "full")
-    )
+    run = setup(MIXTRAL, settings(dtype="bfloat16"), (9, 9))
+    none, full = (estimate_memory(run, choice, 2) for choice in ("none", "full"))
     assert none.counted
     assert none.activations > 1.6 * full.activations, "its experts are not kept"
 
     def refuse(*_):
         raise RuntimeError("data-dependent")
 
-    monkeypatch.setattr(memory_plan, "trace", refuse)
-    found = estimate_memory(settings(), MIXTRAL, LAUNCH, work(), "full", (9, 9))
+    monkeypatch.setattr(memory_estimate, "trace", refuse)
+    found = estimate_memory(run, "full")
     assert not found.counted
     assert found.total == found.weights + found.gradients + found.optimizer
     assert "without data (RuntimeError: data-dependent), so activations are not" in found.fault
@@ -181,8 +170,7 @@ def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(confi
     optimizer.step()
     states = [each[name] for each in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     # With accumulation all gradients are there at the peak.
-    counts = count_parameters(given.model, config)
-    found = estimate_memory(given, config, LAUNCH, work(weights=dtype), "none", counts)
+    found = estimate_memory(setup(config, given), "none", 2)
     assert found.weights == sum(weight.nbytes for weight in model.parameters())
     assert found.gradients == sum(weight.nbytes for weight in trained)
     assert found.optimizer == sum(state.nbytes for state in states)
@@ -194,32 +182,29 @@ def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
     base = {"model_config": None, "model_name_or_path": "m", "dtype": "bfloat16"}
     given = settings(parse_fine_tuning, **base, **lora)
     model = plan_adapters(given.model, LLAMA).model
-    counts = count_parameters(model, LLAMA)
-    assert trained_bytes(model, LLAMA, torch.bfloat16, counts[1]) == 4 * counts[1]
+    trained = setup(LLAMA, replace(given, model=model)).parameters[1]
+    assert trained_bytes(model, LLAMA, torch.bfloat16, trained) == 4 * trained
 
 
 @pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])
 def test_under_ddp_the_buckets_hold_the_gradients(accumulation, copies):
     """With accumulation the gradients of earlier micro-batches exist beside the buckets."""
     given = settings(global_batch_size=2 * 2 * accumulation, per_device_train_batch_size=2)
-    launch = replace(LAUNCH, world_size=2, strategy="ddp")
-    found = estimate_memory(given, LLAMA, launch, work(), "none", (5000, 5000))
+    run = setup(LLAMA, given, (5000, 5000), world_size=2, strategy="ddp")
+    found = estimate_memory(run, "none")
     assert found.gradients == copies * found.weights
 
 
 def test_one_more_sequence_is_predicted_with_the_accumulation_of_the_run():
     """A larger micro-batch alone would not accumulate, and its gradients would count once."""
     given = settings(global_batch_size=2, per_device_train_batch_size=1)
-    one, two = (
-        estimate_memory(given, LLAMA, LAUNCH, replace(work(), rows=rows), "none", (5000, 5000))
-        for rows in (1, 2)
-    )
+    one, two = (estimate_memory(setup(LLAMA, given, (5000, 5000)), "none", rows) for rows in (1, 2))
     assert one.gradients == two.gradients == one.weights
 
 
 def disk(strategy: str = "ddp", bf16: str = "false", **given) -> int:
-    launch = replace(LAUNCH, world_size=2, strategy=strategy)
-    return checkpoint_bytes(settings(bf16=bf16, **given), LLAMA, launch)
+    run = setup(LLAMA, settings(bf16=bf16, **given), world_size=2, strategy=strategy)
+    return checkpoint_bytes(run)
 
 
 def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
@@ -243,3 +228,44 @@ def test_a_checkpoint_is_what_weights_and_adamw_take_on_the_disk(tmp_path):
     assert disk("zero2") == 16 * parameters  # float32: weights twice, two states
     assert disk("zero2", bf16="true") == (4 + 2 + 12) * parameters
     assert disk("zero2", bf16="true", dtype="bfloat16") == (2 + 2 + 12) * parameters
+
+
+MIB = 2**20
+MODEL = AutoConfig.for_model(
+    "llama", hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, vocab_size=1024,
+)  # fmt: skip
+LEAST = "per_device_train_batch_size: 1, activation_checkpointing: full"
+
+
+# Weights, gradients and AdamW's states of the 2.1 M parameters take 32.5 MiB.
+@pytest.mark.parametrize(
+    ("parse", "ranks", "strategy", "mib", "named"),
+    [
+        (parse_pretraining, 1, "single", 80,
+         "this fits: per_device_train_batch_size: 1; or activation_checkpointing: full"),
+        (parse_pretraining, 1, "single", 50, f"this fits: {LEAST}"),
+        (parse_pretraining, 1, "single", 20, f"this fits: GPUs: 8, strategy: fsdp2, {LEAST}"),
+        (parse_fine_tuning, 1, "single", 26, f"; or use_peft: true, dtype: bfloat16, {LEAST}"),
+        (parse_pretraining, 4, "ddp", 30, f"this fits: strategy: fsdp2, {LEAST}"),
+        (parse_pretraining, 1, "single", 1, "take a smaller model"),
+    ],
+)  # fmt: skip
+def test_what_a_refusal_names(parse, ranks, strategy, mib, named, monkeypatch):
+    monkeypatch.setattr(memory_estimate, "WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(memory_plan, "planned_device", lambda *_: (mib * MIB, mib * MIB))
+    base = {"model_config": None, "model_name_or_path": "m"} if parse is parse_fine_tuning else {}
+    run = settings(
+        parse, use_cpu=None, dry_run="true", assume="4xA100-40GB", bf16="true",
+        global_batch_size=32, per_device_train_batch_size=4, sequence_length=512,
+        activation_checkpointing="none", **base,
+    )  # fmt: skip
+    planned = setup(MODEL, run, world_size=ranks, strategy=strategy, elsewhere=True)
+    report = Report()
+    with pytest.raises(ConfigurationError) as refusal:
+        plan_memory(planned, report)
+    (text,) = refusal.value.problems
+    assert [line.partition(":")[0] for _, line in report][-2:] == [
+        "memory", "activation checkpointing",
+    ]  # fmt: skip
+    assert text.endswith(named)

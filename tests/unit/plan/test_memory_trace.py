@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planned import CPU, GEMMA, HEAD, LAUNCH, LLAMA, MIXTRAL, settings, work
+from planned import GEMMA, HEAD, LLAMA, MIXTRAL, settings, setup
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
@@ -17,23 +17,26 @@ from utils.model.adapters import plan_adapters, with_adapters
 from utils.model.architecture import causal_lm_class
 from utils.model.attention import AttentionChoice
 from utils.model.compilation import CHOICES
-from utils.model.quantization import quantized_layers
 from utils.model.weights import load_model
 from utils.plan import memory_trace
-from utils.plan.memory_plan import count_parameters, estimate_memory
-from utils.plan.memory_trace import LiveBytes, Stretch, cut_as_compiled, most_alive, trace
+from utils.plan.memory_estimate import estimate_memory, most_alive
+from utils.plan.memory_trace import LiveBytes, Stretch, cut_as_compiled, fake_batch, trace
 
-COMPILED = replace(CPU, compiled=True)
-
-
-def most(config, choice, **changes) -> int:
-    stretches = trace(settings(), config, work(**changes), choice).stretches
-    return most_alive(stretches, 1, held=0)[0]
+BF16 = {"bf16": "true"}
 
 
-def peak_by_torch(model, given) -> int:
+def traced(config, choice, compiled=False, **given):
+    given = settings(per_device_train_batch_size=2, **given)
+    return trace(setup(config, given, (9, 9), compiled=compiled), choice, 2)
+
+
+def most(*given, **named) -> int:
+    return most_alive(traced(*given, **named)[0], 1, held=0)[0]
+
+
+def peak_by_torch(model, given, micro_batch) -> int:
     """Return the peak bytes, without the weights, that torch's tracker counts in all layers."""
-    inputs = memory_trace._fake_batch(given)
+    inputs = fake_batch(given, micro_batch)
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
@@ -47,21 +50,21 @@ def peak_by_torch(model, given) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "choice", "autocast"),
-    [(LLAMA, "none", None), (GEMMA, "full", torch.bfloat16), (MIXTRAL, "none", torch.bfloat16)],
+    ("config", "choice", "given"),
+    [(LLAMA, "none", {}), (GEMMA, "full", BF16), (MIXTRAL, "none", BF16)],
 )
-def test_torchs_tracker_counts_the_same(config, choice, autocast, monkeypatch):
+def test_torchs_tracker_counts_the_same(config, choice, given, monkeypatch):
     """The tracker runs every layer. It takes 20 to 300 times as long as our count."""
     seen = []
     ours = memory_trace._go_through
 
-    def both(model, given):
-        seen.append(peak_by_torch(model, given))
+    def both(model, layers, *given):
+        seen.append(peak_by_torch(model, *given))
         model.zero_grad()
-        return ours(model, given)
+        return ours(model, layers, *given)
 
     monkeypatch.setattr(memory_trace, "_go_through", both)
-    assert most(config, choice, autocast=autocast) == pytest.approx(seen[0], rel=0.03)
+    assert most(config, choice, **given) == pytest.approx(seen[0], rel=0.03)
 
 
 @pytest.mark.slow
@@ -75,21 +78,18 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
     causal_lm_class(config)(config).save_pretrained(tmp_path)
     # One sequence a step: no gradients of an earlier micro-batch.
     lora = {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "lora_r": 4}
-    lora |= {"global_batch_size": 1, "per_device_train_batch_size": 1}
+    lora |= {"global_batch_size": 1, "per_device_train_batch_size": 1, "sequence_length": 16}
     given = settings(parse_fine_tuning, model_config=None, model_name_or_path=tmp_path, **lora)
     given = replace(given, model=plan_adapters(given.model, config).model)
-    quantized = quantized_layers(given.model, config)
-    sizes = {"rows": 1, "sequence_length": 16}
-    job = work(weights=torch.bfloat16, quantized=quantized, **sizes)
-    counts = count_parameters(given.model, config)
-    found = estimate_memory(given, config, LAUNCH, job, choice, counts)
+    run = setup(config, given)
+    found = estimate_memory(run, choice)
     attention = AttentionChoice("sdpa", "plain", "")
-    model = load_model(given, config, attention, quantized, [], None)
+    model = load_model(given, config, attention, run.quantized, [], None)
     HEAD.install(model)
     if choice != "none":
         model.activation_checkpointing_enable()
     model = with_adapters(model, given.model).train()
-    inputs, live = memory_trace._fake_batch(job), LiveBytes([*model.parameters(), *model.buffers()])
+    inputs, live = fake_batch(run, 1), LiveBytes([*model.parameters(), *model.buffers()])
     with live:
         model(**inputs).loss.backward()
     measured = most_alive(live.stretches, 1, held=0)[0]
@@ -97,23 +97,23 @@ def test_weights_in_4_bits_take_no_more_than_predicted(choice, tmp_path):
 
 
 def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(monkeypatch):
-    found = [most(GEMMA, choice, autocast=torch.bfloat16) for choice in CHOICES]
+    found = [most(GEMMA, choice, **BF16) for choice in CHOICES]
     assert found == sorted(found, reverse=True)
-    stretches = trace(settings(), LLAMA, work(), "full").stretches
+    stretches = traced(LLAMA, "full")[0]
     kept = next(each.live for each in stretches if each.name == "forward 0")
     assert kept == 2 * 64 * LLAMA.hidden_size * 4, "a layer's input"
     monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
-    assert [most(GEMMA, choice, autocast=torch.bfloat16) for choice in CHOICES] == found
+    assert [most(GEMMA, choice, **BF16) for choice in CHOICES] == found
 
 
 @pytest.mark.slow
 def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
     """With recomputation the count is the same with and without the compiler."""
-    found = most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED)
-    assert found < 0.9 * most(GEMMA, "none", autocast=torch.bfloat16)
-    assert most(LLAMA, "selective", kernels=COMPILED) == most(LLAMA, "selective")
+    found = most(GEMMA, "none", compiled=True, **BF16)
+    assert found < 0.9 * most(GEMMA, "none", **BF16)
+    assert most(LLAMA, "selective", compiled=True) == most(LLAMA, "selective")
     monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
-    assert most(GEMMA, "none", autocast=torch.bfloat16, kernels=COMPILED) == found
+    assert most(GEMMA, "none", compiled=True, **BF16) == found
 
 
 def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch):
@@ -121,8 +121,8 @@ def test_layers_that_cannot_be_cut_are_counted_as_they_are(monkeypatch):
         raise RuntimeError("not traceable")
 
     monkeypatch.setattr(memory_trace, "cut_as_compiled", refuse)
-    assert most(LLAMA, "none", kernels=COMPILED) == most(LLAMA, "none")
-    fault = trace(settings(), LLAMA, work(kernels=COMPILED), "none").fault
+    assert most(LLAMA, "none", compiled=True) == most(LLAMA, "none")
+    fault = traced(LLAMA, "none", compiled=True)[2]
     assert "LlamaConfig are counted as not compiled, which is more: Runtime" in fault
 
 
@@ -159,10 +159,10 @@ def test_the_cut_keeps_what_a_compiled_layer_keeps():
 
 
 def test_adapters_leave_out_the_gradients_of_frozen_weights():
-    lora = settings(parse_fine_tuning, model_config="", model_name_or_path="m", use_peft="true")
+    lora = {"parse": parse_fine_tuning, "model_config": None, "model_name_or_path": "m"}
     adapted, whole = (
-        sum(each.gradients for each in trace(given, LLAMA, work(), "none")[0])
-        for given in (lora, settings())
+        sum(each.gradients for each in traced(LLAMA, "none", **given)[0])
+        for given in (lora | {"use_peft": "true"}, {})
     )
     assert 0 < 10 * adapted < whole
 

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import planned
 import pytest
-from planned import ELSEWHERE, LLAMA
+from planned import LLAMA
 from transformers import AutoConfig
 
-from utils.config.assumed import AssumedGpus
-from utils.config.errors import ConfigurationError
-from utils.launch.processes import LaunchFacts
-from utils.plan.memory_plan import GIB, MARGIN, RESERVED
-from utils.plan.suggestions import (
+from utils.config.errors import ConfigurationError, Report
+from utils.config.strategy import AssumedGpus
+from utils.plan.forecast import (
     Candidate,
     best_first,
     duration,
@@ -21,8 +19,9 @@ from utils.plan.suggestions import (
     make_planner,
     suggest,
 )
+from utils.plan.memory_estimate import GIB, WORKSPACE_BYTES
+from utils.plan.memory_plan import MARGIN, RESERVED
 
-FOUR = LaunchFacts(0, 4, "fsdp2", (), "cpu")
 WIDE = AutoConfig.for_model(
     "llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=4, vocab_size=2048,
@@ -35,27 +34,35 @@ def plan(monkeypatch):
     for name in ("WORLD_SIZE", "ACCELERATE_CONFIG", "STOKER_GPU_MEMORY_GIB"):
         monkeypatch.delenv(name, raising=False)
 
-    def make(memory_mib: float, config=WIDE, **changes):
+    def make(memory_mib: float, ranks=4, strategy="fsdp2", **changes):
         given = planned.settings(
             use_cpu=None, dry_run="true", assume="4xA100-40GB", global_batch_size=16,
             sequence_length=256, bf16="true", **changes,
         )  # fmt: skip
-        planner = make_planner(given, config, FOUR, ELSEWHERE, 128.0)
+        run = planned.setup(WIDE, given, world_size=ranks, strategy=strategy)
+        planner = make_planner(run, 128.0)
         gpus = AssumedGpus("A100", 1, 4, memory_mib / 1024, 312e12, 300e9)
         return replace(planner, gpus=gpus)
 
     return make
 
 
+def suggested(planner):
+    report = Report()
+    suggest(planner, report)
+    ((level, text),) = report
+    return level, text
+
+
 def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
     # 16 bytes per parameter do not fit a GPU. A quarter of them fits with recomputation.
     planner = plan(200)
-    found = list(planner.candidates(FOUR))
+    found = list(planner.candidates())
     assert {one.strategy for one in found} == {"fsdp2"}
     room = 200 * 2**20 * (1 - RESERVED["cuda"])
     assert all(one.total_bytes * MARGIN["cuda"] <= room for one in found)
     assert all(16 % (4 * one.micro_batch) == 0 for one in found)
-    ((_, text),) = suggest(planner, FOUR)
+    _, text = suggested(planner)
     lines = text.splitlines()
     assert "suggest: the fastest that fits 4 x A100, by forecast (global_batch_size 16)" in lines[0]
     assert lines[1] == "  strategy: fsdp2"
@@ -65,20 +72,20 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
         f"  activation_checkpointing: {best.recomputed}",
     ]
     assert re.fullmatch(rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+", lines[6])
-    assert planner.settings.run.global_batch_size == 16
+    assert planner.setup.settings.run.global_batch_size == 16
     # Pasted into the recipe, the settings have the same prediction as in the table.
     again = plan(200, per_device_train_batch_size=best.micro_batch)
-    assert again.candidate(FOUR, best.micro_batch, best.recomputed) == best
+    assert again.candidate("fsdp2", best.micro_batch, best.recomputed) == best
 
 
 def test_more_memory_recomputes_less_and_does_not_shard(plan):
-    kinds = [best_first(list(plan(mib).candidates(FOUR)))[0] for mib in (185, 40_000)]
+    kinds = [best_first(list(plan(mib).candidates()))[0] for mib in (185, 40_000)]
     chosen = [(one.strategy, one.micro_batch, one.recomputed) for one in kinds]
     assert chosen == [("fsdp2", 1, "full"), ("ddp", 4, "none")]
 
 
 def test_where_nothing_fits_it_says_what_would(plan):
-    ((level, text),) = suggest(plan(140), FOUR)
+    level, text = suggested(plan(140))
     assert level == logging.WARNING
     assert "suggest: nothing fits 4 x A100; by the same prediction this fits: GPUs: 16" in text
     assert "GPUs: 16, strategy: fsdp2, per_device_train_batch_size: 1" in text
@@ -86,25 +93,27 @@ def test_where_nothing_fits_it_says_what_would(plan):
 
 
 def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
-    planner = plan(40_000)
-    tried = {one.strategy for one in planner.candidates(replace(FOUR, strategy="zero2"))}
+    tried = {one.strategy for one in plan(40_000, strategy="zero2").candidates()}
     assert tried == {"ddp", "zero1", "zero2", "zero3", "fsdp2"}
-    one = replace(FOUR, world_size=1, strategy="single")
-    assert {each.strategy for each in planner.candidates(one)} == {"single"}
+    alone = plan(40_000, ranks=1, strategy="single")
+    assert {one.strategy for one in alone.candidates()} == {"single"}
 
 
 def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
-    given = planned.settings(use_cpu=None, dry_run="true")
+    given = planned.settings(dry_run="true")
+    run = planned.setup(LLAMA, given, world_size=4, strategy="fsdp2")
     with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):
-        make_planner(given, LLAMA, FOUR, ELSEWHERE, 9.0)
+        make_planner(run, 9.0)
     monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "40")
-    planner = make_planner(given, LLAMA, FOUR, ELSEWHERE, 9.0)
+    planner = make_planner(run, 9.0)
+    # On a CPU, too, the prediction is for a GPU.
+    assert planner.candidate("ddp", 1, "none").total_bytes > WORKSPACE_BYTES
     assert (planner.gpus.memory_gib, planner.gpus.world_size) == (40, 4)
-    ((_, text),) = suggest(planner, FOUR)
+    _, text = suggested(planner)
     assert text.splitlines()[-1].endswith("?")
-    line = forecast_line(planner, FOUR, "none", 10)
+    line = forecast_line(planner, "none", 10)
     assert "no speed, the GPUs are known by their memory alone" in line
-    line = forecast_line(plan(40_000), FOUR, "none", 100)
+    line = forecast_line(plan(40_000), "none", 100)
     assert re.search(r"forecast: [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line)
 
 

@@ -12,22 +12,43 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
-from utils.config.declarations import Check, SettingValues, UnusableSettingError, shown
+from utils.config.declarations import (
+    Check,
+    SettingValues,
+    UnusableSettingError,
+    shown,
+    unknown_name,
+)
 from utils.config.launch_settings import check_launch_settings
 from utils.config.strategy import check_strategy
-from utils.config.unknown_names import unknown_name
 
 # Settings that need a metric_for_best_model.
 BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
-
-
 # transformers' debugger cannot read compiled layers, nor the fused head's boolean tensors.
 DEBUGGER = "underflow_overflow"
 DEBUGGED = {"compile": False, "loss_head": "logits"}
+# Functions that read the text of a setting, and raise ValueError if they cannot.
+READERS: dict[str, Callable[[Any], object]] = {
+    "max_tokens": token_count,
+    "profile_steps": profiled_steps,
+    "train_data": train_sources,
+    "eval_data": eval_splits,
+}
+
+
+def check_forms(values: SettingValues) -> Iterator[str]:
+    """Refuse texts that cannot be read, and mark their settings unusable for the other checks."""
+    for name, read in READERS.items():
+        try:
+            if name not in values.unusable and values[name] is not None:
+                read(values[name])
+        except ValueError as error:
+            values.unusable.add(name)
+            yield str(error)
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without directory or model, unreadable names and numbers, LoRA from scratch."""
+    """Refuse a run without directory or model, LoRA from scratch, and unknown names."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -35,12 +56,6 @@ def check_run(values: SettingValues) -> Iterator[str]:
             "no model: give model_name_or_path (weights to start from), init_from (those of an "
             "earlier stage) or model_config (a configuration to start from scratch)"
         )
-    for name, read in (("max_tokens", token_count), ("profile_steps", profiled_steps)):
-        try:
-            if values[name] is not None:
-                read(values[name])
-        except ValueError as error:
-            yield str(error)
     try:
         validate_repo_id(values["hub_model_id"])
     except HFValidationError as error:
@@ -53,16 +68,12 @@ def check_run(values: SettingValues) -> Iterator[str]:
             yield f"accept_changes ({source}): {unknown_name(name, values)}"
 
 
-def check_debugging(values: SettingValues) -> Iterator[str]:
-    """Refuse transformers' debugger together with settings that hide numbers from it."""
+def check_precision(values: SettingValues) -> Iterator[str]:
+    """Refuse float16 weights that train, fp16 on a CPU, and what hides numbers from a debugger."""
     if DEBUGGER in values["debug"]:
         for name, needed in DEBUGGED.items():
             if values[name] != needed:
                 yield f"{values.shown('debug')} needs --{name} {shown(needed)}"
-
-
-def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse to train weights in float16, and mixed precision fp16 on a CPU."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -87,7 +98,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
         yield f"{shown}: torch has no such backend here; leave it out"
 
 
-def check_quantization(values: SettingValues) -> Iterator[str]:
+def check_4_bits(values: SettingValues) -> Iterator[str]:
     """Refuse weights in 4 bits without adapters, or without the package bitsandbytes."""
     if not values["load_in_4bit"]:
         return
@@ -103,21 +114,9 @@ def check_quantization(values: SettingValues) -> Iterator[str]:
         )
 
 
-def check_train_data(values: SettingValues) -> Iterator[str]:
-    """Refuse entries that are not DIR or DIR=weight, and weights for only some entries."""
-    try:
-        train_sources(values["train_data"])
-    except ValueError as error:
-        yield str(error)
-
-
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Refuse splits without a name, evaluation at each log line, a best model without a metric."""
-    try:
-        splits = eval_splits(values["eval_data"])
-    except ValueError as error:
-        yield str(error)
-        return
+    """Refuse evaluation at each log line, and a best model without a metric."""
+    splits = eval_splits(values["eval_data"])
     if values["save_strategy"] == "best":
         yield (
             f"{values.shown('save_strategy')} saves nothing at the end, nor while the model does "
@@ -254,14 +253,13 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 
 
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
+    check_forms,
     check_run,
     check_strategy,
     check_launch_settings,
-    check_debugging,
     check_precision,
     check_backend,
-    check_quantization,
-    check_train_data,
+    check_4_bits,
     check_evaluation,
     check_ranges,
     check_schedule,

@@ -5,8 +5,8 @@ import re
 import pytest
 from command_lines import BOTH, EVALUATED, METRICS, parse, problems_of
 
-from utils.config import checks as contradictions
-from utils.config.checks import check_packages
+from utils.config import refusals
+from utils.config.refusals import check_packages
 from utils.config.settings import parse_fine_tuning
 
 pytestmark = pytest.mark.usefixtures("started_alone")
@@ -82,7 +82,7 @@ def test_contradictions_are_refused_one_line_each(no_accelerator, changes, messa
 
 
 def test_4_bits_need_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(contradictions, "is_installed", lambda name: name != "bitsandbytes")
+    monkeypatch.setattr(refusals, "is_installed", lambda name: name != "bitsandbytes")
     (problem,) = problems_of(parse_fine_tuning, **LORA, load_in_4bit="true")
     assert problem.endswith("needs bitsandbytes, which is not installed: pip install bitsandbytes")
 
@@ -99,7 +99,7 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
 
 
 def test_a_setting_whose_package_is_missing_is_refused(monkeypatch):
-    monkeypatch.setattr(contradictions, "is_installed", lambda _: False)
+    monkeypatch.setattr(refusals, "is_installed", lambda _: False)
     plain = {"report_to": "none", "optim": "adamw_torch", "lm_eval_tasks": []}
     for changes, said in (
         ({"report_to": ["wandb", "flyte"]}, "report_to wandb needs wandb"),

@@ -1,0 +1,179 @@
+"""Estimates of the memory that a run needs on each device and on disk. No weight is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from utils.config.arguments import ModelArguments
+from utils.model.adapters import trained_bytes, with_adapters
+from utils.model.architecture import MISFITS, causal_lm_class
+from utils.plan.memory_trace import Setup, Stretch, trace
+
+GIB = 2**30
+# Bytes of a moment of Adam per parameter. int8: 1 byte, and a float32 scale for up to 256 of them.
+BYTES_A_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}
+# cuBLAS's workspaces on Hopper. Forward and backward pass run in two threads with one each.
+WORKSPACE_BYTES = 2 * 32 * 2**20
+SHARDED_BY = {
+    "weights": ("fsdp1", "fsdp2", "zero3"),
+    "gradients": ("fsdp1", "fsdp2", "zero2", "zero3"),
+    "optimizer": ("fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each device at the peak of a step.
+
+    activations: all other tensors at the peak, such as layers' inputs for the backward pass, logits
+    of the loss head, gathered weights. counted: False if most of `activations` is missing. fault:
+    a warning for the log, if something could not be counted.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    counted: bool
+    fault: str = ""
+
+    @property
+    def total(self) -> int:
+        """Return the sum of the parts."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        names = ("weights", "gradients", "optimizer", "activations")
+        parts = [f"{name} {getattr(self, name) / GIB:.2f}" for name in names if getattr(self, name)]
+        bound = "at most" if self.counted else "over"
+        return f"{bound} {self.total / GIB:.2f} GiB a device = {' + '.join(parts)}"
+
+
+def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
+    """Estimate the memory of one device while it trains with this activation checkpointing.
+
+    micro_batch: sequences; None: as set. The run accumulates as with the micro-batch that is set.
+    If the architecture cannot run without data, activations are left out and `fault` gives the
+    reason.
+    """
+    settings, launch, dtype = setup.settings, setup.launch, setup.dtype
+    (parameters, trained), quantized = setup.parameters, setup.quantized
+    size, gradients = dtype.itemsize, trained_bytes(settings.model, setup.config, dtype, trained)
+    states = _optimizer_bytes(setup, gradients)
+    if launch.strategy.startswith("zero") and setup.autocast is not None:
+        size, gradients = 2, 2 * trained  # DeepSpeed computes with half precision
+    weights = (parameters - trained) * size + gradients
+    shards = {
+        kind: launch.world_size if launch.strategy in strategies else 1
+        for kind, strategies in SHARDED_BY.items()
+    }
+    gradients //= shards["gradients"]
+    accumulates = settings.run.global_batch_size > setup.micro_batch * launch.world_size
+    ddp = launch.strategy == "ddp"
+    # DDP's buckets hold the gradients from the first step on.
+    held = gradients if accumulates or ddp else 0
+    most, made = gradients, gradients  # while the optimizer steps
+    gathered_weights, counted, fault = 0, False, ""
+    try:
+        stretches, gathered_weights, fault = trace(setup, choice, micro_batch or setup.micro_batch)
+        # FSDP2 adds a layer's gradients over the ranks in float32 (utils/launch/processes.py).
+        sharded = launch.strategy == "fsdp2" and launch.world_size > 1
+        copied = 4 / setup.computed_dtype.itemsize if setup.autocast else 1.0
+        found = most_alive(
+            stretches, shards["gradients"], held=held, copied=copied if sharded else 0.0
+        )
+        most, made = max((most, made), found)
+        counted = True
+    except MISFITS as error:
+        fault = (
+            f"memory: {type(setup.config).__name__} does not run without data "
+            f"({type(error).__name__}: {error!s:.200}), so activations are not counted"
+        )
+    activations = most - made
+    if shards["weights"] > 1:
+        activations += gathered_weights
+    if launch.device == "cuda" or setup.elsewhere:
+        activations += WORKSPACE_BYTES
+    if ddp and accumulates:
+        made += gradients  # gradients of earlier micro-batches, beside the buckets
+    if quantized is not None:
+        # At the peak one layer's weights are dequantized. Assume that it is the largest layer.
+        activations += quantized.largest * dtype.itemsize
+        weights -= quantized.bytes_saved(settings.model, dtype)
+    weights, states = weights // shards["weights"], states // shards["optimizer"]
+    return MemoryEstimate(weights, made, states, activations, counted, fault)
+
+
+def most_alive(
+    stretches: list[Stretch], shards: int, *, held: int, copied: float = 0.0
+) -> tuple[int, int]:
+    """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
+
+    A rank keeps one of `shards` parts of a layer's gradients once the layer's backward pass ends.
+    To sum gradients over the ranks, they are copied into a buffer of `copied` times their bytes. A
+    buffer lives until the next layer's buffer; the last buffer is for weights outside the layers.
+    `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
+    """
+    alive = most = made = of_most = held
+    buffer = 0
+    for stretch in stretches:
+        if alive + buffer + stretch.peak > most:
+            most, of_most = alive + buffer + stretch.peak, made
+        kept = 0 if held else stretch.gradients // shards
+        alive += stretch.live - stretch.gradients + kept
+        made += kept
+        if stretch.gradients:
+            buffer = int(stretch.gradients * copied)
+    at_end = alive + int(max(alive - made, 0) * copied)
+    return max((most, of_most), (at_end, made)) if copied else (most, of_most)
+
+
+def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float) -> float:
+    """Return the bytes of AdamW's states for each trained parameter of `trained_size` bytes."""
+    return 2 * (BYTES_A_STATE[optim_states] if optim_states else trained_size)
+
+
+def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
+    """Return the bytes of EMA and of the optimizer's states; an unknown optimizer counts as AdamW.
+
+    own_bytes: size of the trained weights.
+    """
+    settings, count = setup.settings, setup.parameters[1]
+    averages = 0 if settings.run.ema_decay is None else 4 * count
+    if setup.launch.strategy.startswith("zero") and setup.autocast is not None:
+        return 12 * count  # float32 masters, two states ("ZeRO", arXiv 1910.02054, section 3.1)
+    name = str(getattr(settings.training.optim, "value", settings.training.optim))
+    if name in ("sgd", "adafactor", "lomo", "adalomo") or not count:
+        return averages
+    adamw = optimizer_bytes_per_parameter(settings.run.optim_states, own_bytes / count)
+    kept = 2 if "8bit" in name else adamw
+    one = "lion" in name or name in ("adagrad", "rmsprop")
+    return averages + round(count * (kept / 2 if one else kept))
+
+
+def checkpoint_bytes(setup: Setup) -> int:
+    """Return the approximate bytes of a checkpoint on disk, over all ranks: weights and states.
+
+    A run with LoRA saves only the adapters. DeepSpeed saves the weights again in its own shards,
+    with 2 bytes each in mixed precision.
+    """
+    model, dtype = setup.settings.model, setup.dtype
+    parameters, trained = setup.parameters
+    own = trained_bytes(model, setup.config, dtype, trained)
+    kept = trained if model.use_peft else parameters
+    weights = own if model.use_peft else parameters * dtype.itemsize
+    if setup.launch.strategy.startswith("zero"):
+        weights += kept * (dtype.itemsize if setup.autocast is None else 2)
+    if setup.settings.training.save_strategy == "no":  # final/ alone
+        return weights
+    return weights + _optimizer_bytes(setup, own)
+
+
+def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return (all, trained) parameters, counted on the meta device."""
+    with torch.device("meta"):
+        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
+        built = with_adapters(causal_lm_class(config)(config), model)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
