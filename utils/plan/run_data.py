@@ -70,17 +70,18 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
         of_data = _open(source).tokenizer_path
-        directory = settings.model.model_name_or_path or stage_tokenizer(settings)
         if of_data is not None and of_data.is_dir():
             directory = str(of_data)
-        elif directory is None:
+        elif own := settings.model.model_name_or_path or stage_tokenizer(settings):
+            directory = own
+            if of_data is not None:
+                logger.info("tokenizer: that of %s; %s, of the data, is not there", own, of_data)
+        else:
             where = f"its tokenizer should be in {of_data}" if of_data else "it names no tokenizer"
             raise ConfigurationError(
                 f"{source}: {where}, and a model from scratch has none of its own: give "
                 "--tokenizer_name_or_path."
             )
-        elif of_data is not None:
-            logger.info("tokenizer: that of %s; %s, of the data, is not there", directory, of_data)
     tokenizer = load_tokenizer(directory)
     compare_with_model(settings, tokenizer, directory)
     return tokenizer

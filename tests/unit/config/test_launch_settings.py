@@ -12,11 +12,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from command_lines import BASE
 
 from utils.config.errors import ConfigurationError
-from utils.config.launch_settings import (
-    launch_faults,
-    launch_for_libraries,
-    strategy_variables,
-)
+from utils.config.launch_settings import launch_faults, launch_for_libraries, strategy_variables
 from utils.config.settings import parse_pretraining
 from utils.config.strategy import read_config
 

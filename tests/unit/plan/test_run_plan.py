@@ -12,12 +12,7 @@ from transformers import LlamaConfig
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import parse_fine_tuning
 from utils.plan.run_data import accumulation_steps
-from utils.plan.run_plan import (
-    OptimizerStates,
-    choose_optimizer_states,
-    precision_line,
-    report_run,
-)
+from utils.plan.run_plan import OptimizerStates, choose_optimizer_states, precision_line, report_run
 
 ROUNDED = {"dtype": "bfloat16", "stochastic_rounding": "true"}
 LORA = {"dtype": "bfloat16", "use_peft": "true", "model_name_or_path": "m", "model_config": None}
