@@ -93,7 +93,7 @@ SAMPLE = {
         {"activation_checkpointing": "full",
          "activation_checkpointing_kwargs": '{"use_reentrant": true, "every_n_layers": 2}'},
     ],
-    "debug": [{"debug": "underflow_overflow"}],
+    "debug": [{"debug": "underflow_overflow", "compile": "false", "loss_head": "logits"}],
     "dataloader_num_workers": [{"dataloader_num_workers": "2147483648"}],
 }  # fmt: skip
 

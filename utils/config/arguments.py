@@ -288,11 +288,7 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 
 
 def with_values(arguments: Arguments, **values: Any) -> Arguments:
-    """Return a copy of parsed arguments with some values replaced. The original does not change.
-
-    dataclasses.replace would run `__post_init__`, in which the libraries' classes derive values and
-    set up devices.
-    """
+    """Return a copy with some values replaced, without `__post_init__`, which sets up devices."""
     copied = copy.copy(arguments)
     vars(copied).update(values)
     return copied

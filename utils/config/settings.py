@@ -23,8 +23,6 @@ from utils.config.declarations import Check, SettingValues
 from utils.config.launch_settings import launch_for_libraries, let_recipe_decide, settle_precision
 from utils.config.refusals import (
     BEST_MODEL_JUDGES,
-    DEBUGGED,
-    DEBUGGER,
     FINE_TUNING_CHECKS,
     PRETRAINING_CHECKS,
     schedule_fault,
@@ -76,7 +74,7 @@ def _parse(
     settle = (
         *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled),
         *(leave_out_old_keywords, derive_batch_sizes, derive_evaluation, derive_best_model),
-        *(derive_for_debugging, settle_precision, let_recipe_decide, leave_out_moot),
+        *(settle_precision, let_recipe_decide, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, training_class)
     values = read_settings(
@@ -149,14 +147,6 @@ def derive_batch_sizes(values: SettingValues) -> None:
     if 0 < smaller < micro and may_change:
         why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)
-
-
-def derive_for_debugging(values: SettingValues) -> None:
-    """Derive settings for transformers' debugger, which reads each layer's inputs and outputs."""
-    if DEBUGGER in values["debug"]:
-        for name, value in DEBUGGED.items():
-            if values.rank(name) == 0:
-                values.derive(name, value, values.shown("debug"))
 
 
 def derive_evaluation(values: SettingValues) -> None:

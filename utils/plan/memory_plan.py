@@ -68,7 +68,7 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     All ranks must call this; they choose by the device with the least room. If the run trains on
     another machine, the device is the GPU that --assume or slurm/cluster.env names. Raises
     ConfigurationError if the run does not fit a GPU even though the prediction may be too high by
-    MARGIN, or if the weights alone do not fit the GPU or the host.
+    MARGIN. On a CPU only weights that do not fit are refused.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -91,22 +91,14 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     all_parameters, trained = setup.parameters
     report.say(f"memory: {all_parameters:,} parameters, {trained:,} trained; {predicted[choice]}")
     report.say(f"activation checkpointing: {reason}")
-    limit = room if size is None else int(margin * size)
-    hopeless = limit is not None and weights > limit
-    if room is not None and (hopeless or needed > room):
+    if room is not None and needed > room:
         problem = (
             f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room) / GIB:.1f} "
             f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch "
-            f"{setup.micro_batch})"
+            f"{setup.micro_batch}); {remedies(setup, choice, room)}"
         )
-        if hopeless:
-            source = settings.model.model_config or setup.config.name_or_path
-            problem += (
-                f". The weights alone take {weights / GIB:.1f} GiB: are the sizes in {source} "
-                "right?"
-            )
-        problem += f"; {remedies(setup, choice, room)}"
-        if hopeless or (size is not None and needed > margin * size):
+        refused = weights > room if size is None else needed > margin * size
+        if refused:
             raise ConfigurationError(problem)
         report.warn(f"{problem}. It will probably run out")
     totals = {name: estimate.total for name, estimate in predicted.items()}

@@ -62,10 +62,7 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer as set, or the data's, or the model's; compare it with the model's.
-
-    Raises ConfigurationError.
-    """
+    """Load the tokenizer that is set, the data's, or the model's. Raises ConfigurationError."""
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
@@ -270,9 +267,7 @@ def plan_steps(
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Return the number of micro-batches that each rank accumulates per optimizer step.
 
-    global_batch_size: sequences per optimizer step over all ranks. micro_batch_size: sequences per
-    rank and forward pass. world_size: ranks. Raises ConfigurationError if the global batch is not
-    a multiple of micro-batch x ranks; the message names the nearest multiples.
+    Raises ConfigurationError if the global batch is not a multiple of micro-batch x ranks.
     """
     at_once = micro_batch_size * world_size
     if global_batch_size > 0 and global_batch_size % at_once == 0:

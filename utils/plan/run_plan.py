@@ -124,9 +124,8 @@ def plan_run(
 ) -> RunPlan:
     """Work out accumulation, steps, kernels and memory.
 
-    Raises ConfigurationError, for instance if the global batch does not divide over the ranks, if
-    the data is smaller than one global batch, if no attention keeps packed documents apart, or if
-    the memory is too small. Each error has the log lines up to it (see Report).
+    Raises ConfigurationError for a run that cannot work. Each error has the log lines up to it, as
+    Report says.
     """
     run, training = settings.run, settings.training
     elsewhere = on_a_login_node(settings, launch)
@@ -192,10 +191,7 @@ def plan_run(
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return the number types of our own optimizer; None: the run uses torch's optimizer.
-
-    Raises ConfigurationError if the strategy or the type of the weights rules the settings out.
-    """
+    """Return the number types of our optimizer; None: torch's. Raises ConfigurationError."""
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)

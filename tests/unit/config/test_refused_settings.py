@@ -44,7 +44,6 @@ CONTRADICTIONS = [
     ({"seed": "-1"}, "seed -1 .*: it must be at least 0 and below 2"),
     ({"ddp_timeout": "9223372036854775807"}, "ddp_timeout .*: it must be at least 1 and below 10"),
     ({"ddp_bucket_cap_mb": "-1"}, "ddp_bucket_cap_mb -1 .*: it must be at least 0 and below 2"),
-    ({"dataloader_num_workers": "2000000000"}, "_workers 2000000000 .* and at most 1024"),
     ({"save_total_limit": "1"}, "save_total_limit 1 .*: it must be at least 2"),
     ({"max_tokens": "many"}, "max_tokens many: expected a number of tokens above 0, such as 500M"),
     ({"max_tokens": "0"}, "max_tokens 0: expected a number of tokens above 0"),
@@ -81,16 +80,6 @@ def test_contradictions_are_refused_one_line_each(no_accelerator, changes, messa
         assert re.search(message, problem), problem
 
 
-def test_4_bits_need_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(refusals, "is_installed", lambda name: name != "bitsandbytes")
-    (problem,) = problems_of(parse_fine_tuning, **LORA, load_in_4bit="true")
-    assert problem.endswith("needs bitsandbytes, which is not installed: pip install bitsandbytes")
-
-
-def test_weights_under_adapters_may_be_in_float16():
-    parse(parse_fine_tuning, **LORA, lora_r="4", dtype="float16")
-
-
 def test_pretraining_refuses_what_only_fine_tuning_does():
     problems = problems_of(**LORA, on_overlong="drop")
     assert len(problems) == 2
@@ -100,6 +89,8 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
 
 def test_a_setting_whose_package_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(refusals, "is_installed", lambda _: False)
+    (problem,) = problems_of(parse_fine_tuning, **LORA, load_in_4bit="true", dtype="float16")
+    assert problem.endswith("needs bitsandbytes, which is not installed: pip install bitsandbytes")
     plain = {"report_to": "none", "optim": "adamw_torch", "lm_eval_tasks": []}
     for changes, said in (
         ({"report_to": ["wandb", "flyte"]}, "report_to wandb needs wandb"),

@@ -161,12 +161,7 @@ def test_one_batch_size_follows_from_the_other(started, monkeypatch):
         ("global_batch_size: 4", "", 2, (4, 2)),
         ("global_batch_size: 64\nper_device_train_batch_size: 8", "", 16, (64, 4)),
         ("per_device_train_batch_size: 2", "--global_batch_size 1", 1, (1, 1)),
-        (
-            "global_batch_size: 8\nper_device_train_batch_size: 3",
-            "",
-            1,
-            (8, 3),
-        ),  # refused by a later check
+        ("global_batch_size: 8\nper_device_train_batch_size: 3", "", 1, (8, 3)),  # refused later
     ):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         values = started(recipe, *flags.split(), "--dry_run", "true")
@@ -180,13 +175,23 @@ def test_one_batch_size_follows_from_the_other(started, monkeypatch):
     assert "global_batch_size is required" in problem
 
 
-def test_evaluation_and_best_metric_are_derived(started):
+def test_evaluation_and_best_model_are_derived(no_accelerator, started):
     values = started("eval_data: [data/Held-Out]\nsave_steps: 20\nsave_best: true")
     names = "eval_strategy", "eval_steps", "metric_for_best_model"
     assert [values[name] for name in names] == ["steps", 20, "eval_held_out_loss"]
     values = started("eval_data: [a=x]\nmetric_for_best_model: eval_a_perplexity")
     assert values["greater_is_better"] is False
     assert started("eval_data: [a=x]\nsave_strategy: epoch")["eval_strategy"] == "epoch"
+    # Without save_best Trainer would load the best saved model, but report a better figure.
+    best = "eval_data: [data/held-out]\nload_best_model_at_end: true\nsave_steps: 20\n"
+    assert started(f"{best}eval_steps: 10")["save_best"] is True
+    assert started(f"{best}eval_steps: 20")["save_best"] is False
+    assert started(f"{best}eval_steps: 10\nsave_best: false")["save_best"] is False
+    by_epoch = "eval_strategy: epoch\nsave_strategy: epoch"
+    assert started(best.replace("save_steps: 20", by_epoch))["save_best"] is False
+
+
+def test_old_names_of_checkpointing_are_read(started):
     for old in ("gradient_checkpointing: true", "gradient_checkpointing: false"):
         values = started(f"activation_checkpointing: selective\n{old}")
         assert values["activation_checkpointing"] == "selective"
@@ -273,23 +278,11 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
     again = parse_pretraining(["--config", "config.yaml"], "")
     assert again.resolved == settings.resolved
     assert again.training.to_dict() == settings.training.to_dict()
-
-
-@pytest.mark.usefixtures("amx")
-def test_an_accelerator_or_a_slow_cpu_needs_bf16_to_be_asked_for(monkeypatch):
-    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: False)
+    if environment:
+        return
     assert parse().training.mixed_precision == "no"
+    # With an accelerator the user decides, unless the run is to be on the CPU.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: True)
     assert parse(use_cpu="true").resolved["bf16"] is True
     assert parse(**DRY).resolved["bf16"] is False
-
-
-def test_a_best_model_that_is_to_be_loaded_is_saved_when_it_is_found(no_accelerator, started):
-    """Without save_best Trainer would load the best saved model, but report a better figure."""
-    best = "eval_data: [data/held-out]\nload_best_model_at_end: true\nsave_steps: 20\n"
-    assert started(f"{best}eval_steps: 10")["save_best"] is True
-    assert started(f"{best}eval_steps: 20")["save_best"] is False
-    assert started(f"{best}eval_steps: 10\nsave_best: false")["save_best"] is False
-    by_epoch = "eval_strategy: epoch\nsave_strategy: epoch"
-    assert started(best.replace("save_steps: 20", by_epoch))["save_best"] is False

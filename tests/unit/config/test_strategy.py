@@ -8,7 +8,7 @@ from command_lines import BASE
 
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_pretraining
-from utils.config.strategy import GPUS, assumed_gpus
+from utils.config.strategy import assumed_gpus
 from utils.launch.processes import requested_strategy
 
 LAUNCH = ("WORLD_SIZE", "ACCELERATE_CONFIG", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP")
@@ -33,11 +33,6 @@ def test_assumed_gpus_are_parsed_with_nodes_and_known_figures():
     unknown = assumed_gpus("8x48GB")
     assert (unknown.flops, unknown.link) == (None, None)
     assert 40 < unknown.memory_gib < 48
-    for name, (memory_gib, tflops, link_gb_s) in GPUS.items():
-        on_the_box = int(name.rpartition("-")[2].removesuffix("GB"))
-        assert 0.9 * on_the_box < memory_gib < on_the_box
-        assert 50 < tflops < 3000
-        assert link_gb_s >= 64
 
 
 @pytest.mark.parametrize(

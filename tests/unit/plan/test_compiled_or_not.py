@@ -14,19 +14,10 @@ from utils.model import compilation
 from utils.model.compilation import choose_compilation
 
 
-def chosen(
-    tmp_path,
-    *,
-    device="cuda",
-    strategy="single",
-    asked=None,
-    elsewhere=False,
-    model=LlamaConfig,
-    assume=None,
-):
+def chosen(path, device="cuda", strategy="single", asked=None, elsewhere=False, model=LlamaConfig):
     settings = SimpleNamespace(
-        model=SimpleNamespace(compile=asked), training=SimpleNamespace(output_dir=tmp_path),
-        run=SimpleNamespace(assume=assume),
+        model=SimpleNamespace(compile=asked), training=SimpleNamespace(output_dir=path),
+        run=SimpleNamespace(assume=None),
     )  # fmt: skip
     launch = LaunchFacts(0, 1, strategy, ("n",), device)
     return choose_compilation(settings, model(num_hidden_layers=1), launch, elsewhere)

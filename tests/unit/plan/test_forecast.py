@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from planned import GEMMA, LLAMA, MIXTRAL, settings, setup
 from transformers import AutoConfig
@@ -13,8 +12,6 @@ from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
 from benchmarks.hardware.flops import model_size
 from utils.config.settings import parse_fine_tuning
 from utils.config.strategy import assumed_gpus
-from utils.data.packing import plan_packing
-from utils.model.flops import effective_length
 from utils.plan.forecast import SHARES, exchanged_bytes, make_planner
 from utils.plan.memory_plan import changed
 
@@ -99,8 +96,3 @@ def test_gpus_that_wait_for_each_other_are_slower():
     )
     assert few < many
     assert exchanged_bytes(planner.setup, 1) == (0, 0)
-
-
-def test_documents_are_as_long_as_their_tokens_see_them():
-    plan = plan_packing(np.array([10, 30]), 64)
-    assert effective_length([plan], np.ones(1)) == (100 + 900) / 40
