@@ -91,11 +91,9 @@ def load_run_data(
     *,
     fine_tuning: bool,
 ) -> RunData:
-    """Open, check and pack every split.
+    """Open, check and pack every split. Raises ConfigurationError with the problems of all splits.
 
-    For fine-tuning each document needs a token to train on, and --on_overlong says what happens to
-    documents that are too long. Pretraining splits long documents. Raises ConfigurationError with
-    the problems of all splits.
+    For fine-tuning each document needs a token to train on. Pretraining splits long documents.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
