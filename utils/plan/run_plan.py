@@ -68,7 +68,6 @@ class RunPlan:
     settings: RunSettings
     sampler: GlobalBatchSampler
     total_steps: int
-    scheduled_saves: int  # checkpoints due by step count
     adapters: AdapterPlan | None
     quantized: Quantized | None
     attention: AttentionChoice
@@ -79,6 +78,12 @@ class RunPlan:
     checkpoint_bytes: int
     save_dtype: torch.dtype  # of the weights in final/
     report: Report
+
+    @property
+    def scheduled_saves(self) -> int:
+        """Return the number of checkpoints that save_strategy and save_steps ask for."""
+        every = save_interval(self.settings.training, self.total_steps)
+        return math.ceil(self.total_steps / every) if every else 0
 
     def training_arguments(self, run_id: str) -> TrainingArguments:
         """Return Trainer's arguments: the parsed ones, with the values that the plan derives."""
@@ -122,10 +127,9 @@ def log_plan(plan: RunPlan) -> None:
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Work out accumulation, steps, kernels and memory.
+    """Work out steps, kernels and memory. Raises ConfigurationError for a run that cannot work.
 
-    Raises ConfigurationError for a run that cannot work. Each error has the log lines up to it, as
-    Report says.
+    An error has the log lines up to it, as Report says.
     """
     run, training = settings.run, settings.training
     elsewhere = on_a_login_node(settings, launch)
@@ -137,8 +141,6 @@ def plan_run(
         check_quantization(settings, config, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
-        if training.bf16_full_eval or training.fp16_full_eval:
-            report.say("bf16_full_eval, fp16_full_eval: evaluation computes as training does")
         rehearse(settings, config, states is not None, total_steps, device, report)
         with naming(str(settings.model.model_config or config.name_or_path)):
             attention = _attention(settings, data, config, device)
@@ -151,30 +153,26 @@ def plan_run(
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
-        counts = count_parameters(model, config)
-        adapted = replace(settings, model=model)
         setup = Setup(
-            adapted, config, launch, attention, loss_head, counts, compiled=compiled,
-            elsewhere=elsewhere,
+            replace(settings, model=model), config, launch, attention, loss_head,
+            count_parameters(model, config), compiled, elsewhere,
         )  # fmt: skip
         planner = None
         if run.assume or run.suggest:
-            document_tokens = effective_length(data.train.plans, sampler.order.shares())
-            planner = make_planner(setup, document_tokens)
-        if planner is not None and run.suggest:
-            suggest(planner, report)
+            seen = effective_length(data.train.plans, sampler.order.shares())
+            planner = make_planner(setup, seen)
+            if run.suggest:
+                suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
             report.say(forecast_line(planner, memory.choice, total_steps))
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
             report_run(settings, launch, total_steps, saved_bytes, report)
-    interval = save_interval(training, total_steps)
     return RunPlan(
         settings=settings,
         sampler=sampler,
         total_steps=total_steps,
-        scheduled_saves=math.ceil(total_steps / interval) if interval else 0,
         adapters=adapters,
         quantized=setup.quantized,
         attention=attention,
@@ -240,6 +238,8 @@ def precision_line(
             "rounded to the nearest: updates below a 500th of a weight are lost "
             "(--stochastic_rounding true keeps them on average)"
         )
+    if training.bf16_full_eval or training.fp16_full_eval:
+        parts.append("evaluation as training (bf16_full_eval, fp16_full_eval have no effect)")
     return ", ".join(parts)
 
 
