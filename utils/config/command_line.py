@@ -42,13 +42,11 @@ def read_settings(
 ) -> SettingValues:
     """Read the settings that the dataclasses declare from flags, recipes and defaults.
 
-    Flags win over recipes (`--config A.yaml B.yaml`), later recipes over earlier ones, and both win
-    over defaults. argv: the words after the program's name; None: from sys.argv. settle:
-    functions that reset settings without effect and derive missing ones. checks: run last. A check
-    yields a line per fault. If it reads a missing or faulty setting, it ends there.
-
-    Raises ConfigurationError with every fault. `--help` prints and exits with code 0.
-    `--print_config` checks the settings as for a dry run, then raises Answer: no run starts.
+    Flags win over recipes, later recipes over earlier ones, and both over defaults. settle:
+    functions that reset settings without effect and derive missing ones. checks: run last; a check
+    ends if it reads a missing or faulty setting. Raises ConfigurationError with every fault.
+    `--help` prints and exits with code 0. `--print_config` checks the settings as for a dry run,
+    then raises Answer: no run starts.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]

@@ -113,10 +113,9 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return every setting the user may give, by name, in the order of the classes' fields.
+    """Return every setting the user may give: the classes' fields, without those in REFUSED.
 
-    Fields in REFUSED are left out and keep their defaults. If two classes have a field of the same
-    name, the first class declares the setting.
+    If two classes have a field of the same name, the first class declares the setting.
     """
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
@@ -156,9 +155,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value as the type of the setting; raise ValueError with what was expected.
 
-    A conversion must not hide a mistake. An integer is accepted as a number, and one value as a
-    list of one; but 4.0 is not an integer, 1 is not true, and "3" is not a number. null resets a
-    setting whose default is empty: an empty list, 0, false, the -1 of max_steps.
+    An integer is accepted as a number, and one value as a list of one; but 4.0 is not an integer, 1
+    is not true, and "3" is not a number. null resets a setting whose default is in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:

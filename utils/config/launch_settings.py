@@ -119,10 +119,9 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
     """Refuse launch settings that make training wrong, from a file, a flag or a variable."""
-    environment = values.environment
+    environment, processes = values.environment, values.world_size
     faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
-    processes = values.world_size
     needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
     if all(is_true(name, environment) for name in needed) and not faults:
         sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
@@ -193,24 +192,20 @@ def settle_precision(values: SettingValues) -> None:
     on a CPU also sets `use_cpu`, which TrainingArguments demands.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
+    use_cpu = Given(True, "ACCELERATE_USE_CPU")
+    settles_device = is_true("ACCELERATE_USE_CPU", values.environment)
     if values["bf16"] is None:
+        settles_device, use_cpu = True, Given(True, values.source("use_cpu"))
         bf16, why = _open_precision(values, by_launch)
         values.given["bf16"] = Given(bf16, why)
         if why == BY_LAUNCH and not bf16:
             values.given["fp16"] = Given(True, why)
-        if bf16 and _computes_on_cpu(values):
-            values.given["use_cpu"] = Given(True, values.source("use_cpu"))
-    elif (
-        values["bf16"]
-        and is_true("ACCELERATE_USE_CPU", values.environment)
-        and _computes_on_cpu(values)
-    ):
-        values.given["use_cpu"] = Given(True, "ACCELERATE_USE_CPU")  # or Trainer refuses bf16
+    if values["bf16"] and settles_device and _computes_on_cpu(values):
+        values.given["use_cpu"] = use_cpu  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         shown = values.shown("fp16" if values["fp16"] else "bf16")
-        values.notes.append(
-            f"mixed_precision {by_launch} of the accelerate config has no effect: {shown}"
-        )
+        written = f"mixed_precision {by_launch} of the accelerate config"
+        values.notes.append(f"{written} has no effect: {shown}")
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:

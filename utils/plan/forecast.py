@@ -198,10 +198,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are not known.
-
-    document_tokens: mean, over all tokens, of the length of the token's document.
-    """
+    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are not known."""
     config, assume = setup.config, setup.settings.run.assume
     if assume:
         gpus = assumed_gpus(assume)

@@ -113,8 +113,7 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
     """Return the requested word (none, selective, full, auto) and the possible choices.
 
-    Raises ConfigurationError if the word is not possible for this model and strategy, or if the
-    accelerate config also sets recomputation.
+    Raises ConfigurationError if they exclude each other, or the accelerate config sets one, too.
     """
     settings, strategy = setup.settings, setup.launch.strategy
     value = settings.training.activation_checkpointing

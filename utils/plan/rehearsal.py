@@ -141,11 +141,7 @@ def _check_effect(
     built: dict[str, Any],
     report: Report,
 ) -> None:
-    """Raise ValueError for keys of optim_args without effect; report settings without effect.
-
-    `built`: the options of the built optimizer. A key of optim_args may repeat one of them, as in
-    relative_step=false.
-    """
+    """Raise ValueError for keys of optim_args without effect; report settings without effect."""
     values, args = settings.values, settings.training
     for name in OF_SOME_OPTIMIZERS:
         if values.rank(name) > 0 and values.changed(name):
@@ -155,7 +151,7 @@ def _check_effect(
                 report.say(f"settings: {text}")
     for key, value in pairs.items():
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
-            continue
+            continue  # repeats an option of the built optimizer, as relative_step=false may
         seen = []
         for tried in (None, value, *TRIED):
             others = {**pairs, key: tried}
