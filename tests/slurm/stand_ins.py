@@ -11,6 +11,7 @@ from launching import ROOT
 
 _RECORD = r"""#!/bin/bash
 name=${0##*/}
+echo "$name ${1-}" >>"$STAND_IN/calls"
 printf '%s\0' "$@" >"$STAND_IN/$name.arguments"
 env -0 >"$STAND_IN/$name.environment"
 """
@@ -23,17 +24,15 @@ done
 read -r code <"$STAND_IN/srun.code"
 exit "$code"
 """,
-    "squeue": r"""#!/bin/bash
-cat "$STAND_IN/state"
-""",
-    "scontrol": r"""#!/bin/bash
-printf '%s\0' "$@" >"$STAND_IN/scontrol.arguments"
+    "squeue": _RECORD + 'cat "$STAND_IN/state"\n',
+    "scontrol": _RECORD
+    + r"""
 if [[ -f $STAND_IN/denied ]]; then
   cat "$STAND_IN/denied"
   exit 1
 fi
 """,
-    "sbatch": _RECORD + "echo 77\n",
+    "sbatch": _RECORD + 'cat "$STAND_IN/sbatch.output"\nexit "$(<"$STAND_IN/sbatch.code")"\n',
     "scancel": _RECORD,
     "python": _RECORD
     + r"""
@@ -56,6 +55,7 @@ class StandIns:
             (self.commands / name).chmod(0o755)
         copy_scripts(root)
         self.answer(code=0)
+        self.sbatch_says("77\n")
         self.slurm_says("RUNNING", "None", 0, 1)
 
     def answer(self, code: int) -> None:
@@ -66,6 +66,18 @@ class StandIns:
         """Set the columns of squeue's answer."""
         columns = f"{state:30}{reason:30}{restarts:<12}{may_requeue:<8}\n"
         (self.directory / "state").write_text(columns)
+
+    def sbatch_says(self, text: str, code: int = 0) -> None:
+        """Set sbatch's output and exit code."""
+        (self.directory / "sbatch.output").write_text(text)
+        (self.directory / "sbatch.code").write_text(str(code))
+
+    def calls(self) -> list[list[str]]:
+        """Return the name and the first argument of each call, and forget the calls."""
+        path = self.directory / "calls"
+        lines = path.read_text().splitlines()
+        path.unlink()
+        return [line.split() for line in lines]
 
     def leaves(self, code: int, verdict: str) -> None:
         """Let the stand-in for srun leave a launcher's verdict, and the mark of a begun run."""

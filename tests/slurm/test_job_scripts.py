@@ -65,6 +65,66 @@ def test_the_job_scripts_end_alike():
     assert all(body.startswith(finds_repository) for body in bodies.values())
 
 
+# Before the job
+
+
+def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(stand_ins):
+    def submit(*words: str, **env: str) -> str:
+        done = stand_ins.run("slurm/submit.sh", *words, env=env)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    hostile = ["a b", '"', "$(touch canary)", "", "--nodes=9", "*", "%JOB%"]
+    words = ["-J", "a b", TRAIN, "train.py", *hostile]
+    assert "Submitted batch job 77\n" in submit(*words)
+    calls = stand_ins.calls()
+    assert [name for name, *_ in calls] == ["sbatch", "squeue", "python", "scontrol"]
+    assert stand_ins.arguments("sbatch") == ["--hold", "--parsable", *words]
+    assert stand_ins.arguments("python")[5:] == ["2", *words]
+    root = stand_ins.environment("sbatch")["STOKER_ROOT"]
+    assert root == str(stand_ins.root), "where the job looks for it"
+    assert "\n77\n" in f"\n{submit('--parsable', TRAIN)}"
+    assert "not submitted" in submit("--check", TRAIN)
+    assert stand_ins.calls()[-1] == ["scancel", "77"]
+    stand_ins.sbatch_says("77;far\n")
+    assert "Submitted batch job 77\n" in submit(TRAIN)
+    assert stand_ins.arguments("scontrol") == ["--clusters=far", "release", "77"]
+    points = "0\ta=1\n1\ta=2\tfinished\n2\ta=3\n"
+    (stand_ins.directory / "python.output").write_text(points)
+    submit("slurm/sweep_job.sh", "a b.yaml")  # an array of the unfinished points
+    array = ["--array=0,2", "slurm/sweep_job.sh", "a b.yaml"]
+    assert stand_ins.arguments("sbatch")[2:] == array
+    submit("slurm/sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
+    assert "--array=0,2" not in stand_ins.arguments("sbatch")
+    assert "slurm/submit.sh --nodes=4" in submit("--help")
+
+
+def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
+    for code in (3, 0):  # sbatch's own refusal, and --test-only
+        stand_ins.sbatch_says("", code)
+        done = stand_ins.run("slurm/submit.sh", TRAIN)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert [name for name, *_ in stand_ins.calls()] == ["sbatch"]
+    for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
+        done = stand_ins.run("slurm/submit.sh", *words)
+        assert done.returncode == 2
+        assert "slurm/submit.sh" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "message"),
+    [
+        (["a b.yaml"], "", r"a sweep is a job array: slurm/submit.sh slurm/sweep_job.sh a\ b.yaml"),
+        (["a", "b"], "0", "usage: sbatch --array=0-N slurm/sweep_job.sh"),
+    ],
+)
+def test_a_sweep_job_refuses_before_anything_starts(stand_ins, words, task, message):
+    done = stand_ins.run("slurm/sweep_job.sh", *words, env={"SLURM_ARRAY_TASK_ID": task})
+    assert done.returncode == 2
+    assert message in done.stdout
+    assert not stand_ins.was_called("python")
+
+
 # The step
 
 
@@ -92,6 +152,39 @@ def test_the_step_gets_what_the_job_has(stand_ins):
     # The GPUs of the command line override those of the script.
     stand_ins.run(TRAIN, "train.py", env=same | {"SLURM_GPUS_PER_NODE": "1"})
     assert "SLURM_GPUS_PER_NODE" not in stand_ins.environment("srun")
+
+
+def test_launch_node_becomes_python_or_says_why_not(stand_ins, tmp_path):
+    """Signals and the exit code are passed on. test_hostile_values.py tests all arguments."""
+    python, notes = stand_ins.commands / "python", tmp_path / "job's notes"
+
+    def started(line: str, **env: str) -> tuple[int, str]:
+        (stand_ins.root / "slurm/cluster.env").write_text(line + "\n")
+        done = stand_ins.run("slurm/launch_node.sh", "x.py", env={"SLURMD_NODENAME": "n2"} | env)
+        return done.returncode, done.stdout
+
+    python.write_text(
+        '#!/bin/bash\n[[ $1 != -c ]] || exit 0\nprintf "%s|" "$PWD" "$(ulimit -c)" "${X-}" "$@"\n'
+        "kill -USR1 $$\nprintf alive\nexit 7\n"
+    )
+    given = "-m|utils.launch.node|x.py|alive"  # Python ignores USR1
+    said = f"{stand_ins.root}|0|from-cluster-env|{given}"
+    assert started("export X=from-cluster-env$UNSET") == (7, said)
+    assert started((ROOT / "slurm/cluster.env.example").read_text())[0] == 7
+    # In a job, refusals are written to the notes for the job script.
+    python.write_text("#!/bin/sh\necho SyntaxError: f-string >&2\nexit 1\n")
+    for line, said in {
+        "": "n2: python cannot start the launcher (SyntaxError: f-string): act",
+        "STOKER_CONTAINER=(no-such)": "n2: there is no no-such on PATH: activate the environment",
+        'STOKER_CONTAINER="apptainer exec"': r"n2: there is no apptainer\ exec on PATH",
+        "false": "n2: slurm/cluster.env failed, see above",
+        "if": "n2: slurm/cluster.env failed, see above",
+    }.items():
+        notes.mkdir()
+        assert started(line, STOKER_NOTES_DIR=str(notes))[0] == 69
+        assert (notes / "verdict.txt").read_text().startswith(said)
+        assert (notes / "exit_code").read_text() == "69\n"
+        shutil.rmtree(notes)
 
 
 # The end: who is requeued

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -153,63 +152,6 @@ def test_what_is_no_file_is_not_launched(tmp_path):
     assert "nothing is no file in" in done.stdout
     assert "Traceback" not in done.stdout
     assert not list(tmp_path.glob("stoker-*"))
-
-
-def test_launch_node_reads_cluster_env_and_becomes_python_if_there_is_one(tmp_path):
-    """Signals and the exit code are passed on; test_hostile_values.py tests all arguments."""
-    root, tools = tmp_path / "repository", tmp_path / "tools"
-    script, cluster_env = root / "slurm/launch_node.sh", root / "slurm/cluster.env"
-    shutil.copytree(ROOT / "slurm", root / "slurm", ignore=shutil.ignore_patterns("cluster.env"))
-    (root / "bin").mkdir()
-    (root / "bin/python").write_text(
-        "#!/usr/bin/env bash\n[[ $1 != -c ]] || exit 0\n"
-        'printf "%s|" python "$PWD" "$(ulimit -c)" "${X-}" "$@"\n'
-        'kill -USR1 $$\nprintf "alive"\nexit 7\n'
-    )
-    (root / "bin/python").chmod(0o755)
-
-    def started(path: str) -> tuple[int, str]:
-        done = launch(tmp_path, "x.py", script=script, PATH=path, SLURMD_NODENAME="n2")
-        return done.returncode, done.stdout
-
-    path = f"{root / 'bin'}:/usr/bin:/bin"
-    shutil.copy(root / "slurm/cluster.env.example", cluster_env)
-    given = f"python|{root}|0||-m|utils.launch.node|x.py|alive"  # Python ignores USR1
-    assert started(path) == (7, given)
-    cluster_env.write_text("export X=from-cluster-env$UNSET\n")
-    assert "|from-cluster-env|" in started(path)[1]
-    cluster_env.write_text('STOKER_CONTAINER="apptainer exec"\n')
-    code, output = started(path)
-    assert code == 69
-    assert r"n2: there is no apptainer\ exec on PATH: activate the environment, or set" in output
-    # In a job, refusals are written to the notes for the job script; the first verdict stays.
-    notes = tmp_path / "job's notes"
-    for line, said in {
-        "STOKER_CONTAINER=(no-such)": "n2: there is no no-such on PATH",
-        "false": "n2: slurm/cluster.env failed, see above",
-        "if": "n2: slurm/cluster.env failed, see above",
-        "PATH=$PWD/old:$PATH": "n2: python cannot start the launcher (SyntaxError: f-string): act",
-    }.items():
-        (root / "old").mkdir(exist_ok=True)
-        (root / "old/python").write_text("#!/bin/sh\necho SyntaxError: f-string >&2\nexit 1\n")
-        (root / "old/python").chmod(0o755)
-        cluster_env.write_text(line + "\n")
-        notes.mkdir()
-        done = launch(
-            tmp_path, "x.py", script=script, PATH=path, SLURMD_NODENAME="n2",
-            STOKER_NOTES_DIR=str(notes),
-        )  # fmt: skip
-        assert done.returncode == 69, done.stdout
-        assert (notes / "verdict.txt").read_text().startswith(said)
-        assert (notes / "exit_code").read_text() == "69\n"
-        shutil.rmtree(notes)
-    cluster_env.unlink()
-    tools.mkdir()
-    for name in ("bash", "env", "dirname"):
-        (tools / name).symlink_to(str(shutil.which(name)))
-    code, output = started(str(tools))
-    assert code == 69
-    assert "n2: there is no python on PATH: activate the environment" in output
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""slurm/submit.sh holds a job, checks it, and releases or cancels it; the check's refusals."""
+"""The check of a held job, by slurm/submit.sh: what it prints, and its refusals."""
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from launching import ROOT
@@ -14,80 +11,6 @@ from utils.config.strategy import SUBMITTING
 from utils.submit import check as checking
 
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
-# Each command records its arguments. python and sbatch end with the exit codes of the test.
-STUB = """\
-#!/bin/bash
-name=${0##*/}
-printf '%s\\0' "$@" >"$STUBS/$name.words"
-printf '%s\\n' "$name ${1-}" >>"$STUBS/calls"
-case $name in
-sbatch)
-    printf %s "$STOKER_ROOT" >"$STUBS/root"
-    [[ -z $SBATCH_ANSWER ]] || echo "$SBATCH_ANSWER"
-    exit "$SBATCH_CODE" ;;
-python)
-    [[ $3 != points ]] || printf '0\\ta=1\\n1\\ta=2\\tfinished\\n2\\ta=3\\n'
-    exit "$PYTHON_CODE" ;;
-esac
-"""
-ENDINGS = {"SBATCH_ANSWER": "123", "SBATCH_CODE": "0", "PYTHON_CODE": "0"}
-
-
-@pytest.fixture
-def stubs(tmp_path):
-    """Return a function that calls slurm/submit.sh with commands that only record arguments."""
-    directory = tmp_path / "stubs"
-    directory.mkdir()
-    for name in ("python", "sbatch", "squeue", "scontrol", "scancel"):
-        (directory / name).write_text(STUB)
-        (directory / name).chmod(0o755)
-    for name in ("job.sh", "sweep_job.sh"):
-        (tmp_path / name).write_text("#!/bin/bash\n")
-
-    def call(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        (directory / "calls").unlink(missing_ok=True)
-        path = os.pathsep.join([str(directory), os.environ["PATH"]])
-        environment = os.environ | {"PATH": path, "STUBS": str(directory)} | ENDINGS | env
-        return subprocess.run(
-            [ROOT / "slurm/submit.sh", *words], cwd=tmp_path, env=environment, text=True,
-            capture_output=True, timeout=600, check=False,
-        )  # fmt: skip
-
-    call.words = lambda program: (directory / f"{program}.words").read_text().split("\0")[:-1]
-    call.calls = lambda: [line.split() for line in (directory / "calls").read_text().splitlines()]
-    return call
-
-
-def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(stubs, tmp_path):
-    words = ["-J", "a b", "job.sh", "pretrain.py", *HOSTILE]
-    done = stubs(*words)
-    assert (done.returncode, done.stdout) == (0, "Submitted batch job 123\n")
-    assert [call[0] for call in stubs.calls()] == ["sbatch", "squeue", "python", "scontrol"]
-    assert stubs.words("sbatch") == ["--hold", "--parsable", *words]
-    assert stubs.words("python")[5:] == ["2", *words]
-    assert (tmp_path / "stubs/root").read_text() == str(ROOT), "where the job looks for it"
-    assert stubs("--parsable", "job.sh").stdout == "123\n"
-    assert stubs("--check", "job.sh").stdout == ""
-    assert stubs.calls()[-1] == ["scancel", "123"]
-    done = stubs("job.sh", SBATCH_ANSWER="77;far")
-    assert done.stdout == "Submitted batch job 77\n"
-    assert stubs.words("scontrol") == ["--clusters=far", "release", "77"]
-    # sbatch's own refusal, and --test-only, which makes no job.
-    for code in (3, 0):
-        done = stubs("job.sh", SBATCH_ANSWER="", SBATCH_CODE=str(code))
-        assert (done.returncode, done.stdout) == (code, "")
-        assert [call[0] for call in stubs.calls()] == ["sbatch"]
-    stubs("sweep_job.sh", "a b.yaml")  # an array of the unfinished points
-    assert stubs.words("sbatch")[2:] == ["--array=0,2", "sweep_job.sh", "a b.yaml"]
-    stubs("sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
-    assert "--array=0,2" not in stubs.words("sbatch")
-    assert "slurm/submit.sh --nodes=4" in stubs("--help").stdout
-    for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
-        done = stubs(*words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "slurm/submit.sh" in done.stderr
-
-
 SHOWN = {
     "JobID": "7", "Name": "a b", "NumNodes": "2", "NumTasks": "2", "tres-per-node": "gres:gpu:2",
     "tres-per-task": "N/A", "tres-per-job": "N/A", "TimeLimit": "1:00:00", "Requeue": "1",
@@ -197,20 +120,3 @@ def test_times_and_signals(tmp_path, monkeypatch):
     assert checking.signal_lead_s([], script) == 7
     monkeypatch.setenv("SBATCH_SIGNAL", "B:USR1@8")
     assert checking.signal_lead_s([], script) == 8
-
-
-def test_sweep_job_refuses_before_anything_starts():
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    for words, task, message in [
-        (["a b.yaml"], "", r"a sweep is a job array: slurm/submit.sh slurm/sweep_job.sh a\ b.yaml"),
-        (["a", "b"], "0", "usage: sbatch --array=0-N slurm/sweep_job.sh"),
-        (["$(touch canary)"], "0", "$(touch canary): cannot be read: No such file"),
-    ]:
-        environment = os.environ | {"PATH": path, "SLURM_ARRAY_TASK_ID": task}
-        done = subprocess.run(
-            [ROOT / "slurm/sweep_job.sh", *words], cwd=ROOT, env=environment, text=True,
-            capture_output=True, timeout=600, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert "job script" not in done.stderr, "it came as far as slurm/job_setup.sh"
