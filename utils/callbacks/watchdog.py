@@ -17,7 +17,7 @@ from utils.callbacks.progress import Phase, Progress
 from utils.config.errors import ExitCode
 from utils.host.faults import place, thread_frames, waits_for_ranks
 from utils.host.machine import host_name
-from utils.host.redaction import redact, write_error
+from utils.host.redaction import write_error
 from utils.host.run_lock import known_loss
 from utils.launch.verdict import (
     Note,
@@ -161,7 +161,7 @@ class HangWatch(TrainerCallback):
         notes = list({note.rank: note for note in left}.values())
         if not notes:
             return  # no storage accepts notes: only the lines above are logged
-        verdict = redact(hang_verdict(notes, self.hosts))
+        verdict = hang_verdict(notes, self.hosts)
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
             self._say(verdict)

@@ -151,7 +151,7 @@ def write_provenance(
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
-        "argv": redacted(sys.argv),
+        "argv": sys.argv,
         "python": platform.python_version(),
         "git": git_state(_REPOSITORY),
         "launch": {

@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check the job and return the exit code of its dry run. Raises ConfigurationError."""
     directory, fields, answer, count, *words = sys.argv[1:] if argv is None else argv
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
-    job = read_answer(fields, answer)
+    job, text = {}, os.fsencode(answer)
+    for at, name in enumerate(fields.split(",")):
+        job[name] = os.fsdecode(text[at * WIDTH : (at + 1) * WIDTH].strip())
+    if not job["JobID"].isdecimal():
+        raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
     _say(f"log:     {log.replace('%j', job['JobID'])}")
     kind = Path(job_script).name
@@ -48,16 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_sweep = kind == "sweep_job.sh"
     # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
-    allocation, config = plan_launch(first[1:], {**os.environ, **first_node(job)}, 0)
-    on_cpu = allocation.gpus is None
+    gpus = gpus_per_node(job)
+    first_node = {  # as Slurm will set them for the launcher on the job's first node
+        "SLURM_JOB_ID": job["JobID"],
+        "SLURM_STEP_NUM_TASKS": job["NumTasks"],
+        "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
+        "SLURM_NODEID": "0",
+        "SLURM_GPUS_ON_NODE": str(gpus),
+    }
+    allocation, config = plan_launch(first[1:], {**os.environ, **first_node}, 0)
     launch = {} if is_sweep else strategy_variables(config.content)
-    if on_cpu and os.environ.get("DS_ACCELERATOR") != "cpu":
+    if allocation.gpus is None and os.environ.get("DS_ACCELERATOR") != "cpu":
         launch["ACCELERATE_USE_CPU"] = "true"
-    gpus = f"{number} GPU(s), " if (number := gpus_per_node(job)) else ""
     _say(
-        f"job:     {job['Name']}, {len(allocation.hosts)} node(s) of {gpus}"
-        f"{allocation.processes} process(es); strategy by {config.path}, by "
-        f"{config.chosen_by}"
+        f"job:     {job['Name']}, {len(allocation.hosts)} node(s) of "
+        f"{f'{gpus} GPU(s), ' * bool(gpus)}{allocation.processes} process(es); strategy by "
+        f"{config.path}, by {config.chosen_by}"
     )
     report_end(job, signal_lead_s(options, Path(directory, job_script)), job_script)
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
@@ -89,15 +99,6 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
         )
     then = "queued again and resumes" if again else "not queued again (--no-requeue, JobRequeue=0)"
     _say(f"limit:   {limit}{f'; {stop}' if limit_s else ''}; a job that stopped is {then}")
-
-
-def read_answer(fields: str, answer: str) -> dict[str, str]:
-    """Return {field: value} of squeue's answer. Raises UnfitClusterError if the job is missing."""
-    names, text = fields.split(","), os.fsencode(answer)
-    if len(text) < (len(names) - 1) * WIDTH:
-        raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
-    values = [text[at * WIDTH : (at + 1) * WIDTH].strip() for at in range(len(names))]
-    return {name: os.fsdecode(value) for name, value in zip(names, values, strict=True)}
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
@@ -156,17 +157,6 @@ def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
             f"{script} does not know --dry_run, so it cannot be checked: submit it with sbatch"
         )
     return command
-
-
-def first_node(job: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that Slurm will set for the launcher on the job's first node."""
-    return {
-        "SLURM_JOB_ID": job["JobID"],
-        "SLURM_STEP_NUM_TASKS": job["NumTasks"],
-        "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
-        "SLURM_NODEID": "0",
-        "SLURM_GPUS_ON_NODE": str(gpus_per_node(job)),
-    }
 
 
 if __name__ == "__main__":

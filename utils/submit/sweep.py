@@ -113,7 +113,9 @@ def read_sweep(file: str) -> Sweep:
         words = [given["script"], *(["--config", *config] if config else [])]
         settings = {**fixed, **combination, "output_dir": str(Path(str(output_dir), name))}
         for setting, value in settings.items():
-            words += flag_words(setting, value)
+            texts = _texts(value)
+            single = len(texts) == 1  # one word, so that a value may begin with "-"
+            words += [f"--{setting}={texts[0]}"] if single else [f"--{setting}", *texts]
         points[name] = words
     return Sweep(given["script"], points, Path(str(output_dir)))
 
@@ -143,12 +145,6 @@ def _texts(value: Any) -> list[str]:
     return [each if isinstance(each, str) else json.dumps(each) for each in values]
 
 
-def flag_words(name: str, value: Any) -> list[str]:
-    """Return a setting as words of a command line; as one word if it has one value."""
-    words = _texts(value)
-    return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
-
-
 def point_name(settings: Mapping[str, Any]) -> str:
     """Return the name of a point's directory, as in `learning_rate=0.001,seed=2`."""
     return ",".join(
@@ -176,12 +172,9 @@ def check_points(sweep: Sweep) -> None:
         if number == 0:
             print(output.getvalue().rstrip(), flush=True)  # noqa: T201 - for the user
     if faults:
-        points = {len(sweep.points): "every point"}
+        every = {len(sweep.points): "every point"}
         raise ConfigurationError(
-            [
-                f"{points.get(len(names), '; '.join(names))}: {fault}"
-                for fault, names in faults.items()
-            ]
+            [f"{every.get(len(of), '; '.join(of))}: {fault}" for fault, of in faults.items()]
         )
 
 
