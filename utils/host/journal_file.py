@@ -12,10 +12,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from utils.host.redaction import redact, redacted
 
@@ -23,46 +23,23 @@ FILE_NAME = "metrics.jsonl"
 NOT_FINITE = "NaN", "Infinity", "-Infinity"  # JSON has no such numbers: they are written as text
 STARTS = ("started", "resumed")
 LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
+BLOCK_BYTES = 2**16
 LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
 LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is float or type(value) is int  # bool is a subclass of int
-
-
-# The type of a field, by its name, and the check of its value. The first pattern that matches
-# counts. Readers sum up, compare and format measures.
-_KINDS: dict[str, tuple[re.Pattern[str], Callable[[Any], bool]]] = {
-    "text": (
-        re.compile("event|split|slowest_host"),
-        lambda value: isinstance(value, str) and value.isprintable(),
-    ),
-    "step": (
-        re.compile("step|max_steps"),
-        lambda value: type(value) is int and 0 <= value <= LARGEST_STEP,
-    ),
-    "time": (re.compile("time"), lambda value: _is_number(value) and 0 <= value <= LATEST),
-    "rows": (
-        re.compile("samples|memory_by_rank"),
-        lambda value: isinstance(value, list) and all(type(row) is dict for row in value),
-    ),
-    "measure": (
-        re.compile(
-            r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes"
-            r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens"
-        ),
-        _is_number,
-    ),
-    "figure": (
-        re.compile(
-            r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate"
-            r"|eval_(.*_)?(loss|perplexity|accuracy)"
-        ),
-        _is_number,
-    ),
-    "any": (re.compile(".*"), lambda _: True),
+# The kind of a field: the first pattern that matches its name. Readers sum up and format measures.
+_KINDS = {
+    "text": "event|split|slowest_host",
+    "step": "step|max_steps",
+    "time": "time",
+    "rows": "samples|memory_by_rank",
+    "measure": r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes"
+    r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens",
+    "figure": r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate"
+    r"|eval_(.*_)?(loss|perplexity|accuracy)",
+    "any": ".*",
 }
 
 
@@ -107,15 +84,14 @@ def read_lines(
     """Return the lines of a journal and the number of damaged lines. Raises OSError.
 
     `first` and `last` are numbers of bytes. With `first`, read only lines within the first bytes of
-    the file; with `last`, only lines within its last bytes. Without `ranks`, each line has its
-    offset in the file (`at`) instead of its longest field, `memory_by_rank`.
+    the file; with `last`, only lines that end within its last bytes. Without `ranks`, each line has
+    its offset in the file (`at`) instead of its longest field, `memory_by_rank`.
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        at = file.seek(0 if last is None else max(0, size - last - 1))
-        if at > 0:
-            at += len(file.readline())  # the rest of an earlier line
+        at = 0 if last is None else _line_start(file, max(0, size - last))
+        file.seek(at)
         for text in file:
             if first is not None and at + len(text) > first:
                 break
@@ -128,6 +104,18 @@ def read_lines(
                 damaged += 1
             at += len(text)
     return lines, damaged
+
+
+def _line_start(file: BinaryIO, place: int) -> int:
+    """Return the offset at which the line with the byte at `place` begins."""
+    while place > 0:
+        begin = max(0, place - BLOCK_BYTES)
+        file.seek(begin)
+        found = file.read(place - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        place = begin
+    return 0
 
 
 def skipped(damaged: int) -> str:
@@ -162,7 +150,7 @@ def _checked(key: str, value: Any) -> Any:
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
-    if not _KINDS[kind][1](value):
+    if not _fits(kind, value):
         raise ValueError(key)
     if kind == "measure" and not -LARGEST_MEASURE < value < LARGEST_MEASURE:
         return None
@@ -171,11 +159,27 @@ def _checked(key: str, value: Any) -> Any:
     return value
 
 
+def _fits(kind: str, value: Any) -> bool:
+    if kind == "text":
+        return isinstance(value, str) and value.isprintable()
+    if kind == "rows":
+        return isinstance(value, list) and all(type(row) is dict for row in value)
+    if kind == "step":
+        return type(value) is int and 0 <= value <= LARGEST_STEP
+    if kind == "time":
+        return _is_number(value) and 0 <= value <= LATEST
+    return kind == "any" or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or type(value) is int  # bool is a subclass of int
+
+
 @lru_cache(maxsize=1000)
 def _kind(key: str) -> str:
     if not key.isprintable():
         raise ValueError(key)
-    return next(kind for kind, (keys, _) in _KINDS.items() if keys.fullmatch(key))
+    return next(kind for kind, keys in _KINDS.items() if re.fullmatch(keys, key))
 
 
 def duration(seconds: float) -> str:
