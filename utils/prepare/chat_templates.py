@@ -86,18 +86,18 @@ class ChatTemplate:
 
     def adapted(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
         """Return the messages in the form that the template reads."""
-        return [self._adapted(message) for message in messages]
-
-    def _adapted(self, message: Message) -> dict[str, Any]:
-        adapted = {"content": ""} | {k: value for k, value in message.items() if value is not None}
-        if self._reads_parts:
-            adapted["content"] = [{"type": "text", "text": adapted["content"]}]
-        reasoning = next((adapted[name] for name in REASONING_NAMES if name in adapted), None)
-        if reasoning is not None:
-            adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning)
-        if calls := adapted.pop("tool_calls", None):
-            adapted["tool_calls"] = [_adapted_call(call, self._reads_objects) for call in calls]
-        return adapted
+        found = []
+        for message in messages:
+            adapted = {"content": ""} | {k: v for k, v in message.items() if v is not None}
+            if self._reads_parts:
+                adapted["content"] = [{"type": "text", "text": adapted["content"]}]
+            reasoning = [adapted[name] for name in REASONING_NAMES if name in adapted]
+            if reasoning:
+                adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning[0])
+            if calls := adapted.pop("tool_calls", None):
+                adapted["tool_calls"] = [_adapted_call(call, self._reads_objects) for call in calls]
+            found.append(adapted)
+        return found
 
     @cached_property
     def _reads_parts(self) -> bool:

@@ -119,9 +119,9 @@ class TurnDelimiter:
             if known.strip() and known in gap:
                 return gap.rindex(known) + len(known)
         problem = (
-            f"the chat template opens it with {shown(gap)}, and its generation prompt is "
-            f"{shown(endings[1] if endings else '')} (--chat_template takes a template in which "
-            "both are alike)"
+            f"the chat template opens it with {shown(gap[-80:])}, and its generation prompt is "
+            f"{shown(endings[1][-80:] if endings else '')} (--chat_template takes a template in "
+            "which both are alike)"
         )
         raise chat.refused(turn, problem)
 
@@ -263,11 +263,13 @@ class TurnDelimiter:
         plain = answer.removesuffix(self._standing_header(chat)).strip()
         found = None
         if ended.rstrip().endswith(plain):  # calls end as answers do
-            done = len(ended.rstrip()) - len(plain)
-            if not plain or continued.startswith(ended[:done]):
-                found = self._end_of_turn(chat, ended[done:], continued[done:], is_last)
+            done = at = len(ended.rstrip()) - len(plain)
+            if plain and not continued.startswith(ended[:done]):
+                at = continued.find(plain)  # `continued` has more of the calls before their end
+            if at >= 0:
+                found = self._end_of_turn(chat, ended[done:], continued[at:], is_last)
             if found:
-                found = found[0] + done, found[1]
+                found = found[0] + (done if is_last else at), found[1]
         if found is None or found[1] == self.stop:
             own = self._end_of_all_calls(chat, turn, ended, continued)
             found = (own, "") if own else found

@@ -1,13 +1,4 @@
-"""Rows of published datasets, checked and converted to documents: texts, chats or completions.
-
-A row format is a set of columns (in parentheses: the toolkits that use it):
-
-- text: `text`
-- messages: `messages` of role and content (OpenAI, Hugging Face)
-- sharegpt: `conversations` of from and value (ShareGPT, LLaMA-Factory, axolotl); becomes messages
-- alpaca: `instruction`, `input`, `output` (Stanford Alpaca); becomes messages
-- prompt_completion: `prompt` and `completion`, both texts or both messages (TRL)
-"""
+"""Rows of published datasets, checked and converted to documents: texts, chats or completions."""
 
 import math
 import re
@@ -31,12 +22,13 @@ from utils.prepare.values import (
     wrong_type,
 )
 
+# The columns of each row format.
 NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
+    "messages": ("messages",),  # of role and content (OpenAI, Hugging Face)
+    "sharegpt": ("conversations",),  # of from and value (ShareGPT, LLaMA-Factory, axolotl)
+    "alpaca": ("instruction", "output"),  # Stanford Alpaca
+    "prompt_completion": ("prompt", "completion"),  # both texts, or both messages (TRL)
 }
 _OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -113,7 +105,7 @@ class RowSettings:
     def read_columns(self) -> list[str]:
         """The file's names of the columns to read: those of the format, then those of filters."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
-        return list(dict.fromkeys([*own, *(name for name, _ in self.filters)]))
+        return list(dict.fromkeys([*own, *dict(self.filters)]))
 
     def name_of(self, column: str) -> str:
         """Return the file's name of the column with one of our names."""
@@ -150,34 +142,24 @@ def _found(names: Iterable[str]) -> str:
     return f"columns found: {', '.join(sorted(names)) or 'none'}"
 
 
-# --- documents
-
-
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
     """Return the document of a record, or its fault."""
-    try:
-        if rows.selects(record.fields):
-            return _document(record, rows)
-    except UnusableRowError as error:
-        return error.at(record.location)
-    return BadRow(FILTERED, "not selected by the filter", record.location)
-
-
-def _document(record: Record, rows: RowSettings) -> Document:
     place, column = record.location, rows.answers_column
-    fields = document_fields(record.fields, rows.row_format, rows.columns)
-    if rows.row_format == "text":
-        return TextDocument(fields["text"], place, column)
-    prompt = fields.get("prompt", [])
-    if isinstance(prompt, str):
-        return CompletionDocument(prompt, fields["completion"], place, column)
-    messages = [*prompt, *fields["completion"]] if prompt else fields["messages"]
-    check_answers(messages, len(prompt), repr(column))
+    try:
+        if not rows.selects(record.fields):
+            return BadRow(FILTERED, "not selected by the filter", place)
+        fields = document_fields(record.fields, rows.row_format, rows.columns)
+        if rows.row_format == "text":
+            return TextDocument(fields["text"], place, column)
+        prompt = fields.get("prompt", [])
+        if isinstance(prompt, str):
+            return CompletionDocument(prompt, fields["completion"], place, column)
+        messages = [*prompt, *fields["completion"]] if prompt else fields["messages"]
+        check_answers(messages, len(prompt), repr(column))
+    except UnusableRowError as error:
+        return error.at(place)
     options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
     return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
-
-
-# --- the columns of a row
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
@@ -354,22 +336,21 @@ def _tools(fields: _Row) -> list[Any] | None:
     tools = decoded(tools)
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
-    tools = [decoded(tool) for tool in (tools if isinstance(tools, list) else [tools])]
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise wrong_type(fields.shown(name), "a list of JSON schemas", fields[name])
-    return [_tool(tool) for tool in tools]
-
-
-def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool as OpenAI writes it: with the key `function`, and parameters as an object."""
-    if "input_schema" in tool and "parameters" not in tool:
-        tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
-    if "function" not in tool and "name" in tool:
-        tool = {"type": "function", "function": tool}
-    function = tool.get("function")
-    if not isinstance(function, Mapping) or "parameters" not in function:
-        return tool
-    return {**tool, "function": {**function, "parameters": decoded(function["parameters"])}}
+    found = []
+    for given in map(decoded, tools if isinstance(tools, list) else [tools]):
+        if not isinstance(given, Mapping):
+            raise wrong_type(fields.shown(name), "a list of JSON schemas", fields[name])
+        tool = dict(given)
+        if "input_schema" in tool and "parameters" not in tool:  # Anthropic
+            tool = {"parameters" if key == "input_schema" else key: tool[key] for key in tool}
+        if "function" not in tool and "name" in tool:
+            tool = {"type": "function", "function": tool}
+        function = tool.get("function")
+        if isinstance(function, Mapping) and "parameters" in function:
+            function = {**function, "parameters": decoded(function["parameters"])}
+            tool = {**tool, "function": function}
+        found.append(tool)
+    return found
 
 
 def _template_kwargs(fields: _Row) -> Mapping[str, Any] | None:

@@ -45,7 +45,6 @@ NUMBER = {"keyc": 7351}
 NESTED = {"keyd": {"keye": [True, 86.25, "Vale"]}, "keyf": "Valf", "keyg": False}
 ASK, SAY = user("Uone utwo?"), says("Xone, xtwo.")
 ASK2, SAY2 = user("Uthree ufour?"), says("Xthree\nxfour!")
-TWO = calls(STRING, NUMBER)
 
 
 def _rounds(*made: dict[str, Any], last: bool = False) -> list[dict[str, Any]]:
@@ -69,6 +68,7 @@ class Kind:
 
 
 THOUGHT = {"reasoning_content": "Tone ttwo."}
+# fmt: off
 KINDS = {
     "one turn": Kind([ASK, SAY]),
     "two turns": Kind([ASK, SAY, ASK2, SAY2]),
@@ -77,12 +77,7 @@ KINDS = {
     "system, two turns": Kind([SYSTEM, ASK, SAY, ASK2, SAY2]),
     "blanks": Kind([ASK, says("    Xone\n\n  xtwo\n"), ASK2, says("\nXthree  xfour ")]),
     "special words": Kind(
-        [
-            ASK,
-            says("Xone <|im_end|> or </s> or <end_of_turn> xtwo"),
-            ASK2,
-            says("Xthree <|im_end|>"),
-        ]
+        [ASK, says("Xone <|im_end|> or </s> or <end_of_turn> xtwo"), ASK2, says("Xthree </s>")]
     ),
     "unicode": Kind(
         [ASK, says("Xgrüß 漢字かな 👩‍👩‍👧🏽"), user("ßzq 漢字かな"), says("😀 🇩🇪 Xnaïve")]
@@ -97,16 +92,6 @@ KINDS = {
     "empty thought": Kind([ASK, says("Xone.", reasoning_content="")]),
     "thinking tags": Kind([ASK, says("<think>\nTone ttwo.\n</think>\n\nXone xtwo.")]),
     "tool list": Kind([ASK, SAY, ASK2, SAY2], True),
-    "call, string": Kind(_rounds(calls(STRING)), True),
-    "call, number": Kind(_rounds(calls(NUMBER)), True),
-    "call, none": Kind(_rounds(calls({})), True),
-    "call, nested": Kind(_rounds(calls(NESTED)), True),
-    "two calls": Kind(_rounds(TWO), True),
-    "call last, string": Kind(_rounds(calls(STRING), last=True), True),
-    "call last, number": Kind(_rounds(calls(NUMBER), last=True), True),
-    "call last, none": Kind(_rounds(calls({}), last=True), True),
-    "call last, nested": Kind(_rounds(calls(NESTED), last=True), True),
-    "call last, two": Kind(_rounds(TWO, last=True), True),
     "call beside words": Kind(_rounds(calls(STRING, content="Xbeside.")), True),
     "call with a thought": Kind(_rounds(calls(NUMBER, **THOUGHT)), True),
     "two rounds of calls": Kind(_rounds(calls(NUMBER), calls({"keyh": "Valh"})), True),
@@ -115,6 +100,13 @@ KINDS = {
     "weight 0": Kind([ASK, {**SAY, "weight": 0}, ASK2, SAY2]),
     "first trained": Kind([ASK, SAY, ASK2, SAY2], first_trained=2),
 }
+# fmt: on
+for name, call in {
+    "string": calls(STRING), "number": calls(NUMBER), "none": calls({}), "nested": calls(NESTED),
+    "two": calls(STRING, NUMBER),
+}.items():  # fmt: skip
+    KINDS[f"call, {name}"] = Kind(_rounds(call), True)
+    KINDS[f"call last, {name}"] = Kind(_rounds(call, last=True), True)
 
 
 def document(kind: Kind, tools: bool) -> ChatDocument:

@@ -152,7 +152,7 @@ END_NOT_TRAINED = (
 
 def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_path, caplog):
     """An answer of weight zero is not trained on."""
-    row = samples.chat("q", "a", "r", "b", "s", "c")
+    row = samples.chat("q", "a", "r", "b")
     row["messages"][1]["weight"] = 0
     row["messages"][3]["weight"] = 1
     with caplog.at_level("INFO"):
@@ -160,15 +160,13 @@ def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_pa
     assert "derived from its renderings" in caplog.text
     saved = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     assert saved.chat_template == WITHOUT_MARKERS
-    assert documents(tmp_path)[0][1] == "b<|im_end|>c<|im_end|>"
+    assert documents(tmp_path)[0][1] == "b<|im_end|>"
 
 
-@pytest.mark.parametrize("key", ["weight", "train"])
-def test_a_chat_whose_answers_are_all_marked_says_so(tmp_path, key):
-    rows = [samples.chat("q", "a", "r", "b"), samples.chat("q", "a")]
-    for message in rows[0]["messages"]:
-        if message["role"] == "assistant":
-            message[key] = 0 if key == "weight" else False
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_a_chat_whose_answers_are_all_marked_says_so(tmp_path, mark):
+    turns = samples.chat("q", "a", "r", "b")["messages"]
+    rows = [{"messages": [turn | mark for turn in turns]}, samples.chat("q", "a")]
     with pytest.raises(ConfigurationError, match="every answer is marked as not trained on"):
         prepared(tmp_path, rows, WITHOUT_MARKERS)
 

@@ -32,20 +32,17 @@ def calls(*, of):
 
 
 # (columns, a good row, the bad row's other values (None: no such column), the expected message).
+# fmt: off
 TEXT = ("body=text", {"body": "some words"})
 CHAT = ("dialog=messages persona=system kw=chat_template_kwargs fns=tools", {"dialog": TURNS})
 SHAREGPT = ("", {"conversations": SHARED})
 SHAREGPT_COLUMNS = ("talk=conversations", {"talk": SHARED})
 ALPACA = ("", {"instruction": "i", "output": "o"})
-QUESTIONS = (
-    "question=instruction answer=output note=input past=history",
-    {"question": "i", "answer": "o"},
-)
+QUESTIONS = ("question=instruction answer=output note=input past=history",
+             {"question": "i", "answer": "o"})
 PAIR = ("", {"prompt": "p", "completion": "c"})
-PAIR_COLUMNS = (
-    "question=prompt answer=completion persona=system",
-    {"question": "p", "answer": "c"},
-)
+PAIR_COLUMNS = ("question=prompt answer=completion persona=system",
+                {"question": "p", "answer": "c"})
 CHAT_PAIR = ("ask=prompt say=completion past=history", {"ask": TURNS[:1], "say": TURNS[1:]})
 CASES = [
     (*TEXT, {"body": 7}, "'body' must be a string"),
@@ -69,12 +66,9 @@ CASES = [
     (*CHAT, {"dialog": [{"question": "q", "bot": ["x", 1]}]}, "message 0 of 'dialog'"),
     (*CHAT, {"dialog": calls(of="function_call")}, "message 2 of 'dialog'"),
     (*CHAT, {"persona": 7}, "'persona' must be a string"),
-    (
-        *CHAT,
-        {"dialog": [{"role": "system", "content": "x"}, *TURNS], "persona": "y"},
-        "'persona' and",
-    ),
-    (*CHAT, {"kw": 1}, "'kw'"),
+    (*CHAT, {"dialog": [{"role": "system", "content": "x"}, *TURNS], "persona": "y"},
+     "'persona' and"),
+    (*CHAT, {"kw": 1}, "'kw'.*give a mapping"),
     (*CHAT, {"kw": {"enable_thinking": "False"}}, "'kw'.*write false without"),
     (*CHAT, {"fns": "none"}, "'fns' must be a list"),
     (*CHAT, {"functions": "none"}, "'functions' must be a list"),
@@ -85,23 +79,18 @@ CASES = [
     (*SHAREGPT, {"conversations": shared(**{"from": 7, "value": "x"})}, "'from' of message 1"),
     (*SHAREGPT, {"conversations": shared(value="x")}, "has no 'from'"),
     (*SHAREGPT, {"conversations": shared(**{"from": "you", "value": "x"})}, "the role 'you'"),
-    (
-        *SHAREGPT,
-        {"conversations": shared(**{"from": "gpt", "words": "x"})},
-        "'words' is not read: write 'value'",
-    ),
+    (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "words": "x"})},
+     "'words' is not read: write 'value'"),
     (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "value": ""})}, "of 'conversations'"),
     (*SHAREGPT, {"conversations": SHARED[:1]}, "of 'conversations' is the assistant"),
     (*SHAREGPT, {"system_prompt": 7}, "'system_prompt'"),
-    (
-        *SHAREGPT,
-        {"system_prompt": "x", "conversations": [{"from": "system", "value": "y"}, *SHARED]},
-        "'system_prompt' and",
-    ),
+    (*SHAREGPT, {"conversations": [{"from": "system", "value": "y"}], "system_prompt": "x"},
+     "'system_prompt' and"),
     (*SHAREGPT_COLUMNS, {"talk": None, "conversations": 7, "x": 1}, "no 'talk'"),
     (*SHAREGPT_COLUMNS, {"talk": 7}, "'talk' must be a list"),
     (*ALPACA, {"output": ""}, "'output' has no text"),
     (*ALPACA, {"instruction": ["x"]}, "'instruction' must be"),
+    (*ALPACA, {"history": [1]}, "of 'history' must be an object"),
     (*QUESTIONS, {"answer": " "}, "'answer' has no text"),
     (*QUESTIONS, {"answer": 7}, "'answer' must be"),
     (*QUESTIONS, {"note": 7}, "'note' must be"),
@@ -109,6 +98,7 @@ CASES = [
     (*QUESTIONS, {"past": [["x", ""]]}, "of 'past'"),
     (*QUESTIONS, {"answer": None, "reply": "x"}, "no 'answer'.*columns found: question, reply"),
     (*PAIR, {"completion": "<|endoftext|>"}, "'completion' has special"),
+    (*PAIR, {"tools": [{"name": "f"}]}, "'tools' go with messages"),
     (*PAIR_COLUMNS, {"answer": "<|endoftext|>"}, "'answer' has special"),
     (*PAIR_COLUMNS, {"answer": ""}, "'answer' has no text"),
     (*PAIR_COLUMNS, {"answer": TURNS[1:]}, "'question' must be a list of messages, as 'answer' is"),
@@ -122,6 +112,7 @@ CASES = [
     (*CHAT_PAIR, {"say": TURNS[:1]}, "no message of 'say' is the assistant"),
     (*CHAT_PAIR, {"ask": [{"role": "user"}]}, "message 0 of 'ask' has no 'content'"),
 ]
+# fmt: on
 
 
 def foreign_words(message, row):
@@ -130,20 +121,15 @@ def foreign_words(message, row):
     return [word for word in OURS if re.search(rf"['\"]{word}['\"]", message) and word not in known]
 
 
-def given_row(good, bad):
-    return {name: value for name, value in (good | bad).items() if value is not None}
-
-
 @pytest.mark.parametrize(("columns", "good", "bad", "named"), CASES)
 def test_a_row_that_cannot_be_used_is_named_by_its_own_columns(columns, good, bad, named):
-    row, pairs = given_row(good, bad), tuple(tuple(p.split("=")) for p in columns.split())
+    row = {name: value for name, value in (good | bad).items() if value is not None}
+    pairs = tuple(tuple(pair.split("=")) for pair in columns.split())
     (row_format,) = detect_formats(renamed(good, pairs))
-    found = parse_document(
-        Record(row, Location("a.jsonl", "line", 3)), RowSettings(row_format, pairs)
-    )
+    record = Record(row, Location("a.jsonl", "line", 3))
+    found = parse_document(record, RowSettings(row_format, pairs))
     if not isinstance(found, BadRow):
-        tokenizer = DocumentTokenizer(samples.tiny_tokenizer())
-        (found,) = tokenizer([found])
+        (found,) = DocumentTokenizer(samples.tiny_tokenizer())([found])
     message = str(found)
     assert re.search(rf"^a\.jsonl:3: .*{named}", message, re.DOTALL), message
     assert not foreign_words(message, row), message

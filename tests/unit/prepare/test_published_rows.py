@@ -188,6 +188,7 @@ TAKEN = {
         {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"},
         [S, Q, A, ("user", "q\ni"), A],
     ),
+    "alpaca without input": ({"instruction": "q", "input": None, "output": "a"}, [Q, A]),
     "BELLE": ({"instruction": "q\n", "input": "", "output": "a"}, [("user", "q\n"), A]),
     "TRL prompt": ({"prompt": "q", "completion": "a"}, ["q", "a"]),
     "TRL messages": ({"prompt": turns(Q), "completion": turns(A)}, [Q, A]),

@@ -162,14 +162,8 @@ def test_a_text_file_of_another_encoding_is_a_bad_row(tmp_path):
     assert str(bad).endswith("a.txt: not UTF-8 at byte 3")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[{"text": "ß, ] {"}, {"text": "b\\n"},\n {"text": "c", "n": [1, {}]}]',
-        '\ufeff {"version": "1.0", "data": [{"text": "ß, ] {"},{"text": "b\\n"}, {"text": "c"}]}',
-    ],
-)
-def test_a_json_array_is_read(tmp_path, text):
+def test_a_json_array_is_read(tmp_path):
+    text = '\ufeff[{"text": "ß, ] {"}, {"text": "b\\n"},\n {"text": "c", "n": [1, {}]}]'
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     found = read(tmp_path / "a.json")
     assert [record.fields["text"] for record in found] == ["ß, ] {", "b\n", "c"]

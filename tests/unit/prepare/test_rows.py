@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from utils.prepare.hints import naming_hint
 from utils.prepare.messages import check_answers
 from utils.prepare.rows import RowSettings, document_fields
 from utils.prepare.values import UnusableRowError
@@ -27,30 +26,6 @@ def said(*turns):
 def message(**keys):
     (found,) = document_fields({"messages": [keys]}, "messages")["messages"]
     return found
-
-
-def test_sharegpt_becomes_messages_and_its_calls_tool_calls():
-    function = json.dumps(CALL["function"])
-    row = said(
-        *(("system", "s"), ("human", "q"), ("gpt", "a"), ("user", "r")),
-        *(("function_call", function), ("observation", '{"rain": true}'), ("model", "b")),
-    )
-    found = document_fields({"conversations": row, "tools": json.dumps([TOOL])}, "sharegpt")
-    assert found["tools"] == [TOOL]
-    roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
-    assert [message["role"] for message in found["messages"]] == roles
-    call, observed = found["messages"][4:6]
-    assert call == {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    assert observed == {"role": "tool", "content": '{"rain": true}'}
-
-
-@pytest.mark.parametrize(("given", "question"), [("", "i"), (None, "i"), ("in", "i\nin")])
-def test_alpaca_becomes_messages_behind_history_and_system(given, question):
-    row = {"instruction": "i", "input": given, "output": "o"}
-    assert turns(row, "alpaca") == [("user", question), ("assistant", "o")]
-    before = [("system", "s"), ("user", "a"), ("assistant", "b")]
-    found = turns(row | {"history": [["a", "b"]], "system": "s"}, "alpaca")
-    assert found == [*before, *turns(row, "alpaca")]
 
 
 def test_a_system_column_is_no_second_system_message():
@@ -99,7 +74,6 @@ def test_parts_of_a_content_go_where_templates_read_them():
 def test_a_weight_of_a_message_and_thinking_are_kept():
     found = message(role="assistant", content=None, reasoning_content="t", weight=0, name=None)
     assert found == {"role": "assistant", "content": "", "reasoning_content": "t", "weight": 0}
-    assert message(role="assistant", content="a", loss_weight=0.0)["weight"] == 0
 
 
 # Keys of the assistant's message, and whether it is trained on; None: refused.
@@ -129,22 +103,20 @@ SAID_OF_TRAINING = [
 @pytest.mark.parametrize("row_format", ["messages", "sharegpt", "prompt_completion"])
 @pytest.mark.parametrize(("keys", "is_trained"), SAID_OF_TRAINING, ids=repr)
 def test_every_way_to_say_what_is_trained_on_is_read_or_refused(row_format, keys, is_trained):
-    answer = {"role": "assistant", "content": "a", **keys}
-    rows = {
+    answer = ANSWER | keys
+    row = {
         "messages": {"messages": [QUESTION, answer]},
-        "sharegpt": {
-            "conversations": [*said(("human", "q")), {"from": "gpt", "value": "a", **keys}]
-        },
+        "sharegpt": {"conversations": [QUESTION, {"from": "gpt", "value": "a", **keys}]},
         "prompt_completion": {"prompt": [QUESTION], "completion": [answer]},
-    }
+    }[row_format]
     if is_trained is None:
         with pytest.raises(UnusableRowError, match=r"'weight'|contradict each other") as refused:
-            document_fields(rows[row_format], row_format)
+            document_fields(row, row_format)
         assert refused.value.reason == "unclear_weight"
         return
-    found = document_fields(rows[row_format], row_format)
+    found = document_fields(row, row_format)
     (*_, last) = found.get("messages") or found["completion"]
-    assert last == {"role": "assistant", "content": "a"} | ({} if is_trained else {"weight": 0})
+    assert last == ANSWER | ({} if is_trained else {"weight": 0})
 
 
 def test_what_others_than_the_assistant_say_of_training_is_dropped_or_left_to_be_counted():
@@ -197,18 +169,6 @@ def test_a_chat_template_says_which_keys_of_messages_it_reads():
     assert list_unread(counts | {"column name": 1000}, template) == (
         "column name (1,000), message key id (2), message key kind (2)"
     )
-
-
-def test_unknown_columns_come_with_what_to_type():
-    assert "--train_data" in naming_hint({"input_ids": [1]})
-    pair = {"question": "q", "answer": "a"}
-    assert naming_hint(pair) == (
-        "for chats give --columns question=instruction answer=output, for a prompt and its "
-        "completion give --columns question=prompt answer=completion"
-    )
-    dolly = naming_hint({"Instruction": "q", "context": "", "response": "a"})
-    assert dolly == "for chats give --columns context=input Instruction=instruction response=output"
-    assert "'answer' must be a string, found int" in naming_hint(pair | {"answer": 1})
 
 
 def test_filters_keep_values_lists_and_ranges():

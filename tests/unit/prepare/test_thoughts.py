@@ -97,23 +97,17 @@ def test_thoughts_behind_a_prompt_that_closes_thinking_are_counted(trained, sett
     assert counted["thoughts_after_closed_prompts"] == int(setting is not None)
 
 
-@pytest.mark.parametrize(
-    "thought",
-    [
-        *("<think>\n\n</think>", "<think></think>", "<seed:think> </seed:think>"),
-        *("[THINK][/THINK]", "◁think▷◁/think▷", "<|channel>thought\n<channel|>"),
-        *("<thinking>\n</thinking>", "<|START_THINKING|><|END_THINKING|>"),
-    ],
-)
-def test_empty_thoughts_are_known_as_templates_print_them(thought):
-    assert EMPTY_THOUGHT.fullmatch(thought)
+EMPTY_THOUGHTS = [
+    *("<think>\n\n</think>", "<think></think>", "<seed:think> </seed:think>"),
+    *("[THINK][/THINK]", "◁think▷◁/think▷", "<|channel>thought\n<channel|>"),
+    *("<thinking>\n</thinking>", "<|START_THINKING|><|END_THINKING|>"),
+]
+NOT_EMPTY = ["<think>\nhm\n</think>", "<think>", "</think>", "<think></thinking>", "<b></b>", "[]"]
 
 
-@pytest.mark.parametrize(
-    "text", ["<think>\nhm\n</think>", "<think>", "</think>", "<think></thinking>", "<b></b>", "[]"]
-)
-def test_a_thought_with_words_is_not_empty(text):
-    assert not EMPTY_THOUGHT.search(text)
+def test_empty_thoughts_are_known_as_templates_print_them():
+    assert all(map(EMPTY_THOUGHT.fullmatch, EMPTY_THOUGHTS))
+    assert not any(map(EMPTY_THOUGHT.search, NOT_EMPTY))
 
 
 @pytest.mark.parametrize("beginning", ["", "\n", "  ", "\n  {% if x %}{% endif %}\n "])
