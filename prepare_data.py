@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Imported here so that --help answers at once.
     from utils.prepare.fetch import fetch, fill_offline_dir
-    from utils.prepare.pipeline import Preparation
+    from utils.prepare.pipeline import prepare
 
     if arguments.offline_dir is not None:
         fill_offline_dir(arguments)
         return 0
     fetch(arguments)
-    Preparation(arguments).run()
+    prepare(arguments)
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads.workload import PAD_TOKEN_ID
-from utils.data.columns import ListColumn, open_columns
+from utils.data.arrow_columns import ListColumn, open_columns
 
 
 def pieces(inputs: Mapping[str, Any]) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """The settings of `prepare_data.py`, and the checks that need no file."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -138,41 +138,36 @@ def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
 
 def check_preparation(given: PreparationArguments) -> None:
     """Raise ConfigurationError with every contradiction, before any file is read."""
-    problems = list(_out_of_range(given))
-    if not given.sources:
-        problems.append("sources is empty: give at least one path")
-    if given.on_overlong != "error" and given.sequence_length is None:
-        problems.append(
-            f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length"
-        )
-    if not all(map(str.strip, given.add_tokens)):
-        problems.append("add_tokens has an empty token: leave it out")
-    if given.shard is not None and given.merge is not None:
-        problems.append("shard and merge are separate steps: run every shard, then --merge N")
+    valid_shard = re.fullmatch(r"\d+/\d+", given.shard or "0/1") is not None
+    index, number = shard_of(given) if valid_shard else (1, 0)
+    faults = {
+        "sources is empty: give at least one path": not given.sources,
+        f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
+        "split) to below 1": not 0.0 <= given.validation_fraction < 1.0,
+        f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": index >= number,
+        f"on_overlong is {given.on_overlong}, but no length is given: give --sequence_length": (
+            given.on_overlong != "error" and given.sequence_length is None
+        ),
+        "add_tokens has an empty token: leave it out": not all(map(str.strip, given.add_tokens)),
+        "shard and merge are separate steps: run every shard, then --merge N": (
+            given.shard is not None and given.merge is not None
+        ),
+    }
+    problems = [text for text, is_fault in faults.items() if is_fault]
+    for name, minimum in (("num_proc", 1), ("sequence_length", 2), ("merge", 1)):
+        value = getattr(given, name)
+        if value is not None and value < minimum:
+            problems.append(f"{name} is {value}: it must be at least {minimum}")
+    try:
+        date.fromisoformat(given.template_date or "2000-01-01")
+    except ValueError:
+        problems.append(f"template_date is {given.template_date!r}: give a day as YYYY-MM-DD")
     try:
         check_template_variables(given.chat_template_kwargs)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise ConfigurationError(problems)
-
-
-def _out_of_range(given: PreparationArguments) -> Iterator[str]:
-    """Yield every setting that is not in its range."""
-    if not 0.0 <= given.validation_fraction < 1.0:
-        yield (
-            f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
-            "split) to below 1"
-        )
-    if not _is_date(given.template_date):
-        yield f"template_date is {given.template_date!r}: give a day as YYYY-MM-DD"
-    index, number = shard_of(given) if re.fullmatch(r"\d+/\d+", given.shard or "0/1") else (1, 0)
-    if index >= number:
-        yield f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8"
-    for name, minimum in (("num_proc", 1), ("sequence_length", 2), ("merge", 1)):
-        value = getattr(given, name)
-        if value is not None and value < minimum:
-            yield f"{name} is {value}: it must be at least {minimum}"
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
@@ -192,14 +187,6 @@ def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> 
             raise ValueError(f"{what}: {name} is given with each chat; leave it out")
         if not str(name).isidentifier():
             raise ValueError(f"{what}: {name!r} is no name of a variable")
-
-
-def _is_date(text: str | None) -> bool:
-    try:
-        date.fromisoformat(text or "2000-01-01")
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -271,40 +258,41 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
     paths = [paths] if isinstance(paths, str) else paths
     if not isinstance(paths, list) or not paths:
         raise ValueError("needs a path")
-    form, weight = given.get("format", arguments.format), given.get("weight", 1.0)
-    if form not in FORMATS:
-        raise ValueError(f"format {form!r} is none of {', '.join(FORMATS)}")
-    if type(weight) not in (int, float) or not 0 < weight <= 1000:
-        raise ValueError(
-            f"weight is {weight!r}: give a number above 0, up to 1000, that says how often each "
-            "document is written; 0.5 takes half of them"
-        )
-    _check_words_and_numbers(given)
-    filters = dict(given.get("filter") or {})
-    for column, wanted in filters.items():
-        if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
-            raise ValueError(f"filter {column}: give a value, a list of values, or min and max")
+    given = {"format": arguments.format, "weight": 1.0} | given
+    given["filter"] = dict(given.get("filter") or {})
+    _check_values(given)
     return Source(
         paths=tuple(map(str, paths)),
         split=given.get("name") or "" if is_evaluation else "train",
         from_split=given.get("split"),
-        format=form,
+        format=given["format"],
         columns=_columns_of(given.get("columns", arguments.columns)),
-        filters=tuple(filters.items()),
-        weight=weight,
+        filters=tuple(given["filter"].items()),
+        weight=given["weight"],
         chat_template_kwargs=given.get("chat_template_kwargs"),
         **{key: given.get(key) for key in ("max_tokens", "subset", "revision", "max_files")},
     )
 
 
-def _check_words_and_numbers(given: Mapping[str, Any]) -> None:
+def _check_values(given: Mapping[str, Any]) -> None:
+    weight = given["weight"]
+    if given["format"] not in FORMATS:
+        raise ValueError(f"format {given['format']!r} is none of {', '.join(FORMATS)}")
+    if type(weight) not in (int, float) or not 0 < weight <= 1000:
+        raise ValueError(
+            f"weight is {weight!r}: give a number above 0, up to 1000, that says how often each "
+            "document is written; 0.5 takes half of them"
+        )
     check_template_variables(given.get("chat_template_kwargs"))
     for key in ("max_tokens", "max_files"):
         if (number := given.get(key)) is not None and (type(number) is not int or number < 1):
             raise ValueError(f"{key} is {number!r}: give a whole number above 0")
     for key in ("split", "subset", "revision"):
         if not isinstance(given.get(key), str | None):
-            raise ValueError(f"{key} is {given[key]!r}: give a name, a number in quotes")
+            raise ValueError(f"{key} is {given[key]!r}: write it in quotes, as a text")
+    for column, wanted in given["filter"].items():
+        if isinstance(wanted, Mapping) and (not wanted or wanted.keys() - {"min", "max"}):
+            raise ValueError(f"filter {column}: give a value, a list of values, or min and max")
 
 
 def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:

@@ -1,6 +1,6 @@
 """From a token dataset on disk to the micro-batches of a rank.
 
-columns        Arrow files as numpy views, and what their columns mean
+arrow_columns  Arrow files as numpy views, and what their columns mean
 description    statistics and fingerprint of a split: stoker.json, or measured once
 token_dataset  the documents of a split, and checks for faults
 packing        which documents fill which sequence: a plan of indices

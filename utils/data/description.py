@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.data.columns import (
+from utils.data.arrow_columns import (
     IGNORED_LABEL,
     LABELS,
     PADDING,
     TOKENS,
     ListColumn,
     loss_mask_among,
-    read_json_object,
     trained_on,
 )
 from utils.host.atomic_files import cache_path, file_states, read_cache, write_cache
+from utils.host.foreign import read_object
 
 FORMAT = 1
 DESCRIPTION_FILE = "stoker.json"
@@ -94,7 +94,7 @@ def read_description(directory: Path) -> Description | None:
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None
-    content = read_json_object(path)
+    content = read_object(path)
     try:
         if content["format"] != FORMAT:
             raise TypeError(f"this Stoker reads format {FORMAT}, not {content['format']}")

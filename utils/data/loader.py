@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.columns import IGNORED_LABEL
+from utils.data.arrow_columns import IGNORED_LABEL
 from utils.data.order import PADDING_SEQUENCE, GlobalBatchSampler
 from utils.data.packing import PackPlan
 from utils.data.token_dataset import TokenDataset
@@ -57,7 +57,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 class DocumentPart(NamedTuple):
-    """Tokens [start, stop) of a document. document: its row in the dataset, from 0."""
+    """Tokens [start, stop) of a document, which is a row (from 0) of a dataset."""
 
     dataset: Path
     document: int
@@ -77,8 +77,7 @@ class PackedDataset(Dataset):
     ):
         self.datasets, self.plans = tuple(datasets), tuple(plans)
         self.sequence_length = plans[0].sequence_length
-        self._padding = np.full(self.sequence_length, pad_token_id, dtype=np.int32)
-        self._untrained = np.zeros(self.sequence_length, dtype=bool)
+        self.pad_token_id = pad_token_id
         self.per_source = [plan.sequences for plan in plans]
         self.first_of_source = np.cumsum([0, *self.per_source])
 
@@ -104,8 +103,8 @@ class PackedDataset(Dataset):
         padded = free.nonzero()[0]
         owners.append(padded)
         for tail in free[padded].tolist():
-            tokens.append(self._padding[:tail])
-            trained.append(self._untrained[:tail])
+            tokens.append(np.full(tail, self.pad_token_id, dtype=np.int32))
+            trained.append(np.zeros(tail, dtype=bool))
         order = np.concatenate(owners).argsort(kind="stable").tolist()
         tokens = [tokens[i] for i in order]
         input_ids = np.concatenate(tokens, dtype=np.int32, casting="same_kind")
@@ -177,12 +176,8 @@ class TokenCounts:
 def source_names(paths: Sequence[Path]) -> list[str]:
     """Return short names of datasets: only the last parts of their paths that differ.
 
-    Known secrets are masked, because the names appear in metrics and checkpoints.
-
-    >>> source_names([Path("/data/web/train"), Path("/data/code/train")])
-    ['web', 'code']
-    >>> source_names([Path("/a/web"), Path("/b/web"), Path("/b/code")])
-    ['a/web', 'b/web', 'b/code']
+    /data/web/train and /data/code/train are named web and code. Known secrets are masked, because
+    the names appear in metrics and checkpoints.
     """
     parts = [tuple(map(redact, path.parts)) for path in paths]
     length = 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.data.columns import (
+from utils.data.arrow_columns import (
     IGNORED_LABEL,
     LABELS,
     PADDING,

@@ -1,6 +1,6 @@
-"""Preparation of token datasets: `prepare_data.py` runs `pipeline.Preparation`.
+"""Preparation of token datasets: `prepare_data.py` runs `pipeline.prepare`.
 
-fetch       hub.py lists the Hub's datasets and reads its cache, fetch.py fills the cache
+fetch       hub_datasets.py lists the Hub's datasets and reads its cache, fetch.py fills the cache
 plan        source_files.py lists files, work_plan.py decides the format and cuts files into units
 read        records.py reads the rows of any kind of file, rows.py converts rows to documents;
             messages.py reads messages, hints.py suggests flags for unknown columns, values.py

@@ -51,20 +51,18 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
         )
     if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
         return "each row is one message: put the messages of a chat into one row, as 'messages'"
-    answers = ("chosen",) if "chosen" in fields else _ANSWERS
     found: dict[str, Renaming] = {}
     problems: list[str] = []
-    for kind, candidates in (
-        ("chats", _chats(fields, answers)),
-        ("a prompt and its completion", _pairs(fields, answers)),
-    ):
-        tried = [(names, _problem(fields, names)) for names in candidates]
-        working = [names for names, problem in tried if not problem]
-        found |= {kind: working[0]} if working else {}
-        problems += [problem for _, problem in tried if problem]
-    if not found:
-        texts = [names for names in _texts(fields) if not _problem(fields, names)]
-        found = {"texts": texts[0]} if texts else ({} if problems else _unknown(fields))
+    for kind, names in _candidates(fields):
+        problem = _problem(fields, names)
+        if not problem:
+            found.setdefault(kind, names)
+        elif kind != "texts":
+            problems.append(problem)
+    if len(found) > 1:
+        found.pop("texts", None)
+    if not found and not problems:
+        found = _unknown(fields)
     if not found:
         reason = (problems or ["it has no texts, messages, or question with an answer"])[0]
         return f"no column can be read under another name ({reason})"
@@ -100,49 +98,41 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
     return ""
 
 
-def _chats(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
+def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
+    """Yield renamings of columns with known names, the likeliest first, each with its kind."""
     spelled = {name.lower(): name for name in fields}
+    is_preference = "chosen" in fields
+    answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
+    texts: Sequence[str] = ("chosen",) if is_preference else _TEXTS
+    questions = [spelled[name] for name in _QUESTIONS if name in spelled]
+    given = [spelled[name] for name in answers if name in spelled]
+    pairs = [(one, other) for one in questions for other in given if one != other]
+    yield from (("chats", names) for names in _chats(fields, spelled, pairs))
+    for question, answer in pairs:
+        beside = {name.lower() for name in fields if name not in (question, answer)}
+        others = beside & {*_CONTEXT, "instruction", "question", "query"}
+        if isinstance(fields[question], str) and not others:
+            yield "a prompt and its completion", {question: "prompt", answer: "completion"}
+    yield from (("texts", {spelled[name]: "text"}) for name in texts if name in spelled)
+
+
+def _chats(
+    fields: Mapping[str, Any], spelled: Mapping[str, str], pairs: Sequence[tuple[str, str]]
+) -> Iterator[Renaming]:
     context = {ours: spelled[name] for name, ours in _CONTEXT.items() if name in spelled}
     beside = {theirs: ours for ours, theirs in context.items()}
     system = {theirs: ours for theirs, ours in beside.items() if ours != "input"}
-    for name in answers if "chosen" in fields else (*CHATS, "data"):
+    for name in ("chosen",) if "chosen" in fields else (*CHATS, "data"):
         if name in spelled:
             yield {**system, spelled[name]: "messages"}
-    for names in _renamings(fields, answers, "instruction", "output"):
-        yield {**beside, **names}
-    for names in _renamings(fields, answers, "prompt", "completion"):
-        if not isinstance(fields[next(iter(names))], str):
-            yield {**system, **names}
+    for question, answer in pairs:
+        yield {**beside, question: "instruction", answer: "output"}
+    for question, answer in pairs:
+        if not isinstance(fields[question], str):
+            yield {**system, question: "prompt", answer: "completion"}
     for name, value in fields.items():
         if name not in context.values() and "chosen" not in fields and are_messages(decoded(value)):
             yield {**system, name: "messages"}
-
-
-def _pairs(fields: Mapping[str, Any], answers: Sequence[str]) -> Iterator[Renaming]:
-    """Yield renamings to `prompt` and `completion` for a row without context or more questions."""
-    for names in _renamings(fields, answers, "prompt", "completion"):
-        beside = {name.lower() for name in fields if name not in names}
-        others = beside & {*_CONTEXT, "instruction", "question", "query"}
-        if isinstance(fields[next(iter(names))], str) and not others:
-            yield names
-
-
-def _renamings(
-    fields: Mapping[str, Any], answers: Sequence[str], question_is: str, answer_is: str
-) -> Iterator[Renaming]:
-    """Yield a renaming for each pair of a known question column and a known answer column."""
-    spelled = {name.lower(): name for name in fields}
-    for question in (spelled[name] for name in _QUESTIONS if name in spelled):
-        for answer in (spelled[name] for name in answers if name in spelled):
-            if question != answer:
-                yield {question: question_is, answer: answer_is}
-
-
-def _texts(fields: Mapping[str, Any]) -> Iterator[Renaming]:
-    """Yield a renaming to `text` for each column with a known name for texts."""
-    spelled = {name.lower(): name for name in fields}
-    known = ("chosen",) if "chosen" in fields else _TEXTS
-    yield from ({spelled[name]: "text"} for name in known if name in spelled)
 
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from utils.config.errors import ConfigurationError
-from utils.data.columns import STATE_FILE, read_json_object
+from utils.data.arrow_columns import STATE_FILE
 from utils.host.atomic_files import paths_inside
+from utils.host.foreign import read_object
 from utils.prepare.hints import CHATS
 from utils.prepare.messages import are_messages
 from utils.prepare.rows import detect_formats
@@ -291,7 +292,7 @@ def _load_folder(path: str) -> Any:
 
     state = Path(path) / STATE_FILE
     kinds = ("_data_files", "_indices_files", "_indices_data_files")
-    files = [file for kind in kinds for file in read_json_object(state).get(kind) or ()]
+    files = [file for kind in kinds for file in read_object(state).get(kind) or ()]
     names = [file.get("filename") if isinstance(file, dict) else None for file in files]
     paths_inside(Path(path), names, state, links=True)
     return load_from_disk(path, keep_in_memory=False)

@@ -9,13 +9,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
 import zstandard
 
+from utils.config.errors import ConfigurationError
 from utils.prepare.messages import are_messages
 
 SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
@@ -50,7 +51,26 @@ _ABOUT_A_FOLDER = re.compile(
 _DATA_ARRAY = re.compile(r'"data"\s*:\s*\[')
 _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
-logger = logging.getLogger(__name__)
+
+@dataclass
+class Remarks:
+    """Faults that planning has found, and lines for the log as (level, text)."""
+
+    problems: list[str] = field(default_factory=list)
+    lines: list[tuple[int, str]] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        """Add a warning to the lines for the log."""
+        self.lines.append((logging.WARNING, text))
+
+    def inform(self, text: str) -> None:
+        """Add a line for the log."""
+        self.lines.append((logging.INFO, text))
+
+    def refuse(self) -> None:
+        """Raise ConfigurationError with all problems, if there are any."""
+        if self.problems:
+            raise ConfigurationError(self.problems)
 
 
 @dataclass(frozen=True)
@@ -81,47 +101,51 @@ class SourceFile:
 
 def list_sources(
     paths: Sequence[str], document_format: str, split: str = "train", *, is_named: bool = False
-) -> tuple[list[SourceFile], list[str]]:
-    """Return the files of all paths, and the problems of paths that cannot be read.
+) -> tuple[list[SourceFile], Remarks]:
+    """Return the files of all paths, and remarks about paths and files that are not read.
 
     Files are sorted within each path. If the file names in a folder (or of a pattern) show several
     splits, as on the Hub, only the files of `split` are returned. is_named: the user named this
     split, so it must exist. A file that two paths reach is listed once. Unknown suffixes are read
-    only if `document_format` is "text". Logs the files that are skipped.
+    only if `document_format` is "text".
     """
     files: dict[str, SourceFile] = {}  # by real path
-    problems: list[str] = []
+    remarks = Remarks()
     skipped: Counter[str] = Counter()
     for given in paths:
-        before = len(files) + len(problems) + skipped["given twice"]
         try:
-            found = _without_readmes(given, list(_files_of_path(given)), skipped)
-            found = _files_of_one_split(given, found, split, is_named)
+            found = list(_files_of_path(given))
+            if any(_holds_records(path) for path in found if path != given):
+                records = [path for path in found if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
+                skipped["README or the like"] += len(found) - len(records)
+                found = records
+            found = _files_of_one_split(given, found, split, is_named, remarks)
         except ValueError as error:
-            problems.append(f"{given}: {error}")
+            remarks.problems.append(f"{given}: {error}")
             continue
+        is_empty = True
         for path in found:
             try:
                 file = _source_file(path, document_format == "text", is_given=path == given)
             except ValueError as error:
-                problems.append(f"{path}: {error}")
+                remarks.problems.append(f"{path}: {error}")
+                is_empty = False
                 continue
             if file is None:
                 skipped[Path(path).suffix or "no suffix"] += 1
-            elif os.path.realpath(path) in files:
-                skipped["given twice"] += 1
-            else:
-                files[os.path.realpath(path)] = file
-        if len(files) + len(problems) + skipped["given twice"] == before:
-            problems.append(
-                f"{given}: empty source, no file in it can be read (skipped: "
-                f"{', '.join(sorted(skipped)) or 'nothing'}); give --format text to read any "
-                "suffix as text"
+                continue
+            is_empty = False
+            skipped["given twice"] += os.path.realpath(path) in files
+            files.setdefault(os.path.realpath(path), file)
+        if is_empty:
+            names = ", ".join(sorted(+skipped)) or "nothing"
+            remarks.problems.append(
+                f"{given}: empty source, no file in it can be read (skipped: {names}); give "
+                "--format text to read any suffix as text"
             )
-    if skipped.total():
-        counts = ", ".join(f"{number} x {what}" for what, number in sorted((+skipped).items()))
-        logger.warning("%s: files skipped: %s", ", ".join(paths), counts)
-    return list(files.values()), problems
+    if counts := ", ".join(f"{number} x {what}" for what, number in sorted((+skipped).items())):
+        remarks.warn(f"{', '.join(paths)}: files skipped: {counts}")
+    return list(files.values()), remarks
 
 
 def open_source(path: str, compression: Compression | None) -> IO[bytes]:
@@ -141,7 +165,6 @@ class _ZstdStream(io.RawIOBase):
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -213,16 +236,6 @@ def _walk(path: str) -> Iterator[str]:
     yield from sorted(found)
 
 
-def _without_readmes(given: str, paths: list[str], skipped: Counter[str]) -> list[str]:
-    """Return the paths without README files and the like, if the folder has files of records."""
-    if not any(_holds_records(path) for path in paths if path != given):
-        return paths
-    records = [path for path in paths if not _ABOUT_A_FOLDER.fullmatch(Path(path).name)]
-    if len(records) < len(paths):
-        skipped["README or the like"] += len(paths) - len(records)
-    return records
-
-
 def _holds_records(path: str) -> bool:
     suffixes = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
     return bool(suffixes & RECORD_KINDS.keys()) or Path(path).is_dir()
@@ -231,7 +244,9 @@ def _holds_records(path: str) -> bool:
 # --- files of one split
 
 
-def _files_of_one_split(given: str, paths: list[str], split: str, is_named: bool) -> list[str]:
+def _files_of_one_split(
+    given: str, paths: list[str], split: str, is_named: bool, remarks: Remarks
+) -> list[str]:
     """Return the paths of `split`; all paths if their names do not show several splits.
 
     Raises ValueError if `split` is missing (for a pattern, only if the user named the split).
@@ -248,11 +263,11 @@ def _files_of_one_split(given: str, paths: list[str], split: str, is_named: bool
     if wanted in by_split:
         others = [name or "no split" for name in by_split if name != wanted]
         if others:
-            logger.warning(
+            remarks.warn(
                 f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
                 f"another: --eval_sources NAME={given}"
             )
-        return _files_of_one_format(given, by_split[wanted])
+        return _files_of_one_format(given, by_split[wanted], remarks)
     if is_named or not glob.has_magic(given):
         raise ValueError(
             f"has no split {split!r}; its files are of {', '.join(named) or 'no split'}: name "
@@ -280,14 +295,14 @@ def _split_name(path: str, given: str) -> str:
     return ""
 
 
-def _files_of_one_format(given: str, paths: list[str]) -> list[str]:
+def _files_of_one_format(given: str, paths: list[str], remarks: Remarks) -> list[str]:
     """Return the files of one format. Some datasets publish a split in several formats."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
     chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
     if len(by_suffix) > 1:
-        logger.warning(
+        remarks.warn(
             f"{given}: of the same split in several formats (.{', .'.join(by_suffix)}) .{chosen} "
             "is taken; name files to choose another"
         )

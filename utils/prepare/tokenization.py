@@ -122,33 +122,26 @@ class DocumentTokenizer:
             before, behind = self._special.around(ids)
             whole = np.concatenate([before, ids, behind])
             if len(whole) <= 4 and self._special.are_all(whole):
-                yield self._empty(document)
+                yield _empty(document)
             else:
                 yield self._tokenized(whole, None)
 
-    @staticmethod
-    def _empty(document: TextDocument | CompletionDocument) -> BadRow:
-        message = f"empty document: {document.column!r} has special tokens alone"
-        return BadRow("empty", message, document.location)
-
     def _encode_in_pieces(self, text: str) -> np.ndarray:
-        """Return the ids of a long text by tokenizing it piece by piece."""
-        pieces = text_pieces(text, LARGEST_PIECE_CHARACTERS)
-        found = [self._encode([next(pieces)])[0].astype(self.id_type)]
-        found += [self._encode_piece(piece).astype(self.id_type) for piece in pieces]
-        return np.concatenate(found)
+        """Return the ids of a long text, tokenized piece by piece.
 
-    def _encode_piece(self, piece: str) -> np.ndarray:
-        """Return the ids of a piece that continues a text.
-
-        SentencePiece tokenizers put a blank before a text. To avoid this blank, tokenize the piece
-        with a character in front of it, and remove the ids of this character.
+        SentencePiece tokenizers put a blank before a text. To avoid this blank, tokenize a later
+        piece with a character in front of it, and remove the ids of this character.
         """
-        for before in ("\n", "a", "."):
-            opening, whole = self._encode([before, before + piece])
-            if np.array_equal(whole[: len(opening)], opening):
-                return whole[len(opening) :]
-        return self._encode([piece])[0]
+        found = []
+        for number, piece in enumerate(text_pieces(text, LARGEST_PIECE_CHARACTERS)):
+            (ids,) = self._encode([piece])
+            for before in ("\n", "a", ".") if number else ():
+                opening, whole = self._encode([before, before + piece])
+                if np.array_equal(whole[: len(opening)], opening):
+                    ids = whole[len(opening) :]
+                    break
+            found.append(ids.astype(self.id_type))
+        return np.concatenate(found)
 
     def _completions(
         self, documents: list[CompletionDocument]
@@ -156,7 +149,7 @@ class DocumentTokenizer:
         pairs = [(document.prompt, document.completion) for document in documents]
         for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
             if self._special.are_all(ids[start:]):
-                yield self._empty(document)
+                yield _empty(document)
                 continue
             before, behind = self._special.around(ids)
             whole = np.concatenate([before, ids, behind])
@@ -190,9 +183,8 @@ class DocumentTokenizer:
         self, pairs: Sequence[tuple[str, str]]
     ) -> Iterator[tuple[np.ndarray, int, str]]:
         texts = [before + behind for before, behind in pairs]
-        for (before, _), text, (ids, offsets) in zip(
-            pairs, texts, encode_with_offsets(self.tokenizer, texts), strict=True
-        ):
+        encoded = encode_with_offsets(self.tokenizer, texts)
+        for (before, _), text, (ids, offsets) in zip(pairs, texts, encoded, strict=True):
             yield ids, *first_token(text, len(before), len(text), offsets)
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
@@ -212,10 +204,9 @@ class DocumentTokenizer:
             ids, offsets = next(encoded)
             try:
                 mask = token_mask(chat, offsets)
+                yield self._with_target(document, ids, mask, self._notes(document, chat))
             except UnusableRowError as error:
                 yield error.at(document.location)
-            else:
-                yield self._with_target(document, ids, mask, self._notes(document, chat))
 
     def _notes(self, document: ChatDocument, chat: MaskedChat) -> Counter[str]:
         """Return the counts of empty thoughts, missing thoughts and special tokens in a chat."""
@@ -259,16 +250,16 @@ class DocumentTokenizer:
         self, document: Document, ids: np.ndarray, mask: np.ndarray, notes: Counter[str]
     ) -> TokenizedDocument | BadRow:
         found = self._tokenized(ids, mask.astype(np.int8), notes)
-        if not found.has_target:
-            message = "no assistant token: nothing in this conversation is trained on"
-            if isinstance(document, ChatDocument) and all(
-                message.get("weight") == 0
-                for message in document.messages[document.first_trained :]
-                if message["role"] == ASSISTANT
-            ):
-                message = "every answer is marked as not trained on (weight 0, train false, ...)"
-            return BadRow("no_assistant_tokens", message, document.location)
-        return found
+        if found.has_target:
+            return found
+        message = "no assistant token: nothing in this conversation is trained on"
+        if isinstance(document, ChatDocument) and all(
+            message.get("weight") == 0
+            for message in document.messages[document.first_trained :]
+            if message["role"] == ASSISTANT
+        ):
+            message = "every answer is marked as not trained on (weight 0, train false, ...)"
+        return BadRow("no_assistant_tokens", message, document.location)
 
     def _tokenized(
         self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str] | None = None
@@ -277,6 +268,11 @@ class DocumentTokenizer:
         if self._unknown is not None:
             notes["unknown_tokens"] = int((ids == self._unknown).sum())
         return TokenizedDocument(ids.astype(self.id_type), mask, notes)
+
+
+def _empty(document: TextDocument | CompletionDocument) -> BadRow:
+    message = f"empty document: {document.column!r} has special tokens alone"
+    return BadRow("empty", message, document.location)
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
@@ -294,12 +290,11 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
         last = int(np.searchsorted(starts, stop)) - 1
         if first > last:
             continue
-        if held.strip():
-            problem = "one token holds the header of a turn and its first words"
-            raise UnusableRowError("straddled", problem)
-        if text[stop : stops[last]].strip():
-            problem = "one token holds the end of a turn and what follows it"
-            raise UnusableRowError("straddled", problem)
+        if held.strip() or text[stop : stops[last]].strip():
+            edge = "the header of a turn and its first words"
+            if not held.strip():
+                edge = "the end of a turn and what follows it"
+            raise UnusableRowError("straddled", f"one token holds {edge}")
         mask[first : last + 1] = True
     return mask
 

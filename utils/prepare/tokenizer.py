@@ -5,7 +5,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_CHAT_TEMPLATE = (
-    "the tokenizer has no chat template: give --chat_template FILE, for example "
-    "recipes/chat_templates/chatml.jinja"
-)
 # A usable template can train on at least one of these chats. Some templates take no second turn,
 # and some take no chat without tools.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
@@ -42,15 +38,25 @@ def given_tokenizer(
     arguments: PreparationArguments, plan: PreparationPlan
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer from a folder or the Hub's cache; add tokens, set the chat template."""
-    tokenizer = load_tokenizer(arguments.tokenizer_name_or_path, is_cached=True)
-    _add_tokens(tokenizer, arguments.add_tokens)
+    from transformers import AddedToken
+
+    name, words = arguments.tokenizer_name_or_path, arguments.add_tokens
+    tokenizer = load_tokenizer(name, is_cached=True)
+    if words:
+        known = tokenizer.get_vocab()
+        # Match them exactly as they are written, without stripping blanks around them.
+        new = [AddedToken(word, normalized=False) for word in words if word not in known]
+        tokenizer.add_tokens(new)
+        logger.info(
+            "add_tokens: %d of %d are new, ids up to %d", len(new), len(words), len(tokenizer) - 1
+        )
     defaults = arguments.chat_template_kwargs or {}
     if plan.needs_chat_template or arguments.chat_template is not None:
         date = plan.settings.template_date
-        of_sources = [rows.chat_template_kwargs or {} for rows in plan.settings.sources]
-        with foreign(arguments.tokenizer_name_or_path, "its chat template cannot be used"):
+        with foreign(name, "its chat template cannot be used"):
             attach_template(tokenizer, arguments.chat_template, date, defaults)
-            _warn_of_unread(tokenizer, dict.fromkeys(name for each in of_sources for name in each))
+            for rows in plan.settings.sources:
+                _warn_of_unread(tokenizer, rows.chat_template_kwargs or {})
     elif defaults:
         logger.info("chat_template_kwargs have no effect: no chat template renders these documents")
     return tokenizer
@@ -64,19 +70,6 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         shutil.rmtree(partial)
     else:
         partial.replace(folder)
-
-
-def _add_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) -> None:
-    """Add tokens, matched exactly as they are written, without stripping blanks around them."""
-    from transformers import AddedToken
-
-    known = tokenizer.get_vocab() if words else {}
-    new = [AddedToken(word, normalized=False) for word in words if word not in known]
-    if words:
-        tokenizer.add_tokens(new)
-        logger.info(
-            "add_tokens: %d of %d are new, ids up to %d", len(new), len(words), len(tokenizer) - 1
-        )
 
 
 # --- the chat template
@@ -94,20 +87,27 @@ def attach_template(
     from {% generation %} markers or are derived, and the date that the template prints. Raises
     ConfigurationError without a template, or if no chat can be trained on with it.
     """
-    origin = template_file or f"the chat template of {tokenizer.name_or_path}"
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     if template_file is not None:
-        tokenizer.chat_template = read_chat_template(template_file)
+        with foreign(template_file, "not valid Jinja"), limits(template_file, RENDERING_BYTES):
+            tokenizer.chat_template = Path(template_file).read_text(encoding="utf-8")
+            _compile_jinja_template(tokenizer.chat_template)
     if tokenizer.chat_template is None:
-        raise ConfigurationError(NO_CHAT_TEMPLATE)
-    # A tokenizer may have several named templates; the default one renders conversations.
-    template = tokenizer.get_chat_template()
-    _warn_of_unread(tokenizer, defaults or {})
-    tokenizer.chat_template = template_with_defaults(template, defaults or {})
+        raise ConfigurationError(
+            "the tokenizer has no chat template: give --chat_template FILE, for example "
+            "recipes/chat_templates/chatml.jinja"
+        )
     if not tokenizer.is_fast:
         raise ConfigurationError(
             "chats need a fast tokenizer (tokenizer.json): loss masks come from its character "
             "offsets"
         )
+    _warn_of_unread(tokenizer, defaults or {})
+    # A tokenizer may have several named templates; the default one renders conversations.
+    template = tokenizer.get_chat_template()
+    tokenizer.chat_template = template_with_defaults(template, defaults or {})
+    origin = template_file or f"the chat template of {tokenizer.name_or_path}"
     try:
         _trained_probe(tokenizer)
     except Exception as problem:
@@ -155,10 +155,9 @@ def _reads(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) -> None:
-    """Warn of variables that the chat template never mentions."""
+def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]) -> None:
     template = tokenizer.get_chat_template()
-    if unread := [name for name in names if not _reads(template, name)]:
+    if unread := [name for name in variables if not _reads(template, name)]:
         logger.warning(
             "chat_template_kwargs: the chat template reads no %s, so it has no effect",
             " and no ".join(unread),
@@ -189,16 +188,6 @@ def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
         "or put {% generation %} ... {% endgeneration %} in it around the assistant's words and "
         "the token that ends its turn"
     )
-
-
-def read_chat_template(path: str) -> str:
-    """Read a Jinja file; raises ConfigurationError when it is missing or no valid Jinja."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    with foreign(path, "not valid Jinja"), limits(path, RENDERING_BYTES):
-        template = Path(path).read_text(encoding="utf-8")
-        _compile_jinja_template(template)
-    return template
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:

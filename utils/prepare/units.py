@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -33,7 +34,6 @@ from utils.prepare.workspace import (
     TokenFileWriter,
     UnitCounts,
     Workspace,
-    column_label,
     token_features,
     unread_keys,
 )
@@ -119,15 +119,12 @@ def _start_worker(worker: "UnitWorker") -> None:
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker process.
-
-    Returns the counts, or the problems of a ConfigurationError: a list, which can be pickled.
-    """
+    """Prepare a unit in a worker process; return its counts, or the problems of a refusal."""
     assert _worker is not None
     try:
         return _worker.run(unit)
     except ConfigurationError as error:
-        return error.problems
+        return error.problems  # unlike the error, a list can be pickled
 
 
 @dataclass
@@ -153,32 +150,33 @@ class UnitWorker:
         features = token_features(self._tokenize.id_type, self.settings.document_format)
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
         writers: dict[str, TokenFileWriter] = {}
-        try:
+        with ExitStack() as drafts:
             for split, document, whole in self._tokenized(unit, counts):
                 room = limit - counts.tokens.total()
                 is_first_text = not counts.documents and isinstance(document, TextDocument)
                 if len(whole.ids) > room and not is_first_text:
                     break
                 tokenized = whole.truncated(int(min(room, len(whole.ids))))
-                counts.notes["capped"] += len(tokenized.ids) < len(whole.ids)
                 if split not in writers:
-                    file = self.workspace.unit_file(unit.index, split)
-                    writers[split] = TokenFileWriter(file, features)
+                    writers[split] = TokenFileWriter(
+                        self.workspace.unit_file(unit.index, split), features
+                    )
+                    drafts.callback(writers[split].discard)
                 writers[split].append(tokenized)
                 counts.documents[split] += 1
                 counts.tokens[split] += len(tokenized.ids)
                 counts.loss_tokens[split] += tokenized.loss_tokens
-                written = len(tokenized.ids) / len(whole.ids)
                 text_bytes = sum(len(text.encode()) for text in texts_of(document))
+                written = len(tokenized.ids) / len(whole.ids)
                 counts.text_bytes[split] += round(text_bytes * written)
                 counts.notes.update(tokenized.notes)
-                counts.notes["without_last_answer"] += _ends_unanswered(document)
+                counts.notes["capped"] += written < 1
+                if isinstance(document, ChatDocument):
+                    last = document.messages[-1]["role"]
+                    counts.notes["without_last_answer"] += last != ASSISTANT
             for writer in writers.values():
                 writer.finish()
             self.workspace.finish(unit.index, counts)
-        finally:
-            for writer in writers.values():
-                writer.discard()
         return counts
 
     def _tokenized(
@@ -257,20 +255,10 @@ def read_documents(
         for record in read_records(part, rows.read_columns):
             if isinstance(record, BadRow):
                 yield record
-            else:
-                held = (name for name, value in record.fields.items() if value not in NOTHING)
-                names = {*held, *record.left_out} - read
-                unread.update(column_label(name) for name in names)
-                yield parse_document(record, rows)
-
-
-def _ends_unanswered(document: Document) -> bool:
-    """Tell whether a chat ends with a message that is not the assistant's."""
-    return isinstance(document, ChatDocument) and document.messages[-1]["role"] != ASSISTANT
-
-
-def _is_drawn(document: Document, fraction: float, key: int) -> bool:
-    return fraction > 0 and content_digest(document, key) < fraction * 2.0**64
+                continue
+            held = (name for name, value in record.fields.items() if value not in NOTHING)
+            unread.update(f"column {name}" for name in {*held, *record.left_out} - read)
+            yield parse_document(record, rows)
 
 
 def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
@@ -285,6 +273,10 @@ def _batches(documents: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[s
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _is_drawn(document: Document, fraction: float, key: int) -> bool:
+    return fraction > 0 and content_digest(document, key) < fraction * 2.0**64
 
 
 def content_digest(document: Document, seed: int) -> int:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
 from utils.prepare.hints import misreading, naming_hint
-from utils.prepare.hub import HubCache, cached_files
+from utils.prepare.hub_datasets import HubCache, cached_files
 from utils.prepare.records import FilePart, cut_file, read_records
 from utils.prepare.rows import (
     DOCUMENT_FORMATS,
@@ -31,7 +31,7 @@ from utils.prepare.rows import (
     parse_document,
     renamed,
 )
-from utils.prepare.source_files import SourceFile, list_sources
+from utils.prepare.source_files import Remarks, SourceFile, list_sources
 from utils.prepare.values import MEDIA, BadRow, Record
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ LARGEST_UNIT_BYTES = 64 << 20
 UNITS_WANTED = 64
 # With a small max_tokens few units are read, so that each gets enough tokens for whole documents.
 LEAST_TOKENS_OF_A_UNIT = 1 << 13
+
+SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ class UnitSettings:
 class PreparationPlan:
     """Files, work units and settings: all that decides the output, except the tokenizer.
 
-    `sources` maps each split to its files, `train` first; `units` are cut from them.
-    `needs_chat_template`: documents are messages, or prompts and completions made of messages.
-    `commits` are the commits of the Hub's datasets, by `HubDataset.key`.
+    sources: the files of each split, `train` first; `units` are cut from them. needs_chat_template:
+    documents are messages, or prompts and completions made of messages. commits: those of the Hub's
+    datasets, by `HubDataset.key`. lines: what to log, as (level, text).
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
@@ -88,6 +90,7 @@ class PreparationPlan:
     settings: UnitSettings
     needs_chat_template: bool
     commits: Mapping[str, str]
+    lines: Sequence[tuple[int, str]]
 
     @property
     def splits(self) -> list[str]:
@@ -109,21 +112,30 @@ class PreparationPlan:
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def log(self) -> None:
+        """Log what the plan reads, and what it leaves out."""
+        for level, text in self.lines:
+            logger.log(level, text)
+
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
     """Find the files, cut them into work units and decide the format by the first records.
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
-    given, commits = _find_sources(arguments)
+    remarks, cache = Remarks(), HubCache(arguments)
+    given = _find_sources(arguments, cache, remarks)
+    remarks.refuse()
     units = cut_into_units(given)
-    document_format, rows, is_chat = _decide_formats(given, units, arguments.on_bad_row)
+    rows, is_chat = _decide_formats(given, units, arguments.on_bad_row, remarks)
+    remarks.refuse()
     sources: dict[str, list[SourceFile]] = {}
     for source, files in given:
         sources.setdefault(source.split, []).extend(files)
     # The default date is that of the newest file: shards that run on two days need the same date.
     newest = max(file.mtime_ns for files in sources.values() for file in files)
     day = datetime.fromtimestamp(newest / 1e9, UTC).date().isoformat()
+    document_format = _documents_of(rows[0])
     settings = UnitSettings(
         document_format=document_format,
         sources=tuple(rows),
@@ -135,54 +147,43 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         template_date=None if document_format == "text" else arguments.template_date or day,
     )
     size_mib = sum(unit.size for unit in units) / 2**20
-    logger.info(f"{document_format}: {size_mib:.1f} MiB in {len(units):,} work units")
-    return PreparationPlan(sources, units, settings, is_chat, commits)
-
-
-# --- which files
+    remarks.inform(f"{document_format}: {size_mib:.1f} MiB in {len(units):,} work units")
+    return PreparationPlan(sources, units, settings, is_chat, cache.commits, remarks.lines)
 
 
 def _find_sources(
-    arguments: PreparationArguments,
-) -> tuple[list[tuple[Source, list[SourceFile]]], dict[str, str]]:
-    """Return each source with its files, and the commits of the Hub's datasets by dataset.
-
-    Raises ConfigurationError for paths that cannot be read, and files that would be trained twice.
-    """
-    problems = []
+    arguments: PreparationArguments, cache: HubCache, remarks: Remarks
+) -> list[tuple[Source, list[SourceFile]]]:
+    """Return each source with its files; remark files that would be trained on twice."""
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
-        problems.append(f"chat_template: {arguments.chat_template}: no such file")
-    cache = HubCache(arguments)
+        remarks.problems.append(f"chat_template: {arguments.chat_template}: no such file")
     found = []
-    commits: dict[str, str] = {}
     owner: dict[str, Source] = {}
     for source in sources_of(arguments):
+        paths, of_hub = cached_files(cache, source, remarks)
         split, is_named = source.from_split or source.split, source.from_split is not None
-        paths, hub_files, faults = cached_files(cache, source)
-        commits |= {cached.dataset_key: cached.commit for cached in hub_files.values()}
         files, more = list_sources(paths, source.format, split, is_named=is_named)
+        remarks.problems += [f"{source.split}: {problem}" for problem in more.problems]
+        remarks.lines += more.lines
         for number, file in enumerate(files):
-            if cached := hub_files.get(file.path):
-                files[number] = replace(file, url=cached.url, mtime_ns=cached.mtime_ns)
-        problems.extend(f"{source.split}: {fault}" for fault in faults + more)
-        found.append((source, files))
-        for file in files:
+            if file.path in of_hub:
+                url, mtime_ns = of_hub[file.path]
+                files[number] = replace(file, url=url, mtime_ns=mtime_ns)
             other = owner.setdefault(str(Path(file.path).resolve()), source)
             if other.split != source.split:
-                problems.append(f"{file.path}: is given for both {other.split} and {source.split}")
+                fault = f"is given for both {other.split} and {source.split}"
+                remarks.problems.append(f"{file.path}: {fault}")
             elif other is not source and other.filters == source.filters:
-                problems.append(
-                    f"{file.path}: is given twice for {source.split}; give it a weight instead"
-                )
-    if problems:
-        raise ConfigurationError(problems)
-    return found, commits
+                fault = f"is given twice for {source.split}; give it a weight instead"
+                remarks.problems.append(f"{file.path}: {fault}")
+        found.append((source, files))
+    return found
 
 
 # --- which work units
 
 
-def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> list[WorkUnit]:
+def cut_into_units(sources: SourceFiles) -> list[WorkUnit]:
     """Cut the files of every source into work units of about equal size.
 
     Raises ConfigurationError naming every Parquet file or datasets folder that cannot be opened.
@@ -190,7 +191,7 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
     total = sum(file.size for _, files in sources for file in files)
     unit_bytes = min(max(total // UNITS_WANTED, SMALLEST_UNIT_BYTES), LARGEST_UNIT_BYTES)
     units: list[WorkUnit] = []
-    problems: list[str] = []
+    remarks = Remarks()
     for number, (source, files) in enumerate(sources):
         groups: list[list[FilePart]] = []
         size = 0
@@ -198,7 +199,7 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
             try:
                 parts = list(cut_file(file, unit_bytes))
             except (pa.ArrowException, OSError, ValueError) as error:
-                problems.append(f"{file.path}: cannot be opened ({error})")
+                remarks.problems.append(f"{file.path}: cannot be opened ({error})")
                 continue
             for part in parts:
                 if not groups or size + part.size > unit_bytes:
@@ -209,8 +210,7 @@ def cut_into_units(sources: Sequence[tuple[Source, Sequence[SourceFile]]]) -> li
         for group, max_tokens in _share_of_tokens(groups, source.max_tokens):
             size = sum(part.size for part in group)
             units.append(WorkUnit(len(units), source.split, tuple(group), size, number, max_tokens))
-    if problems:
-        raise ConfigurationError(problems)
+    remarks.refuse()
     return units
 
 
@@ -235,51 +235,52 @@ def _share_of_tokens(
 # --- which format
 
 
-def _decide_formats(
-    sources: Sequence[tuple[Source, list[SourceFile]]], units: Sequence[WorkUnit], on_bad_row: str
-) -> tuple[str, list[RowSettings], bool]:
-    """Return the format of all documents, how to read each source, and whether any are chats.
+def _documents_of(rows: RowSettings) -> str:
+    return DOCUMENT_FORMATS.get(rows.row_format, rows.row_format)
 
-    Raises ConfigurationError with every source of an unknown format, or of another format than the
-    first source.
+
+def _decide_formats(
+    sources: SourceFiles, units: Sequence[WorkUnit], on_bad_row: str, remarks: Remarks
+) -> tuple[list[RowSettings], bool]:
+    """Return how to read each source, and whether any are chats.
+
+    Remarks every source of an unknown format, or of other documents than the first source.
     """
-    problems: list[str] = []
     rows: list[RowSettings] = []
-    document_format, decided_by, is_chat = "", None, False
+    decided_by, is_chat = "", False
     for number, (source, _) in enumerate(sources):
         parts = [part for unit in units if unit.source == number for part in unit.parts]
+        wanted = _documents_of(rows[0]) if rows else ""
         try:
             record = _first_record(parts, source, on_bad_row)
-            read = _row_settings(source, record, document_format, on_bad_row)
+            read = RowSettings(
+                _row_format(record, source, wanted, on_bad_row), source.columns, source.filters,
+                source.weight, source.max_tokens, source.chat_template_kwargs,
+            )  # fmt: skip
+            _check_first_record(record, read, source, on_bad_row, remarks)
         except ConfigurationError as error:
-            problems.extend(error.problems)
+            remarks.problems.extend(error.problems)
             continue
         rows.append(read)
-        made = DOCUMENT_FORMATS.get(read.row_format, read.row_format)
+        decided_by = decided_by or str(record.location)
         chats = holds_chats(renamed(record.fields, source.columns), read.row_format)
         is_chat |= chats
         if source.chat_template_kwargs and not chats:
-            problems.append(
+            remarks.problems.append(
                 f"{record.location}: chat_template_kwargs of a source are for chats, and this is "
                 f"{read.row_format}: leave them out"
             )
-        document_format, decided_by = document_format or made, decided_by or record.location
-        if made != document_format:
-            problems.append(
-                f"{record.location}: the format {read.row_format} makes {made}, but {decided_by} "
-                f"makes {document_format}, and one dataset holds one kind: prepare them apart"
-                + _columns_for_chats(read)
+        if wanted and _documents_of(read) != wanted:
+            fault = (
+                f"{record.location}: the format {read.row_format} makes {_documents_of(read)}, but "
+                f"{decided_by} makes {wanted}, and one dataset holds one kind: prepare them apart"
             )
-    if problems:
-        raise ConfigurationError(problems)
-    return document_format, rows, is_chat
-
-
-def _columns_for_chats(read: RowSettings) -> str:
-    if read.row_format != "prompt_completion":
-        return ""
-    prompt, completion = read.read_columns[:2]
-    return f", or make chats of these rows: columns {prompt}=instruction {completion}=output"
+            if read.row_format == "prompt_completion":
+                prompt, completion = read.read_columns[:2]
+                columns = f"columns {prompt}=instruction {completion}=output"
+                fault += f", or make chats of these rows: {columns}"
+            remarks.problems.append(fault)
+    return rows, is_chat
 
 
 def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) -> Record:
@@ -293,62 +294,62 @@ def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) ->
     raise ConfigurationError(f"{source.split}: empty source: no record in its files")
 
 
-def _row_settings(
-    source: Source, record: Record, document_format: str, on_bad_row: str
-) -> RowSettings:
-    """Return and log how to read the rows of a source; `record` is the source's first record.
+def _row_format(record: Record, source: Source, wanted: str, on_bad_row: str) -> str:
+    """Return the format of a source's rows, from its setting or its first record.
 
-    If several formats fit, the one that makes documents like the earlier sources
-    (`document_format`) is chosen. Raises ConfigurationError if no format fits.
+    If several formats fit, the one that makes the documents of the earlier sources (`wanted`) is
+    chosen. Raises ConfigurationError if no format fits.
     """
     row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
-    if row_format == "auto":
-        same = [name for name in found if DOCUMENT_FORMATS.get(name, name) == document_format]
-        if len(same or found) != 1:
-            raise ConfigurationError(_format_problem(record, source, same or found))
-        (row_format,) = same or found
-    elif found and row_format not in found and on_bad_row == "error":
-        needed = map(RowSettings(row_format, source.columns).name_of, NEEDED[row_format])
+    where = record.location
+    if row_format != "auto":
+        if found and row_format not in found and on_bad_row == "error":
+            needed = map(RowSettings(row_format, source.columns).name_of, NEEDED[row_format])
+            raise ConfigurationError(
+                f"{where}: the format {row_format} needs {' and '.join(needed)}; it looks like "
+                f"{found[0]}: --format {found[0]}"
+            )
+        return row_format
+    found = [name for name in found if DOCUMENT_FORMATS.get(name, name) == wanted] or found
+    if len(found) == 1:
+        return found[0]
+    if found:
+        formats = " or ".join(f"--format {name}" for name in found)
         raise ConfigurationError(
-            f"{record.location}: the format {row_format} needs {' and '.join(needed)}; "
-            f"it looks like {found[0]}: --format {found[0]}"
+            f"{where}: could be {' or '.join(found)}: choose one with {formats}"
         )
+    columns = sorted(record.fields)
+    shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
+    if absent := [name for name, _ in source.columns if name not in record.fields]:
+        raise ConfigurationError(
+            f"{where}: --columns names {', '.join(absent)}, which this record does not have "
+            f"(columns: {shown})"
+        )
+    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
+    raise ConfigurationError(
+        f"{where}: no known format (columns: {shown or 'none'}): {naming_hint(record.fields)}. "
+        f"Without --columns a record needs: {formats}"
+    )
+
+
+def _check_first_record(
+    record: Record, read: RowSettings, source: Source, on_bad_row: str, remarks: Remarks
+) -> None:
+    """Remark which columns are read; ConfigurationError for a row that is faulty or misread."""
+    path = record.location.path
     if problem := misreading(record.fields, source):
         raise ConfigurationError(f"{record.location}: {problem}")
     if absent := [name for name, _ in source.columns if name not in record.fields]:
-        logger.warning(
-            "%s: --columns names %s, which the first record does not have (columns: %s)",
-            record.location.path, ", ".join(absent), ", ".join(sorted(record.fields)),
-        )  # fmt: skip
-    read = RowSettings(
-        row_format, source.columns, source.filters, source.weight, source.max_tokens,
-        source.chat_template_kwargs,
-    )  # fmt: skip
+        remarks.warn(
+            f"{path}: --columns names {', '.join(absent)}, which the first record does not have "
+            f"(columns: {', '.join(sorted(record.fields))})"
+        )
     document = parse_document(record, read)
     if isinstance(document, BadRow):
         document.refuse(on_bad_row)
     used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
-    logger.info(
-        f"{source.split}: {record.location.path}: {row_format}, from {', '.join(used)}"
+    remarks.inform(
+        f"{source.split}: {path}: {read.row_format}, from {', '.join(used)}"
         + (f"; not used: {', '.join(unused)}" if unused else "")
-    )
-    return read
-
-
-def _format_problem(record: Record, source: Source, found: Sequence[str]) -> str:
-    if found:
-        formats = " or ".join(f"--format {name}" for name in found)
-        return f"{record.location}: could be {' or '.join(found)}: choose one with {formats}"
-    columns = sorted(record.fields)
-    shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
-    if absent := [name for name, _ in source.columns if name not in record.fields]:
-        return (
-            f"{record.location}: --columns names {', '.join(absent)}, which this record does not "
-            f"have (columns: {', '.join(record.fields)})"
-        )
-    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
-    return (
-        f"{record.location}: no known format (columns: {shown or 'none'}): "
-        f"{naming_hint(record.fields)}. Without --columns a record needs: {formats}"
     )

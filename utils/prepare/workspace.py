@@ -61,6 +61,10 @@ NOTES = {
     "chat template prints in the last turn only: give such a chat once for every answer, each time "
     "up to that answer and with weight: 0 in the answers before it",
 }
+# Lookups in a chat template: `message.key`, `messages[0]['key']`, `message.get('key')`.
+_LOOKED_UP = re.compile(r"""(\w+)(?=(?:\[[^\]]*\])?\s*(?:\.get\(['"](\w+)|\.(\w+)|\[['"](\w+)))""")
+# Objects with these names are calls and tools, not messages.
+_OF_CALLS = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
 # Notes that are warnings: the trained answers think where they should not, or the other way round.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
@@ -103,17 +107,21 @@ def commits_begun_with(output_dir: Path) -> dict[str, str]:
     return dict(described.preparation.get("sources", {}).get("hub", {})) if described else {}
 
 
+@dataclass(frozen=True)
 class Workspace:
     """Files of one preparation; `digest` identifies its sources and settings.
 
-    `commits` are those of the Hub's datasets among the sources.
+    commits: those of the Hub's datasets among the sources.
     """
 
-    def __init__(self, output_dir: Path, digest: str, commits: Mapping[str, str] | None = None):
-        self.output_dir = output_dir
-        self.commits = dict(commits or {})
-        self.root = output_dir / WORKSPACE
-        self.digest = digest
+    output_dir: Path
+    digest: str
+    commits: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Path:
+        """The folder of unfinished work."""
+        return self.output_dir / WORKSPACE
 
     def is_prepared(self) -> bool:
         """Tell whether the output directory holds the finished result of this same preparation.
@@ -142,7 +150,7 @@ class Workspace:
         not begun; otherwise such units raise ConfigurationError.
         """
         settings = self.root / SETTINGS
-        of_hub = {"hub": self.commits} if self.commits else {}
+        of_hub = {"hub": dict(self.commits)} if self.commits else {}
         content = json.dumps({"digest": self.digest, **of_hub}, indent=1)
         if settings.exists():
             if settings.read_text(encoding="utf-8") == content:
@@ -163,18 +171,15 @@ class Workspace:
         """Return the path of a unit's documents of one split."""
         return self.root / f"unit-{unit:06d}-{split}.arrow"
 
-    def _record(self, unit: int) -> Path:
-        return self.root / f"unit-{unit:06d}.json"
-
     def finish(self, unit: int, counts: UnitCounts) -> None:
         """Write the record of a unit, after its files are complete."""
         record = {"digest": self.digest, "counts": vars(counts)}
-        replace_text(self._record(unit), json.dumps(record, indent=1))
+        replace_text(self.root / f"unit-{unit:06d}.json", json.dumps(record, indent=1))
 
     def counts_of(self, unit: int) -> UnitCounts | None:
         """Return the counts of a finished unit; None for a unit that has to be done (again)."""
         try:
-            record = json.loads(self._record(unit).read_text(encoding="utf-8"))
+            record = json.loads((self.root / f"unit-{unit:06d}.json").read_text(encoding="utf-8"))
             examples = record["counts"].pop("examples")
             counts = {name: Counter(value) for name, value in record["counts"].items()}
             found = UnitCounts(**counts, examples=examples)
@@ -245,11 +250,9 @@ class TokenFileWriter:
         self._documents.append(document)
         self._tokens += len(document.ids)
         if self._tokens >= TOKENS_PER_BATCH:
-            self._flush()
+            self._write_batch()
 
-    def _flush(self) -> None:
-        if not self._documents:
-            return
+    def _write_batch(self) -> None:
         values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
         columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
@@ -257,7 +260,8 @@ class TokenFileWriter:
 
     def finish(self) -> None:
         """Write the last batch, flush it to disk, and give the file its name."""
-        self._flush()
+        if self._documents:
+            self._write_batch()
         self._stream.close()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -283,36 +287,20 @@ def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
 
 # --- columns and keys that are not read
 
-_OF_MESSAGES = "message key "
-
-
-def column_label(name: str) -> str:
-    """Return the name under which an unread column is counted."""
-    return f"column {name}"
-
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a label for every key and role of messages that Stoker itself does not read."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
-        yield from (f"{_OF_MESSAGES}{key}" for key in message if key not in READ)
+        yield from (f"message key {key}" for key in message if key not in READ)
 
 
 def list_unread(counts: Mapping[str, int], template: str) -> str:
     """Return the labels and their counts as a text, without keys that the chat template reads."""
-    return ", ".join(
-        f"{label} ({number:,})"
-        for label, number in sorted(counts.items())
-        if not _template_reads(template, label)
-    )
-
-
-def _template_reads(template: str, label: str) -> bool:
-    """Tell whether a template's source reads the message key in a label."""
-    key = re.escape(label.removeprefix(_OF_MESSAGES))
-    taken = re.compile(rf"(\w+)(?:\[[^\]]*\])?\s*(?:\.|\[['\"]|\.get\(['\"]){key}\b")
-    of_calls = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
-    return label.startswith(_OF_MESSAGES) and any(
-        not of_calls.search(match[1].lower()) for match in taken.finditer(template)
-    )
+    read = set()
+    for holder, *keys in _LOOKED_UP.findall(template):
+        if not _OF_CALLS.search(holder.lower()):
+            read |= {f"message key {key}" for key in keys}
+    unread = sorted(counts.keys() - read)
+    return ", ".join(f"{label} ({counts[label]:,})" for label in unread)

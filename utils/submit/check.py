@@ -21,7 +21,7 @@ from utils.config.strategy import SUBMITTING
 from utils.launch.node import plan_launch
 from utils.launch.script import run_script
 from utils.launch.slurm import time_limit_s
-from utils.prepare.hub import refuse_uncached
+from utils.prepare.hub_datasets import refuse_uncached
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024

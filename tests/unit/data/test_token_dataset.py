@@ -16,7 +16,7 @@ from saved_datasets import ARROW_FILE, DOCUMENTS, LABELS, MASKS, documents_of, m
 
 from utils.config.errors import ConfigurationError
 from utils.data import description
-from utils.data.columns import list_column
+from utils.data.arrow_columns import list_column
 from utils.data.description import measure
 from utils.data.packing import Segments
 from utils.data.token_dataset import dataset_problems, describe_split, open_token_dataset
@@ -96,7 +96,7 @@ def test_a_folder_that_holds_no_dataset_is_refused(tmp_path):
         ('{"_data_files": [{"filename": "../../b.arrow"}]}', "no path inside .*nothing was read"),
         ('{"_data_files": [{"filename": "/etc/passwd"}]}', "no path inside .*nothing was read"),
         ('{"_data_files": [{"filename": 1}]}', "no path inside"),
-        ("{", "not a JSON object"),
+        ("{", "state.json is not JSON"),
     ):
         (path / "state.json").write_text(state)
         with pytest.raises(ConfigurationError, match=message):

@@ -13,7 +13,7 @@ from examples.train_tokenizer import train_tokenizer
 from utils.config.preparation import PreparationArguments
 from utils.data.packing import Segments
 from utils.data.token_dataset import TokenDataset
-from utils.prepare.pipeline import Preparation
+from utils.prepare import pipeline
 
 CHATML = str(Path(__file__).parents[3] / "recipes" / "chat_templates" / "chatml.jinja")
 WORDS = [
@@ -81,7 +81,7 @@ def prepare(sources, output_dir: Path, **settings) -> None:
     """Prepare like prepare_data.py."""
     sources = [source if isinstance(source, dict) else str(source) for source in sources]
     arguments = PreparationArguments(sources=sources, output_dir=str(output_dir), **settings)
-    Preparation(arguments).run()
+    pipeline.prepare(arguments)
 
 
 def description(split: Path) -> dict:

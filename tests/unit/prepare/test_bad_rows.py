@@ -1,7 +1,6 @@
 """Rows that cannot be used are named or skipped, never silently."""
 
 import logging
-import re
 from collections import Counter
 
 import preparation_samples as samples
@@ -44,17 +43,8 @@ def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, prepare, capl
 def test_a_split_that_is_left_without_documents_is_named(tmp_path, prepare):
     source = samples.text_source(tmp_path / "a.jsonl", 5)
     for fraction, empty in ((1e-9, "validation"), (1 - 1e-9, "train")):
-        with pytest.raises(ConfigurationError, match=f"^- {empty}: no document is left") as error:
+        with pytest.raises(ConfigurationError, match=f"^- {empty}: no document is left .*fraction"):
             prepare("out", sources=[source], validation_fraction=fraction)
-        advised = float(re.search(r"--validation_fraction (0\.\d+)", str(error.value))[1])
-        out = prepare(empty, sources=[source], validation_fraction=advised)
-        assert len(samples.rows(out / "train")) + len(samples.rows(out / "validation")) == 5
-
-
-def test_one_document_cannot_be_divided(tmp_path, prepare):
-    source = samples.text_source(tmp_path / "a.jsonl", 1)
-    with pytest.raises(ConfigurationError, match="give more documents, or see above"):
-        prepare("out", sources=[source], validation_fraction=0.5)
 
 
 CHAT = samples.chat("q", "a")["messages"]

@@ -10,18 +10,17 @@ from pathlib import Path
 import datasets
 import preparation_samples as samples
 import pytest
-from huggingface_hub import HfApi, constants, is_offline_mode
-from huggingface_hub.errors import OfflineModeIsEnabled
-from stand_in_hub import CHATS, TOKEN, Preparer, parquet, publish
+from stand_in_hub import CHATS, ROOT, TOKEN, Preparer, parquet, publish
 
-from utils.config.errors import ConfigurationError, StorageError
-from utils.config.preparation import PreparationArguments
+from utils.config.errors import StorageError
 from utils.prepare import fetch
 
 NOBODY = "http://127.0.0.1:9"  # nothing answers at this port
 SMOLTALK = {"path": "HuggingFaceTB/smoltalk", "subset": "all"}
 QWEN = "Qwen/Qwen3-8B"
 WEIGHTS = "model-00001-of-00001.safetensors"
+
+RECIPES = sorted(path for path in ROOT.glob("recipes/data/*.yaml") if "demo" not in path.name)
 
 pytestmark = pytest.mark.slow
 
@@ -172,16 +171,16 @@ def test_what_the_hub_does_not_give_is_refused_at_once_with_what_to_type(
     hub.add("models/lab/pickled", {"config.json": b"{}", "pytorch_model.bin": b""})
     gsm8k = {"path": "openai/gsm8k"}
     faults = [
-        (gsm8k, "has several subsets: main, socratic; choose one in a recipe"),
-        (gsm8k | {"subset": "mian"}, "has no subset 'mian' but main, socratic"),
-        (gsm8k | {"subset": "main", "split": "dev"}, "has no split 'dev' but train, test"),
-        (gsm8k | {"subset": "main", "revision": "v9"}, "has no such revision"),
-        ({"path": "openai/gsm9k"}, "no such local path, and no such dataset on the Hub"),
+        (gsm8k, "['main', 'socratic']: choose one in a recipe"),
         (
-            {"path": "lab/gated"},
-            f"there is no HF_TOKEN: accept its terms at {hub.url}/datasets/lab",
+            gsm8k | {"subset": "mian"},
+            "'mian' not found. Available: ['main', 'socratic']: choose one",
         ),
-        ({"path": "lab/script"}, "{path: lab/script, revision: refs/convert/parquet}"),
+        (gsm8k | {"subset": "main", "split": "dev"}, "has no split 'dev' but train, test"),
+        (gsm8k | {"subset": "main", "revision": "v9"}, "Revision Not Found"),
+        ({"path": "openai/gsm9k"}, "A local path must exist"),
+        ({"path": "lab/gated"}, "the HF_TOKEN of an account that has accepted its terms"),
+        ({"path": "lab/script"}, "have Parquet files: give revision: refs/convert/parquet"),
         ({"path": "lab/images"}, "data files"),
         ({"path": "hf://buckets/lab/x"}, "give hf://datasets/OWNER/NAME"),
         ({"path": "lab/chats.jsonl"}, "no such file or folder"),
@@ -194,15 +193,14 @@ def test_what_the_hub_does_not_give_is_refused_at_once_with_what_to_type(
     code, told = preparer(*words, "--models", *names)
     assert code == 2
     lines = [line for line in told.splitlines() if line.startswith("  - ")]
-    of_models = ["no weights as safetensors", "no such model on the Hub", "is a local path",
-                 "has no such revision"]  # fmt: skip
+    of_models = ["no weights as safetensors", "HF_TOKEN", "is a local path", "Revision Not Found"]
     assert len(lines) == len(faults) + len(names), told
     for line, fault in zip(lines, [*(fault for _, fault in faults), *of_models], strict=True):
         assert fault in line
     assert [name for name in hub.downloads() if name != "README.md"] == []
 
     gated = ["--config", recipe({"path": "lab/gated"}), "--output_dir", tmp_path / "gated"]
-    assert "your HF_TOKEN has no access" in preparer(*gated, HF_TOKEN=f"{TOKEN}2")[1]
+    assert "HF_TOKEN" in preparer(*gated, HF_TOKEN=f"{TOKEN}2")[1]
     told = preparer(*gated, HF_TOKEN=TOKEN)[1]
     assert "downloaded: lab/gated" in told
 
@@ -251,36 +249,35 @@ def test_a_folder_for_jobs_is_filled_and_checked_as_a_job_finds_it(hub, preparer
         assert f"{name} is not JSON" in told
 
 
-def test_a_folder_for_jobs_that_lacks_something_is_refused(hub, preparer, recipe, tmp_path):
+def test_a_folder_for_jobs_that_cannot_be_filled_is_refused(recipe, tmp_path):
     words = ["--config", recipe(SMOLTALK), "--output_dir", tmp_path / "out"]
     unreachable = Preparer(NOBODY, tmp_path / "home")
     code, told = unreachable(*words, "--offline_dir", tmp_path / "empty")
     unreachable.close()
     assert code == 2, told
-    assert "empty does not hold what a job needs" in told
-    assert f"{QWEN}: the Hub cannot be reached" in told
-
-    home = tmp_path / "jobs"
-    assert preparer(*words, "--models", QWEN, "--offline_dir", home)[0] == 0
-    next((home / "hub").glob(f"*/snapshots/*/{WEIGHTS}")).unlink()
-    arguments = PreparationArguments(
-        sources=[], output_dir="out", tokenizer_name_or_path=QWEN, models=[QWEN],
-        offline_dir=str(home),
-    )  # fmt: skip
-    with pytest.raises(ConfigurationError, match=f"files are missing: {WEIGHTS}"):
-        fetch._complete_folders(arguments, home)
-
-
-def test_the_check_of_a_folder_for_jobs_sends_no_request(monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with fetch._offline_mode(), pytest.raises(OfflineModeIsEnabled):
-        HfApi(NOBODY).model_info(QWEN)
-    assert not is_offline_mode()
+    for given in ("HuggingFaceTB/smoltalk", QWEN):
+        assert f"{given}: the Hub cannot be reached" in told
 
 
 def test_what_has_no_room_is_refused_before_it_is_downloaded(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
-    fetch._check_room(tmp_path / "new/hub", 10**9)
+    fetch.check_room(tmp_path / "new/hub", 10**9)
     with pytest.raises(StorageError, match=r"has 1.0 GB free, and 2.9 GB are to be"):
-        fetch._check_room(tmp_path / "new/hub", 2_900_000_000)
+        fetch.check_room(tmp_path / "new/hub", 2_900_000_000)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_data_recipe_prepares_what_is_published(path, preparer, tmp_path):
+    """The directory has a tokenizer and a user's own chats."""
+    samples.write_jsonl(tmp_path / "my_chats.jsonl", CHATS)
+    samples.saved_tokenizer(tmp_path / "tokenizer", Path(samples.CHATML).read_text())
+    flags = ["--tokenizer_name_or_path", "tokenizer", "--output_dir", tmp_path / "out"]
+    held_out = ["--validation_fraction", "0.1"] if "fraction" in path.read_text() else []
+    code, told = preparer("--config", path, *flags, *held_out, folder=tmp_path)
+    assert code == 0, told
+    rows = datasets.load_from_disk(str(tmp_path / "out" / "train"))
+    assert 10 < len(rows) <= 300
+    if "fineweb" not in path.stem:
+        mask = rows[0].get("completion_mask") or rows[0]["assistant_masks"]
+        assert 0 < sum(mask) < len(mask) / 3, "an answer is a small part of these chats"

@@ -1,6 +1,13 @@
-"""The files of a preparation, obstacles in its folder, and the merge of shards."""
+"""The files of a preparation, its division into work, held-out documents and mixtures."""
 
+import gzip
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -9,11 +16,17 @@ import datasets
 import numpy as np
 import preparation_samples as samples
 import pytest
+import yaml
 
-from utils.config.errors import ConfigurationError
-from utils.data.columns import open_columns
+from prepare_data import main
+from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
+from utils.data.arrow_columns import open_columns
 from utils.data.token_dataset import open_token_dataset
+from utils.prepare import units, work_plan
 from utils.prepare.pipeline import decoded_example
+from utils.prepare.rows import ChatDocument
+from utils.prepare.units import content_digest
+from utils.prepare.values import Location
 from utils.prepare.workspace import WORKSPACE, Workspace
 
 
@@ -206,3 +219,144 @@ def test_of_tasks_that_end_at_once_exactly_one_merges(tmp_path):
         for number in range(20):
             claims = pool.map(finish, [f"round{number}"] * 4, range(4))
             assert sorted(claims) == [False, False, False, True]
+
+
+def test_the_held_out_split_depends_on_content_alone(tmp_path, prepare):
+    texts = samples.sentences(300)
+    shuffled = random.Random(3).sample([*texts, *texts[:100]], 400)
+    held_out = []
+    for name, order in (("a", texts), ("b", shuffled)):
+        source = samples.write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in order])
+        out = prepare(name, sources=[source], validation_fraction=0.25)
+        held_out.append({tuple(row) for row in samples.rows(out / "validation")})
+        train = {tuple(row) for row in samples.rows(out / "train")}
+        assert not train & held_out[-1]
+        assert len(train | held_out[-1]) == 300
+    assert held_out[0] == held_out[1]
+    assert 45 < len(held_out[0]) < 105
+
+
+def test_the_order_of_the_keys_of_a_chat_does_not_count():
+    messages = samples.chat("q", "a")["messages"]
+    chats = messages, [dict(reversed(turn.items())) for turn in messages], messages[:1]
+    one, same, other = (content_digest(ChatDocument(c, Location("a")), 0) for c in chats)
+    assert one == same != other
+
+
+def test_a_weight_says_how_often_each_document_is_written(prepare, two):
+    sources = [{"path": two[0], "weight": 2.5}, two[1]]
+    out = prepare("out", sources=sources, validation_fraction=0.1)
+    written = samples.tiny_tokenizer().batch_decode(samples.rows(out / "train"))
+    held_out = samples.tiny_tokenizer().batch_decode(samples.rows(out / "validation"))
+    assert {written.count(text) for text in written} == {1, 2, 3}
+    assert 440 < sum(text.startswith("a ") for text in written) * 200 / 180 < 560
+    assert len(set(held_out)) == len(held_out)
+    assert not set(held_out) & set(written)
+
+
+@pytest.mark.parametrize("cap", [50, 3000])
+def test_a_cap_is_never_exceeded_and_nearly_reached(prepare, two, monkeypatch, cap):
+    monkeypatch.setattr(work_plan, "LEAST_TOKENS_OF_A_UNIT", 200)
+    out = prepare("out", sources=[{"path": two[0], "max_tokens": cap}])
+    lengths = [len(row) for row in samples.rows(out / "train")]
+    assert cap - 15 * max(lengths) <= sum(lengths) <= cap
+    assert sum(lengths) > 0.5 * cap
+
+
+def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two):
+    kept = {"language": "en", "score": {"min": 3}}
+    recipe = {
+        "sources": [{"path": two[0], "filter": kept}],
+        "eval_sources": [{"name": "other", "path": two[1]}],
+        "tokenizer_name_or_path": tokenizer,
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["--config", str(tmp_path / "recipe.yaml")]) == 0
+    train = tmp_path / "out" / "train"
+    assert len(samples.rows(train)) == 40
+    assert samples.description(train)["preparation"]["sources"]["dropped"] == {"filtered": 160}
+    assert len(samples.rows(tmp_path / "out" / "other")) == 200
+    row = {"question": "q", "prompt": 7, "answer": "a"}  # `question` replaces the column `prompt`
+    samples.write_jsonl(tmp_path / "qa.jsonl", [row])
+    flags = ["--sources", str(tmp_path / "qa.jsonl"), "--output_dir", str(tmp_path / "qa")]
+    flags += ["--tokenizer_name_or_path", tokenizer, "--columns", "question=prompt"]
+    assert main([*flags, "answer=completion"]) == 0
+    made = datasets.load_from_disk(str(tmp_path / "qa" / "train"))
+    assert made.column_names == ["input_ids", "completion_mask"]
+
+
+# --- the script as a process
+
+
+def run(*command):
+    environment = {**os.environ, "RAYON_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, *map(str, command)]
+    place = {"cwd": Path(__file__).parents[3], "env": environment}
+    return subprocess.run(command, **place, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_script_prepares_reports_and_refuses(tmp_path, source, prepare, tokenizer):
+    command = ["prepare_data.py", "--output_dir", tmp_path / "out"]
+    command += ["--tokenizer_name_or_path", tokenizer]
+    first = run(*command, "--sources", source)
+    assert first.returncode == 0, first.stderr
+    for part in ("documents/s", "tokens/s", "loss tokens", "p50", "[[0 ", "dropped: none"):
+        assert part in first.stderr
+    here = prepare("here", sources=[source]) / "tokenizer"
+    assert samples.data_bytes(here) == samples.data_bytes(tmp_path / "out" / "tokenizer")
+    again = run(*command, "--sources", source)
+    assert again.returncode == 0
+    assert "already prepared" in again.stderr
+    refused = run(*command, "--sources", tmp_path / "nowhere.jsonl")
+    assert refused.returncode == 2
+    assert "nowhere.jsonl: no such file or folder" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_bad_row_of_a_worker_names_its_line_and_a_killed_worker_ends_the_run_with_advice(
+    source, prepare, workers_for_little, monkeypatch
+):
+    with source.open("a") as stream:
+        stream.write("{oops\n")
+    with pytest.raises(ConfigurationError, match=r"texts\.jsonl:201: malformed JSON") as caught:
+        prepare("out", sources=[source], num_proc=2)
+    assert len(caught.value.problems) == 1
+    assert not caught.value.problems[0].startswith("-")
+    monkeypatch.setattr(units, "_run_unit", _killed)
+    with pytest.raises(LostProcessError, match="a worker process was killed: run the same command"):
+        prepare("killed", sources=[source], num_proc=2)
+    monkeypatch.setattr(units, "memory_kills", iter([3, 4]).__next__)
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out: .*fewer than --num_proc 2"):
+        prepare("killed", sources=[source], num_proc=2)
+
+
+def _killed(unit):
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(10)
+
+
+MEASURED = """
+import resource, sys
+sys.path.insert(0, ".")
+from prepare_data import main
+for name in ("small", "large"):
+    flags = ["--sources", f"{sys.argv[1]}/{name}.jsonl.gz", "--output_dir", sys.argv[1] + name]
+    main([*flags, "--tokenizer_name_or_path", sys.argv[2]])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_source(tmp_path, tokenizer):
+    # One unit and documents of one size: this measures streaming, not the division into units.
+    line = json.dumps({"text": " ".join(samples.sentences(60))}) + "\n"
+    for name, kilobytes in (("small", 1_000), ("large", 10_000)):
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", compresslevel=1) as stream:
+            stream.writelines([line] * (kilobytes * 1000 // len(line)))
+    done = run("-c", MEASURED, tmp_path, tokenizer)
+    assert done.returncode == 0, done.stderr
+    small_kib, large_kib = map(int, done.stdout.split())
+    assert large_kib - small_kib < 40 * 1024

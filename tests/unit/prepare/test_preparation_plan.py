@@ -22,7 +22,7 @@ def plan(*sources, **settings):
     return plan_preparation(PreparationArguments(sources=sources, **given))
 
 
-def test_columns_decide_the_format_unless_it_is_given(tmp_path, caplog):
+def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "a"}])
     assert plan(source, columns=["body=text"]).settings.document_format == "text"
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: no known format.*\(columns: body\)"):
@@ -33,8 +33,8 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path, caplog):
     assert plan(both, format="messages").settings.document_format == "messages"
     with pytest.raises(ConfigurationError, match="it looks like text: --format text"):
         plan(both, format="sharegpt")
-    plan(source, columns=["body=text", "contxt=input"])
-    assert "--columns names contxt, which the first record does not have" in caplog.text
+    lines = plan(source, columns=["body=text", "contxt=input"]).lines
+    assert "--columns names contxt, which the first record does not have" in str(lines)
 
 
 def test_a_name_that_the_first_record_does_not_have_is_told(tmp_path):
@@ -156,17 +156,18 @@ def taken(*sources, split="train", **settings):
     return [Path(file.path).name.removesuffix(".parquet") for file in found]
 
 
-def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path, caplog):
+def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path):
     folder = hub_folder(tmp_path / "hub", train="ab", test="c", validation="d")
     samples.text_source(folder / "data" / "train.jsonl", 3)  # the split in a second format
     assert taken(folder) == ["train-00000-of-00002", "train-00001-of-00002"]
     for split in ("test", "validation"):
         found = taken(folder, eval_sources=[f"{split}={folder}"], split=split)
         assert found == [f"{split}-00000-of-00001"]
-    assert "split train is taken; not used: test, validation" in caplog.text
-    assert f"--eval_sources NAME={folder}" in caplog.text
-    assert "1 x README" in caplog.text
-    assert "in several formats (.parquet, .jsonl) .parquet is taken" in caplog.text
+    lines = str(plan(folder).lines)
+    assert "split train is taken; not used: test, validation" in lines
+    assert f"--eval_sources NAME={folder}" in lines
+    assert "1 x README" in lines
+    assert "in several formats (.parquet, .jsonl) .parquet is taken" in lines
 
 
 def test_splits_of_other_names_are_named_by_the_user_and_one_or_none_is_taken_whole(tmp_path):

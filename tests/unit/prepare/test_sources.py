@@ -15,24 +15,25 @@ def tree(tmp_path):
     return tmp_path / "root"
 
 
-def test_a_folder_is_walked_in_sorted_order_without_hidden_files_and_unknown_kinds(tree, caplog):
+def test_a_folder_is_walked_in_sorted_order_without_hidden_files_and_unknown_kinds(tree):
     (tree / "x.weird").write_text("x")
-    files, problems = list_sources([str(tree)], "auto")
+    files, remarks = list_sources([str(tree)], "auto")
     names = [os.path.relpath(file.path, tree) for file in files]
     assert names == ["a/deep/c.jsonl", "a/deep/d.parquet", "a/z.md", "b.txt"]
     assert [file.kind for file in files] == ["jsonl", "parquet", "text", "text"]
-    assert not problems
-    assert "1 x .weird" in caplog.text
+    assert not remarks.problems
+    assert "1 x .weird" in str(remarks.lines)
     assert len(list_sources([str(tree)], "text")[0]) == 5
 
 
-def test_what_links_and_paths_reach_twice_is_taken_once(tree, caplog):
+def test_what_links_and_paths_reach_twice_is_taken_once(tree):
     # Four links up: a walk that follows them again and again would meet 4 to the power of 40 paths.
     for number in range(4):
         (tree / "a" / f"up{number}").symlink_to(tree)
     (tree / "b2.txt").symlink_to(tree / "b.txt")
-    assert len(list_sources([str(tree), str(tree / "b.txt")], "auto")[0]) == 4
-    assert "2 x given twice" in caplog.text
+    files, remarks = list_sources([str(tree), str(tree / "b.txt")], "auto")
+    assert len(files) == 4
+    assert "2 x given twice" in str(remarks.lines)
 
 
 def test_every_fault_is_collected_in_one_pass(tmp_path):
@@ -53,8 +54,8 @@ def test_every_fault_is_collected_in_one_pass(tmp_path):
     table = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"test": table, "test_sft": table}).save_to_disk(str(tmp_path / "dict"))
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid x")
-    _, problems = list_sources([str(tmp_path / name) for name in faults], "auto")
-    for problem, (name, fault) in zip(problems, faults.items(), strict=True):
+    _, remarks = list_sources([str(tmp_path / name) for name in faults], "auto")
+    for problem, (name, fault) in zip(remarks.problems, faults.items(), strict=True):
         assert problem.startswith(str(tmp_path / name))
         assert fault in problem
 
@@ -79,10 +80,10 @@ def test_suffix_and_beginning_tell_the_kind(tmp_path, name, text, kind):
     assert (file.kind, file.compression) == (kind, None)
 
 
-def test_in_a_folder_an_object_over_many_lines_describes_the_other_files(tmp_path, caplog):
+def test_in_a_folder_an_object_over_many_lines_describes_the_other_files(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "stats.json").write_text('{\n "rows": 1\n}')
     (tmp_path / "b.json").write_text('{\n "data": [\n  {"text": "b"}\n ]\n}')
-    files, _ = list_sources([str(tmp_path)], "auto")
+    files, remarks = list_sources([str(tmp_path)], "auto")
     assert [os.path.basename(file.path) for file in files] == ["a.jsonl", "b.json"]  # noqa: PTH119
-    assert "1 x .json" in caplog.text
+    assert "1 x .json" in str(remarks.lines)

@@ -1,92 +1,228 @@
+"""Token ids and loss masks of texts, of prompts with completions, and of long documents."""
+
+import random
+
 import numpy as np
 import preparation_samples as samples
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from tokenizer_families import BEGIN, END, FAMILIES, tokenizer_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from utils.config.errors import ConfigurationError
-from utils.prepare.encoding import GigatokenEncoder, choose_backend, encode
+from utils.data.token_dataset import open_token_dataset
+from utils.prepare import encoding, tokenization
+from utils.prepare.encoding import GigatokenEncoder, choose_backend, load_prompts
 from utils.prepare.rows import ChatDocument, CompletionDocument, TextDocument
 from utils.prepare.tokenization import DocumentTokenizer
+from utils.prepare.units import content_digest
 from utils.prepare.values import BadRow, Location
 
 PLACE = Location("a.jsonl", "line", 1)
+PIECES = ["yes", "x = [", "1, 2]", "return", " value", "\n", "\n\n", "  ", "naïve ß", "12", ":"]
+GIGATOKEN = ("byte_level_cl100k", "metaspace_first", "metaspace_always", "prepend_normalizer")
 
 
-def tokenize(tokenizer, document):
-    (found,) = DocumentTokenizer(tokenizer)([document])
+def pairs(number=60):
+    """Return random prompts and completions, and some that once failed."""
+    choose = random.Random(1)
+    found = [("Answer:\n", "yes"), ("x = [", "1, 2]"), ("Answer: ", "yes"), ("yes\n", "\nno")]
+    found += [("", "yes")]
+    while len(found) < number:
+        pair = ["".join(choose.choices(PIECES, k=choose.randint(1, 4))) for _ in range(2)]
+        if pair[1].strip():
+            found.append(tuple(pair))
     return found
 
 
-def adding(tokenizer, template):
-    """Make a tokenizer add special tokens to each text."""
-    special_tokens = [("<|im_start|>", 2), ("<|im_end|>", 3), ("<|endoftext|>", 0)]
+def letters(tokenizer, ids):
+    """Return the decoded tokens without blanks and without WordPiece's marks (##)."""
+    return "".join(tokenizer.decode(ids).replace("##", "").split())
+
+
+def tokenized(tokenizer, rows, backend="tokenizers"):
+    documents = [CompletionDocument(*row, PLACE) for row in rows]
+    return DocumentTokenizer(tokenizer, backend)(documents)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_and_its_completion_have_the_ids_of_the_joined_text(family):
+    tokenizer, rows = tokenizer_of(family), pairs()
+    exact = 0
+    for (prompt, completion), found in zip(rows, tokenized(tokenizer, rows), strict=True):
+        whole = tokenizer(prompt + completion)["input_ids"]
+        assert found.ids.tolist() == [*whole, tokenizer.eos_token_id]
+        mask = found.loss_mask.astype(bool)
+        assert mask.tolist() == sorted(mask), "the end of the document is trained on"
+        trained, words = letters(tokenizer, found.ids[mask][:-1]), "".join(completion.split())
+        assert trained.endswith(words)
+        if trained == words:
+            exact += 1
+            assert letters(tokenizer, found.ids[~mask][1:]) == "".join(prompt.split())
+        else:
+            assert found.notes["prompt_words_in_completions"] == 1
+    assert exact > len(rows) * 0.8
+
+
+@pytest.mark.parametrize("family", GIGATOKEN)
+def test_gigatoken_gives_the_ids_and_masks_of_the_tokenizer(family):
+    tokenizer, rows = tokenizer_of(family), pairs()
+    both = tokenized(tokenizer, rows), tokenized(tokenizer, rows, "gigatoken")
+    for one, other in zip(*both, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+        assert +one.notes == +other.notes
+    choose = random.Random(2)
+    joined = ["".join(choose.choices(PIECES, k=choose.randint(1, 40))) for _ in range(2000)]
+    texts = [*samples.sentences(2000, seed=9), *joined, *LONG.values()]
+    found = GigatokenEncoder(tokenizer)(texts)
+    for text, ids, exact in zip(texts, found, encoding.encode(tokenizer, texts), strict=True):
+        assert ids.tolist() == exact.tolist(), text
+
+
+def test_a_tokenizer_without_offsets_finds_the_completion_by_the_ids_of_the_prompt():
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    rows = [("Answer:\n", "yes"), ("漢", "字 ß"), ("", "no")]
+    for (prompt, completion), found in zip(rows, tokenized(tokenizer, rows), strict=True):
+        assert found.ids.tolist() == tokenizer(prompt + completion)["input_ids"]
+        trained = found.ids[found.loss_mask == 1]
+        assert tokenizer.decode(trained) == completion + tokenizer.eos_token
+
+
+@pytest.mark.parametrize("template", ["$A", f"{BEGIN} $A", f"{BEGIN} $A {END}", f"$A {END}"])
+def test_begin_and_end_are_added_once_and_those_in_a_text_stay(template, tmp_path):
+    tokenizer = tokenizer_of("byte_level", template)
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    own = [begin] if BEGIN in template else []
+    plain = tokenizer("x y", add_special_tokens=False)["input_ids"]
+    texts = {
+        "x y": [*own, *plain, end],
+        f"x y{END}": [*own, *plain, end],
+        f"{BEGIN}x y": [begin, *plain, end],
+        f"{BEGIN}x y{END}": [begin, *plain, end],
+        f"x y{END}x y": [*own, *plain, end, *plain, end],
+    }
+    documents = [TextDocument(text, PLACE) for text in texts]
+    found = DocumentTokenizer(tokenizer)(documents)
+    assert [each.ids.tolist() for each in found] == list(texts.values())
+
+    row = (f"{BEGIN}x y{END}", f"x y{END}")
+    (pair,) = tokenized(tokenizer, [row])
+    assert pair.ids.tolist() == [begin, *plain, end, *plain, end]
+    assert pair.loss_mask.tolist() == [0] * (len(plain) + 2) + [1] * (len(plain) + 1)
+
+    asked = {"x y": [*own, *plain], f"{BEGIN}x y{END}": [begin, *plain, end]}
+    prompts = load_prompts(list(asked), tokenizer, chats=False, most_tokens=100)
+    assert [prompt.token_ids for prompt in prompts] == list(asked.values())
+
+
+def test_a_chat_has_only_the_special_tokens_that_its_template_prints():
+    tokenizer = samples.chatml_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=template, special_tokens=special_tokens
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 2)]
     )
-    return tokenizer
-
-
-def test_texts_begin_and_end_once_whatever_the_tokenizer_adds():
-    plain = samples.tiny_tokenizer()("a b")["input_ids"]
-    text = TextDocument("a b", PLACE)
-    found = tokenize(samples.tiny_tokenizer(), text)
-    assert found.ids.tolist() == [*plain, 0]
-    assert found.ids.dtype == np.uint16
-    assert found.loss_mask is None
-    for template in ("<|im_start|> $A", "<|im_start|> $A <|endoftext|>"):
-        tokenizer = adding(samples.tiny_tokenizer(), template)
-        assert tokenize(tokenizer, text).ids.tolist() == [2, *plain, 0]
-        pair = tokenize(tokenizer, CompletionDocument("a", "b", PLACE)).ids.tolist()
-        assert (pair.count(2), pair.count(0), pair[-1]) == (1, 1, 0)
     chat = ChatDocument(samples.chat("q", "a")["messages"], PLACE)
-    tokenizer = adding(samples.chatml_tokenizer(), "<|im_start|> $A")
-    assert tokenize(tokenizer, chat).ids.tolist().count(2) == 2
+    (found,) = DocumentTokenizer(tokenizer)([chat])
+    assert found.ids.tolist().count(2) == 2
 
 
-@pytest.mark.parametrize("closing", ["", "<|endoftext|>"])
-def test_the_completion_and_its_end_are_trained_on_and_the_prompt_is_not(closing):
-    tokenizer = samples.tiny_tokenizer()
-    found = tokenize(tokenizer, CompletionDocument("x y:\n", "return 1" + closing, PLACE))
-    prompt = tokenizer("x y:\n")["input_ids"]
-    split = len(prompt)
-    assert found.loss_mask.tolist() == [0] * split + [1] * (len(found.ids) - split)
-    assert tokenizer.decode(found.ids[split:]) == "return 1<|endoftext|>"
-    assert found.ids[:split].tolist() == prompt
-    assert not found.truncated(split).has_target
-    assert found.truncated(split + 1).has_target
-    assert len(found.truncated(split + 1).ids) == split + 1
+@pytest.mark.parametrize("text", [BEGIN, END, f"{BEGIN}{END}"])
+def test_special_tokens_alone_are_no_document(text):
+    tokenizer = tokenizer_of("byte_level")
+    documents = [TextDocument(text, PLACE), CompletionDocument("x", text, PLACE)]
+    for found in DocumentTokenizer(tokenizer)(documents):
+        assert isinstance(found, BadRow)
+        assert found.reason == "empty"
 
 
-@pytest.mark.parametrize("template", ["$A", "<|im_start|> $A <|im_end|>"])
-def test_gigatoken_gives_the_ids_of_the_tokenizer(template):
-    tokenizer = adding(samples.tiny_tokenizer(), template)
-    fast = DocumentTokenizer(tokenizer, "gigatoken")
-    exact = DocumentTokenizer(tokenizer)
-    pieces = [*"aB1 \n\t.,'é漢", "'s", "  ", "e\u0301", "🇩🇪", "\u3000", "\x00", "<|endoftext|>"]
+def test_what_a_tokenizer_has_no_token_for_is_counted():
+    tokenizer = tokenizer_of("word_piece")
+    (found,) = tokenized(tokenizer, [("the Ж", "value Ж Ж")])
+    assert found.notes["unknown_tokens"] == 3
 
-    @settings(max_examples=60, deadline=None)
-    @given(st.lists(st.lists(st.sampled_from(pieces) | st.text()).map("".join), min_size=1))
-    def check(texts):
-        found = fast._encode(texts)
-        for one, other in zip(found, encode(tokenizer, texts), strict=True):
-            np.testing.assert_array_equal(one, other)
-        pairs = zip(texts, reversed(texts), strict=True)
-        documents = [
-            *(TextDocument(text, PLACE) for text in texts),
-            *(CompletionDocument(*pair, PLACE) for pair in pairs),
-        ]
-        for one, other in zip(fast(documents), exact(documents), strict=True):
-            if isinstance(other, BadRow):
-                assert one == other
-            else:
-                np.testing.assert_array_equal(one.ids, other.ids)
-                np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
 
-    check()
+LONG = {
+    "lines": "".join(samples.sentences(60, seed=5)),
+    "paragraphs": "\n\n".join(text.strip() for text in samples.sentences(60, seed=6)),
+    "one line": "return value list " * 80,
+    "no blanks": "漢字ß" * 300,
+    "blanks": "\n" * 500 + "a" + " " * 400 + "b",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_in_pieces_loses_nothing_and_has_the_ids_of_the_whole(family, monkeypatch):
+    tokenizer = tokenizer_of(family)
+    documents = [TextDocument(text, PLACE) for text in LONG.values()]
+    whole = DocumentTokenizer(tokenizer)(documents)
+    monkeypatch.setattr(tokenization, "LARGEST_PIECE_CHARACTERS", 150)
+    monkeypatch.setattr(encoding, "CUTS_SEARCHED_CHARACTERS", 100)
+    pieces = DocumentTokenizer(tokenizer)(documents)
+    for name, one, other in zip(LONG, whole, pieces, strict=True):
+        assert tokenizer.decode(other.ids) == tokenizer.decode(one.ids)
+        if name in ("lines", "paragraphs", "one line"):
+            assert other.ids.tolist() == one.ids.tolist()
+
+
+def test_a_document_in_pieces_is_one_row_with_one_end_on_one_side(tmp_path, prepare, monkeypatch):
+    """A long text gives the same document in the same split, as a row of a file and as a file."""
+    monkeypatch.setattr(tokenization, "LARGEST_PIECE_CHARACTERS", 64)
+    texts = [f"{number} naïve\n" * 40 for number in range(20)]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    rows = samples.write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    plain, found = samples.tiny_tokenizer(), []
+    for name, source in (("rows", rows), ("files", tmp_path / "texts")):
+        out = prepare(name, sources=[source], validation_fraction=0.4)
+        found.append({split: samples.rows(out / split) for split in ("train", "validation")})
+    assert found[0] == found[1]
+    assert len(found[0]["train"]) + len(found[0]["validation"]) == 20
+    for split, documents in found[0].items():
+        said = [plain.decode(ids[:-1]) for ids in documents]
+        held_out = [content_digest(TextDocument(text, PLACE), 0) < 0.4 * 2**64 for text in said]
+        assert set(held_out) == {split == "validation"}
+        assert set(said) <= set(texts)
+        assert all(ids.count(0) == 1 for ids in documents)
+
+
+def test_a_cap_takes_the_beginning_of_a_text_that_is_longer(tmp_path, prepare):
+    (tmp_path / "a.txt").write_text("the value of x\n" * 500, encoding="utf-8")
+    out = prepare("out", sources=[{"path": str(tmp_path / "a.txt"), "max_tokens": 100}])
+    (ids,) = samples.rows(out / "train")
+    assert len(ids) == 100
+    described = samples.description(out / "train")["preparation"]
+    assert described["sources"]["capped"] == 1
+    assert described["bytes_per_token"] < 5
+
+
+@pytest.mark.parametrize(
+    ("documents", "words", "warned"), [(2, 20_000, True), (60, 20, True), (60, 400, False)]
+)
+def test_a_small_held_out_split_is_named(tmp_path, prepare, caplog, documents, words, warned):
+    texts = samples.text_source(tmp_path / "texts.jsonl")
+    rows = [{"text": f"{number} " + "x " * words} for number in range(documents)]
+    held_out = samples.write_jsonl(tmp_path / "held_out.jsonl", rows)
+    out = prepare("out", sources=[texts], eval_sources=[f"test={held_out}"])
+    assert len(open_token_dataset(out / "test")) == documents
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert any("test:" in line and "few for a held-out split" in line for line in said) == warned
+    assert not any("train:" in line for line in said)
+
+
+def test_a_vocabulary_without_the_letter_a_is_no_obstacle():
+    words = {"<unk>": 0, BEGIN: 1, END: 2, "value": 3, "of": 4}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [(BEGIN, 1), (END, 2)]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BEGIN} $A {END}", special_tokens=special
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)
+    (found,) = DocumentTokenizer(made)([TextDocument("value of", PLACE)])
+    assert found.ids.tolist() == [1, 3, 4, 2]
 
 
 def words_only():

@@ -1,4 +1,4 @@
-"""Datasets and models of the Hugging Face Hub: names of their files, and paths in the cache.
+"""Datasets of the Hugging Face Hub: the files of their splits, and paths in the Hub's cache.
 
 A preparation reads only the cache, so it works alike with and without a network; fetch.py fills
 the cache. The Hub is asked once per commit for the files of each split. The answer is saved in the
@@ -6,7 +6,6 @@ cache with the files, so that both are copied together.
 """
 
 import json
-import logging
 import os
 import re
 import tempfile
@@ -14,27 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
-from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, Source, sources_of
 from utils.host.atomic_files import replace_text
-from utils.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES
+from utils.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES, Remarks
 from utils.prepare.workspace import commits_begun_with
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision
 
-logger = logging.getLogger(__name__)
-
 Kind = Literal["dataset", "model"]
+Splits = dict[str, list[str]]  # the files of each split
 
 PARQUET_BRANCH = "refs/convert/parquet"
 _DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)")
-# The files of a configuration and a tokenizer: no pickles, no code, not original/ or onnx/.
-_SMALL_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-_FOLDERS_OF_A_MODEL = (".", "additional_chat_templates")
+_CHOOSE_SUBSET = "choose one in a recipe: sources: [{path: OWNER/NAME, subset: SUBSET}]"
 _DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 
 
@@ -86,20 +81,12 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
     return None
 
 
-class CachedFile(NamedTuple):
-    """A cached file of the Hub. url: its name on every machine. mtime_ns: as in Listing."""
-
-    url: str
-    mtime_ns: int
-    dataset_key: str
-    commit: str
-
-
 class HubCache:
     """The Hub's cache in the user's HF_HOME, or in `offline_dir`.
 
     begun_with: the commits that earlier work in the output folder has read, by `HubDataset.key`.
     All shards and later starts read these commits, even if the dataset has changed since.
+    commits: those that `cached_files` has found.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -108,6 +95,7 @@ class HubCache:
         home = arguments.offline_dir
         self.folder = (Path(home) / "hub" if home else Path(constants.HF_HUB_CACHE)).absolute()
         self.begun_with = commits_begun_with(Path(arguments.output_dir))
+        self.commits: dict[str, str] = {}
 
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
@@ -132,78 +120,28 @@ class HubCache:
         If the cache has no list of the files, `ask` the Hub and save its answer. Without `ask`,
         raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
+        from huggingface_hub import HfApi
+
         revision = self.begun_with.get(dataset.key, dataset.revision)
-        commit = self.resolve("dataset", dataset.name, revision, ask=ask)
-        folder = self.snapshot("dataset", dataset.name, commit.resolved).parents[1] / "stoker"
-        saved = folder / f"{commit.resolved}--{quote(dataset.subset or '', safe='')}.json"
+        resolved = self.resolve("dataset", dataset.name, revision, ask=ask)
+        commit = resolved.resolved
+        folder = self.snapshot("dataset", dataset.name, commit).parents[1] / "stoker"
+        saved = folder / f"{commit}--{quote(dataset.subset or '', safe='')}.json"
         if not ask or saved.is_file():
-            return commit, Listing(**json.loads(saved.read_text(encoding="utf-8")))
-        found = _ask_for_files(dataset, commit.resolved)
+            return resolved, Listing(**json.loads(saved.read_text(encoding="utf-8")))
+        read = _read_parquet_branch if dataset.revision == PARQUET_BRANCH else _read_card
+        subset, subsets, splits = read(dataset, commit)
+        files = [file for split in splits.values() for file in split][:_DATED_FILES]
+        dated = HfApi().get_paths_info(
+            dataset.name, files, revision=commit, repo_type="dataset", expand=True
+        )
+        dates = [each.last_commit.date for each in dated if each.last_commit is not None]
+        seconds = int(max(dates, default=datetime.now(UTC)).timestamp())
+        others = [name for name in subsets if name != subset]
+        found = Listing(subset, others, splits, seconds * 10**9)
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(saved, json.dumps(asdict(found), indent=1))
-        return commit, found
-
-
-def cached_files(
-    cache: HubCache, source: Source
-) -> tuple[list[str], dict[str, CachedFile], list[str]]:
-    """Return (paths, hub_files, problems) of a source.
-
-    paths: the local paths of the source, and the paths of its cached files. hub_files: the cached
-    files by path. problems: a line for each path that is faulty or not completely in the cache.
-    """
-    paths: list[str] = []
-    hub_files: dict[str, CachedFile] = {}
-    problems: list[str] = []
-    for path in source.paths:
-        try:
-            dataset = hub_dataset(path, source)
-            found = _cached(cache, dataset, source) if dataset else {}
-        except ValueError as error:
-            problems.append(f"{path}: {error}")
-            continue
-        hub_files |= found
-        paths.extend(found if dataset else [path])
-    return paths, hub_files, problems
-
-
-def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise ConfigurationError if datasets of the Hub are not in the cache; it lists them all."""
-    cache = HubCache(arguments)
-    found = [cached_files(cache, source)[2] for source in sources_of(arguments)]
-    if problems := [problem for problems in found for problem in problems]:
-        raise ConfigurationError(problems)
-
-
-def _cached(cache: HubCache, dataset: HubDataset, source: Source) -> dict[str, CachedFile]:
-    """Return the cached files of a dataset that a source reads; ValueError if any is missing."""
-    from huggingface_hub.errors import RevisionResolutionError
-
-    not_cached = (
-        f"is not in the cache {cache.folder}. Run this command once where there is a network (a "
-        "login node), or, if jobs cannot read that folder, with --offline_dir DIR"
-    )
-    try:
-        revision, listing = cache.listing(dataset, ask=False)
-    except (FileNotFoundError, RevisionResolutionError) as error:
-        raise ValueError(f"no such local path; and the dataset of the Hub {not_cached}") from error
-    commit = revision.resolved
-    split, names = files_of_split(dataset, listing, source)
-    snapshot = cache.snapshot("dataset", dataset.name, commit)
-    if missing := [name for name in names if not (snapshot / name).exists()]:
-        raise ValueError(f"{len(missing)} of {len(names)} files, {missing[0]}: {not_cached}")
-    others = [name for name in listing.splits if name != split]
-    logger.info(
-        f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
-        f"{commit[:10]}" + (f"; not used: {', '.join(others)}" if others else "")
-    )
-    if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
-        logger.warning(f"{dataset.name}: of this split the Hub has converted only the first 5 GB")
-    url = f"hf://datasets/{dataset.name}@{commit}/"
-    return {
-        str(snapshot / name): CachedFile(url + name, listing.mtime_ns, dataset.key, commit)
-        for name in names
-    }
+        return resolved, found
 
 
 def files_of_split(
@@ -228,54 +166,75 @@ def files_of_split(
     return split, list(listing.splits[split])[: source.max_files]
 
 
+# --- what the cache holds
+
+
+def cached_files(
+    cache: HubCache, source: Source, remarks: Remarks
+) -> tuple[list[str], dict[str, tuple[str, int]]]:
+    """Return the paths of a source, and for the Hub's files among them {path: (url, mtime_ns)}.
+
+    url: the file's name on every machine. The remarks get a problem for each path that is faulty
+    or not completely in the cache.
+    """
+    paths: list[str] = []
+    of_hub: dict[str, tuple[str, int]] = {}
+    for path in source.paths:
+        try:
+            dataset = hub_dataset(path, source)
+            found = _cached(cache, dataset, source, remarks) if dataset else {}
+        except ValueError as error:
+            remarks.problems.append(f"{source.split}: {path}: {error}")
+            continue
+        of_hub |= found
+        paths.extend(found if dataset else [path])
+    return paths, of_hub
+
+
+def _cached(
+    cache: HubCache, dataset: HubDataset, source: Source, remarks: Remarks
+) -> dict[str, tuple[str, int]]:
+    """Return the cached files of a dataset that a source reads; ValueError if any is missing."""
+    from huggingface_hub.errors import RevisionResolutionError
+
+    not_cached = (
+        f"is not in the cache {cache.folder}. Run this command once where there is a network (a "
+        "login node), or, if jobs cannot read that folder, with --offline_dir DIR"
+    )
+    try:
+        revision, listing = cache.listing(dataset, ask=False)
+    except (FileNotFoundError, RevisionResolutionError) as error:
+        raise ValueError(f"no such local path; and the dataset of the Hub {not_cached}") from error
+    commit = cache.commits[dataset.key] = revision.resolved
+    split, names = files_of_split(dataset, listing, source)
+    snapshot = cache.snapshot("dataset", dataset.name, commit)
+    if missing := [name for name in names if not (snapshot / name).exists()]:
+        raise ValueError(f"{len(missing)} of {len(names)} files, {missing[0]}: {not_cached}")
+    others = [name for name in listing.splits if name != split]
+    remarks.inform(
+        f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
+        f"{commit[:10]}" + (f"; not used: {', '.join(others)}" if others else "")
+    )
+    if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
+        remarks.warn(f"{dataset.name}: of this split the Hub has converted only the first 5 GB")
+    url = f"hf://datasets/{dataset.name}@{commit}/"
+    return {str(snapshot / name): (url + name, listing.mtime_ns) for name in names}
+
+
+def refuse_uncached(arguments: PreparationArguments) -> None:
+    """Raise ConfigurationError if datasets of the Hub are not in the cache; it lists them all."""
+    cache, remarks = HubCache(arguments), Remarks()
+    for source in sources_of(arguments):
+        cached_files(cache, source, remarks)
+    remarks.refuse()
+
+
 # --- questions to the Hub
 
 
-def list_model_files(cache: HubCache, name: str, commit: str, weights: bool) -> list[str]:
-    """Return the files that load a model: configuration, tokenizer and `weights`.
-
-    Asks the Hub only if the cache has no list of the commit's files. Raises ValueError if there are
-    no weights as safetensors.
-    """
-    from huggingface_hub import HfApi, get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    try:
-        tree = get_cached_repo_tree(name, revision=commit, cache_dir=cache.folder)
-        names = [file.path for file in tree]
-    except CachedRepoTreeNotFoundError:
-        names = HfApi().list_repo_files(name, revision=commit)
-    paths = [PurePosixPath(each) for each in names]
-    paths = [path for path in paths if str(path.parent) in _FOLDERS_OF_A_MODEL]
-    small = [str(path) for path in paths if path.suffix in _SMALL_FILES]
-    if not weights:
-        return small
-    # Mistral's consolidated.safetensors are a second copy of the weights.
-    tensors = [path for path in paths if path.suffix == ".safetensors"]
-    tensors = [path for path in tensors if "consolidated" not in path.name]
-    if not tensors:
-        raise ValueError("has no weights as safetensors, and others are not loaded")
-    return small + [str(path) for path in tensors]
-
-
-def _ask_for_files(dataset: HubDataset, commit: str) -> Listing:
-    """Return the files of a subset; raises ValueError for a missing or unknown subset."""
-    from huggingface_hub import HfApi
-
-    read = _read_parquet_branch if dataset.revision == PARQUET_BRANCH else _read_card
-    subset, subsets, splits = read(dataset, commit)
-    files = [file for split in splits.values() for file in split][:_DATED_FILES]
-    dated = HfApi().get_paths_info(
-        dataset.name, files, revision=commit, repo_type="dataset", expand=True
-    )
-    dates = [each.last_commit.date for each in dated if each.last_commit is not None]
-    seconds = int(max(dates, default=datetime.now(UTC)).timestamp())
-    return Listing(subset, [name for name in subsets if name != subset], splits, seconds * 10**9)
-
-
-def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[str, list[str]]]:
+def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
     """Return the subset, all subsets and the files of each split, from the dataset's card."""
-    from datasets import get_dataset_config_names, load_dataset_builder
+    from datasets import load_dataset_builder
 
     # With an empty cache the library asks the Hub instead of answering from an older download.
     with tempfile.TemporaryDirectory() as empty:
@@ -286,8 +245,8 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[s
         except ValueError as error:
             if "onfig" not in str(error):  # Config name is missing, BuilderConfig not found
                 raise
-            subsets = get_dataset_config_names(dataset.name, revision=commit)
-            raise ValueError(_choice(dataset, subsets)) from error
+            problem = str(error).partition("Example of usage")[0].strip()
+            raise ValueError(f"{problem}: {_CHOOSE_SUBSET}") from error
     prefix = f"hf://datasets/{dataset.name}@{commit}/"
     files = builder.config.data_files or {}
     if any(not file.startswith(prefix) for split in files.values() for file in split):
@@ -298,24 +257,16 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], dict[s
     return builder.config.name, list(builder.builder_configs), splits
 
 
-def _read_parquet_branch(
-    dataset: HubDataset, commit: str
-) -> tuple[str, list[str], dict[str, list[str]]]:
+def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
     """Return the same as `_read_card`, from the Hub's branch of SUBSET/SPLIT/NUMBER.parquet."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, Splits] = {}
     for file in sorted(name for name in names if PurePosixPath(name).match("*/*/*.parquet")):
         subset, split, _ = file.split("/")
         found.setdefault(subset, {}).setdefault(split.removeprefix("partial-"), []).append(file)
     chosen = dataset.subset or (next(iter(found)) if len(found) == 1 else "")
     if chosen not in found:
-        raise ValueError(_choice(dataset, list(found)))
+        raise ValueError(f"its subsets are {', '.join(found)}: {_CHOOSE_SUBSET}")
     return chosen, list(found), found[chosen]
-
-
-def _choice(dataset: HubDataset, subsets: Sequence[str]) -> str:
-    fault = f"has no subset {dataset.subset!r} but" if dataset.subset else "has several subsets:"
-    example = f"{{path: {dataset.name}, subset: {subsets[0] if subsets else 'NAME'}}}"
-    return f"{fault} {', '.join(subsets)}; choose one in a recipe: sources: [{example}]"

@@ -4,7 +4,6 @@ An Arrow list column is a flat array of values plus offsets, so a document is a 
 is ever turned into Python objects.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
+from utils.host.foreign import read_object
 
 TOKENS = "input_ids"
 PADDING = "attention_mask"
@@ -104,7 +104,7 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
 
 def data_files(directory: Path) -> list[Path]:
     """Return a split's Arrow files in order, as its state.json lists them."""
-    state = read_json_object(directory / STATE_FILE)
+    state = read_object(directory / STATE_FILE)
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise ConfigurationError(
             f"{directory}: rows go through an indices mapping; call `flatten_indices()` on the "
@@ -119,17 +119,6 @@ def data_files(directory: Path) -> list[Path]:
         ) from None
     paths = paths_inside(directory, names, directory / STATE_FILE, links=True)
     return [paths[name] for name in names]
-
-
-def read_json_object(path: Path) -> dict:
-    """Return the JSON object in `path`; raises ConfigurationError for any other content."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        content = error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path}: not a JSON object ({content}); save the dataset again.")
-    return content
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
