@@ -8,7 +8,7 @@ import pytest
 import tiny
 from forked_ranks import Launched
 from kill_scenes import committed
-from launching import run_two_processes
+from launching import run_processes
 
 import pretrain
 from utils.callbacks.journal import read_journal
@@ -35,7 +35,7 @@ def test_a_rank_that_is_killed_or_fails_in_the_background_loses_no_checkpoint(
 
     def troubled(trouble: str, argv: list[str] = background) -> Launched:
         env = {"STOKER_TEST_COPY": trouble, "STOKER_TEST_MEMORY": str(memory)}
-        return run_two_processes(strategy, TROUBLED, argv, env)
+        return run_processes(strategy, TROUBLED, argv, env)
 
     done = troubled("none:0:0", pretraining(whole, **SETTINGS))
     assert set(done.codes) == {0}, done.stdout[-4000:]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import stock_trainer
-from launching import run_two_processes
+from launching import run_processes
 
 import pretrain
 import sft_train
@@ -135,7 +135,7 @@ def trained(request, pretraining, fine_tuning, tmp_path) -> Path:
         sft_train.main(fine_tuning(run, **SAVES, **LORA))
     else:
         argv = pretraining(run, **SAVES, per_device_train_batch_size=1)
-        done = run_two_processes(CONFIGS[kind], "pretrain.py", argv)
+        done = run_processes(CONFIGS[kind], "pretrain.py", argv)
         assert done.returncode == 0, done.stdout[-4000:]
     return run
 

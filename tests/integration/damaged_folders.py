@@ -5,9 +5,10 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+Change = Callable[[Path], object]  # damages a file
 
 DEEP = 100_000
 # Replacements for a value, by mistake or by malice.
@@ -26,131 +27,114 @@ CONTENTS: dict[str, bytes] = {
 
 @dataclass(frozen=True)
 class Damage:
-    """One fault, which `apply` makes in a folder."""
+    """One fault of a file in a folder."""
 
     name: str
-    apply: Callable[[Path], None]
+    file: str
+    change: Change
+
+    def apply(self, folder: Path) -> None:
+        self.change(folder / self.file)
 
 
-def write(name: str, content: bytes, folder: Path) -> None:
-    (folder / name).write_bytes(content)
+def replaced(content: bytes) -> Change:
+    return lambda path: path.write_bytes(content)
 
 
-def cut_short(name: str, folder: Path) -> None:
-    path = folder / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def turned_into(make: Change) -> Change:
+    """Return a change that deletes the file and makes something else of its name."""
+
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
 
 
-def with_mark(name: str, folder: Path) -> None:
-    path = folder / name
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+def edited(keys: tuple[str, ...], value: Any) -> Change:
+    """Return a change of one value in a JSON file."""
+
+    def change(path: Path) -> None:
+        content = inner = json.loads(path.read_text())
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        path.write_text(json.dumps(content))
+
+    return change
 
 
-def remove(name: str, folder: Path) -> None:
-    (folder / name).unlink()
+FILE_CHANGES: dict[str, Change] = {kind: replaced(content) for kind, content in CONTENTS.items()}
+FILE_CHANGES |= {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "mark": lambda path: path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes()),
+    "missing": Path.unlink,
+    "folder": turned_into(Path.mkdir),
+    "pipe": turned_into(os.mkfifo),
+    "loop": turned_into(lambda path: path.symlink_to(path.name)),
+    "dangling": turned_into(lambda path: path.symlink_to("nowhere")),
+    "zeros": turned_into(lambda path: path.symlink_to("/dev/zero")),
+}
 
 
-def as_folder(name: str, folder: Path) -> None:
-    (folder / name).unlink()
-    (folder / name).mkdir()
+def damaged_files(file: str) -> list[Damage]:
+    """Return faults that replace, cut or delete a whole file."""
+    return [Damage(f"{file} {kind}", file, change) for kind, change in FILE_CHANGES.items()]
 
 
-def as_pipe(name: str, folder: Path) -> None:
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-
-
-def as_link(name: str, target: str, folder: Path) -> None:
-    (folder / name).unlink()
-    (folder / name).symlink_to(target)
-
-
-def unreadable(name: str, folder: Path) -> None:
-    (folder / name).chmod(0)
-
-
-def set_key(name: str, keys: tuple[str, ...], value: Any, folder: Path) -> None:
-    content = json.loads((folder / name).read_text())
-    inner = content
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = value
-    (folder / name).write_text(json.dumps(content))
-
-
-def damaged_files(name: str) -> Iterator[Damage]:
-    """Yield faults that replace, cut or delete a whole file."""
-    for kind, content in CONTENTS.items():
-        yield Damage(f"{name} {kind}", partial(write, name, content))
-    yield Damage(f"{name} cut", partial(cut_short, name))
-    yield Damage(f"{name} mark", partial(with_mark, name))
-    yield Damage(f"{name} missing", partial(remove, name))
-    yield Damage(f"{name} folder", partial(as_folder, name))
-    yield Damage(f"{name} pipe", partial(as_pipe, name))
-    yield Damage(f"{name} loop", partial(as_link, name, name))
-    yield Damage(f"{name} dangling", partial(as_link, name, "nowhere"))
-    yield Damage(f"{name} zeros", partial(as_link, name, "/dev/zero"))
-
-
-def damaged_values(folder: Path, name: str, *inside: str) -> Iterator[Damage]:
+def damaged_values(folder: Path, file: str, *inside: str) -> Iterator[Damage]:
     """Yield the faults of each value of a JSON file, or of an object in it."""
-    content = json.loads((folder / name).read_text())
+    content = json.loads((folder / file).read_text())
     for key in inside:
         content = content[key]
     for key in content:
         for kind, value in ODD.items():
             keys = (*inside, key)
-            yield Damage(f"{name} {'.'.join(keys)} {kind}", partial(set_key, name, keys, value))
+            yield Damage(f"{file} {'.'.join(keys)} {kind}", file, edited(keys, value))
 
 
-def rewrite_header(name: str, change: Callable[[dict[str, Any]], Any], folder: Path) -> None:
-    """Change the header of a safetensors file; the tensors stay."""
-    path = folder / name
-    whole = path.read_bytes()
-    (size,) = struct.unpack("<Q", whole[:8])
-    header = json.loads(whole[8 : 8 + size])
-    changed = json.dumps(change(header) or header).encode()
-    path.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + size :])
+def rewritten(change_header: Callable[[dict[str, Any], str, str], Any]) -> Change:
+    """Return a change of a safetensors file's header; the function gets two tensors' names."""
+
+    def change(path: Path) -> None:
+        whole = path.read_bytes()
+        (size,) = struct.unpack("<Q", whole[:8])
+        header = json.loads(whole[8 : 8 + size])
+        first, second, *_ = (name for name in header if name != "__metadata__")
+        made = json.dumps(change_header(header, first, second) or header).encode()
+        path.write_bytes(struct.pack("<Q", len(made)) + made + whole[8 + size :])
+
+    return change
 
 
-def _first(header: dict[str, Any]) -> str:
-    return next(name for name in header if name != "__metadata__")
+EMPTY_TENSOR = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+TENSOR_CHANGES: dict[str, Change] = {
+    f"header {kind}": rewritten(change)
+    for kind, change in {
+        "overlap": lambda h, a, b: h[b].update(data_offsets=h[a]["data_offsets"]),
+        "dtype": lambda h, a, _: h[a].update(dtype="F99"),
+        "narrow": lambda h, a, _: h[a].update(dtype="I8"),
+        "negative": lambda h, a, _: h[a].update(shape=[-1, 4]),
+        "shape": lambda h, a, _: h[a].update(shape=[2**60, 2**10]),
+        "offsets": lambda h, a, _: h[a].update(data_offsets=[0, 2**62]),
+        "extra": lambda h, *_: h | {"odd.weight": EMPTY_TENSOR},
+        "renamed": lambda h, a, _: {f"x.{n}" if n == a else n: v for n, v in h.items()},
+        "list": lambda *_: [1],
+        "metadata": lambda h, *_: h | {"__metadata__": {"format": "tf"}},
+        "no_metadata": lambda h, *_: {n: v for n, v in h.items() if n != "__metadata__"},
+        "metadata_number": lambda h, *_: h | {"__metadata__": {"format": 5}},
+    }.items()
+} | {
+    "huge_header": replaced(struct.pack("<Q", 2**60) + b"{}"),
+    "short_header": replaced(struct.pack("<Q", 100) + b"{"),
+    "deep_header": replaced(struct.pack("<Q", DEEP) + b"[" * DEEP),
+    "eight_zeros": replaced(bytes(8)),
+}
 
 
-def _overlap(header: dict[str, Any]) -> None:
-    names = [name for name in header if name != "__metadata__"]
-    header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
-
-
-def damaged_tensors(name: str) -> Iterator[Damage]:
-    """Yield faults of a safetensors file."""
-    header = partial(rewrite_header, name)
-    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "overlap": _overlap,
-        "dtype": lambda h: h[_first(h)].update(dtype="F99"),
-        "narrow": lambda h: h[_first(h)].update(dtype="I8"),
-        "negative": lambda h: h[_first(h)].update(shape=[-1, 4]),
-        "shape": lambda h: h[_first(h)].update(shape=[2**60, 2**10]),
-        "offsets": lambda h: h[_first(h)].update(data_offsets=[0, 2**62]),
-        "extra": lambda h: {
-            **h,
-            "odd.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
-        },
-        "renamed": lambda h: {f"x.{n}" if n == _first(h) else n: v for n, v in h.items()},
-        "list": lambda _: [1],
-        "metadata": lambda h: {**h, "__metadata__": {"format": "tf"}},
-        "no_metadata": lambda h: {n: v for n, v in h.items() if n != "__metadata__"},
-        "metadata_number": lambda h: {**h, "__metadata__": {"format": 5}},
-    }
-    for kind, change in changes.items():
-        yield Damage(f"{name} header {kind}", partial(header, change))
-    for kind, content in {
-        "huge_header": struct.pack("<Q", 2**60) + b"{}",
-        "short_header": struct.pack("<Q", 100) + b"{",
-        "deep_header": struct.pack("<Q", DEEP) + b"[" * DEEP,
-        "eight_zeros": bytes(8),
-    }.items():
-        yield Damage(f"{name} {kind}", partial(write, name, content))
+def damaged_tensors(file: str) -> list[Damage]:
+    """Return faults of a safetensors file."""
+    return [Damage(f"{file} {kind}", file, change) for kind, change in TENSOR_CHANGES.items()]
 
 
 def shard(folder: Path) -> None:
@@ -163,29 +147,24 @@ def shard(folder: Path) -> None:
 
 
 def damaged_indexes(folder: Path) -> Iterator[Damage]:
-    """Yield faults of the index of sharded weights."""
-    name = "model.safetensors.index.json"
-    shards = json.loads((folder / name).read_text())["weight_map"]
-    first = next(iter(shards))
+    """Yield faults of the index of sharded weights, and of a shard."""
+    file = "model.safetensors.index.json"
+    shards = json.loads((folder / file).read_text())["weight_map"]
+    first, shard_file = next(iter(shards.items()))
     for kind, value in {
         "outside": "../../etc/passwd", "absolute": "/etc/passwd", "gone": "model-9.safetensors",
         "number": 7, "null": None, "list": [], "here": ".", "empty": "", "nul": "a\0b",
         "other": "config.json", "pickle": "pytorch_model.bin", "deep": "a/" * 5000,
     }.items():  # fmt: skip
-        yield Damage(f"{name} names {kind}", partial(set_key, name, ("weight_map", first), value))
-    for kind, value in ODD.items():
-        yield Damage(f"{name} weight_map {kind}", partial(set_key, name, ("weight_map",), value))
-        yield Damage(f"{name} metadata {kind}", partial(set_key, name, ("metadata",), value))
-
-    def drop(target: Path) -> None:
-        set_key(name, ("weight_map",), {n: f for n, f in shards.items() if n != first}, target)
-
-    yield Damage(f"{name} lacks", drop)
-    yield from damaged_files(name)
-    shard_name = next(iter(shards.values()))
-    yield from (Damage(f"shard {kind}", partial(change, shard_name)) for kind, change in {
-        "cut": cut_short, "missing": remove, "folder": as_folder,
-    }.items())  # fmt: skip
+        yield Damage(f"{file} names {kind}", file, edited(("weight_map", first), value))
+    for key in ("weight_map", "metadata"):
+        for kind, value in ODD.items():
+            yield Damage(f"{file} {key} {kind}", file, edited((key,), value))
+    rest = {name: place for name, place in shards.items() if name != first}
+    yield Damage(f"{file} lacks", file, edited(("weight_map",), rest))
+    yield from damaged_files(file)
+    for kind in ("cut", "missing", "folder"):
+        yield Damage(f"shard {kind}", shard_file, FILE_CHANGES[kind])
 
 
 TEMPLATES = {
@@ -215,3 +194,23 @@ TEMPLATES = {
     "surrogate": "{{ '\\ud800' }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
     "prints": "{% for a in range(99999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}",
 }
+# Wrong settings of an adapter, and the part of their refusal after the file's name.
+ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "huge": ({"r": 10**9}, r"takes 477 GiB, .* sizes are right \(r 1000000000, "),
+    "huge for a layer": ({"rank_pattern": {"q_proj": 10**9}}, "rank_pattern {'q_proj': 10000000"),
+    "beyond integers": ({"r": 10**30}, "Overflow"),
+    "huge prompt": (
+        {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 10**9},
+        "num_virtual_tokens 1000000000",
+    ),
+    "another rank": ({"r": 3}, "it does not fit its weights or its base: .* size mismatch"),
+    "another layer": ({"target_modules": ["v_proj"]}, "its weights or its base: Found missing"),
+    "text": ({"r": "64"}, "r is '64'"),
+    "null": ({"r": None}, "r is None"),
+    "list": ({"lora_alpha": [1]}, r"lora_alpha is \[1\]"),
+    "number": ({"target_modules": 5, "bias": 7}, "target_modules is 5, bias is 7"),
+    "not a number": ({"lora_dropout": float("nan"), "r": -1}, "positive integer value but"),
+    "unknown kind": ({"peft_type": "NOPE"}, "peft_type is 'NOPE', which PEFT does not have"),
+    "endless pattern": ({"target_modules": "(.+)+x"}, "takes more than 2 s of CPU time"),
+    "code": ({"megatron_config": {"x": 1}, "megatron_core": "antigravity"}, "is not run"),
+}  # fmt: skip

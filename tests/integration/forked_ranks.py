@@ -4,6 +4,7 @@ accelerate's own launcher makes the environment of the ranks. Only torchrun, whi
 processes, is replaced. As with torchrun, the first rank that fails ends the others.
 """
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -25,8 +26,9 @@ ROOT = Path(__file__).parents[2]
 STRATEGIES = Path(__file__).parent / "cpu_strategies"
 FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "exactness")
 _ENVIRONMENT = threading.Lock()  # held while this process's environment is changed
-# Seconds that the other ranks have to end by themselves after one rank failed.
-GRACE_S = 5
+# Time that the other ranks have to end by themselves after one rank failed. On a slow machine each
+# needs many seconds.
+GRACE_S = 120
 PRELOADED = (
     "accelerate", "datasets", "deepspeed", "dotenv.main", "peft", "transformers.trainer", "trl",
     "wandb", "pretrain", "sft_train", "utils.training.fine_tune_trainer", "utils.run.start",
@@ -55,18 +57,27 @@ def rank_environment(
 
 @dataclass(frozen=True)
 class Launched:
-    """The end of a launch: its output, and the exit codes of its ranks as far as known."""
+    """The end of a launch: its output, and the exit codes of its ranks."""
 
     returncode: int
     stdout: str
-    codes: tuple[int, ...]
+    codes: tuple[int, ...]  # none if torchrun started the ranks
+
+    def succeeded(self) -> str:
+        """Return the output of a launch that must have ended with exit code 0."""
+        assert self.returncode == 0, self.stdout[-6000:]
+        return self.stdout
 
 
 class Ranks:
     """The ranks of one launch, from the start until `wait`; each has its own environment."""
 
     def __init__(
-        self, script: Path, args: Sequence[str], environments: Sequence[Mapping[str, str]]
+        self,
+        script: Path,
+        args: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        cwd: Path = ROOT,
     ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
@@ -75,7 +86,7 @@ class Ranks:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - goes with this object
         self.processes = []
         for environment in environments:
-            command = (str(script), list(args), dict(environment), self._output.name)
+            command = (str(script), list(args), dict(environment), self._output.name, str(cwd))
             process = context.Process(target=run_rank, args=command)
             process.start()
             self.processes.append(process)
@@ -106,7 +117,9 @@ class Ranks:
                 process.join()
 
 
-def run_rank(script: str, args: list[str], environment: dict[str, str], output: str) -> None:
+def run_rank(
+    script: str, args: list[str], environment: dict[str, str], output: str, cwd: str
+) -> None:
     """Run a script as main module in a fork; exit with its exit code."""
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
@@ -114,7 +127,7 @@ def run_rank(script: str, args: list[str], environment: dict[str, str], output: 
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     torch.set_num_threads(1)
     # Loader workers of the rank must not use this process's fork server.
     multiprocessing.set_start_method("fork", force=True)
@@ -129,6 +142,8 @@ def run_rank(script: str, args: list[str], environment: dict[str, str], output: 
         code = left.code
     except BaseException:
         traceback.print_exc()
+    if "RANK" not in environment:  # ranks of a launch skip the interpreter's teardown
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -36,7 +35,7 @@ def wait_until(
     condition: Callable[[], object],
     what: str,
     details: Callable[[], str] = str,
-    timeout_s: float = 300,
+    timeout_s: float = 1200,
 ) -> None:
     """Wait until `condition()` holds; raises TimeoutError with a description and details."""
     give_up_at = time.monotonic() + timeout_s
@@ -81,43 +80,51 @@ def run_processes(
     *,
     processes: int = 2,
     cpu_environment: bool = True,
-    timeout_s: float = 300,
-    torchrun: bool = False,
+    timeout_s: float = 1800,
 ) -> Launched:
     """Run `script` under `accelerate launch` with accelerate_configs/<config>.yaml on CPUs.
 
-    Stdout has the output of all processes. The ranks are forked, see forked_ranks.py; with
-    `torchrun` they are new processes, as for a user. `cpu_environment=False` leaves out the changes
-    that make the strategy possible on CPUs: it is then refused. Raises TimeoutError.
+    Stdout has the output of all processes. The ranks are forked, see forked_ranks.py.
+    `cpu_environment=False` leaves out the changes that make the strategy possible on CPUs: it is
+    then refused. Raises TimeoutError.
     """
-    extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
-    if not torchrun:
-        return start_processes(config, script, args, processes=processes, env=extra).wait(timeout_s)
+    return start_processes(
+        config, script, args, env, processes=processes, cpu_environment=cpu_environment
+    ).wait(timeout_s)
+
+
+def run_torchrun(
+    config: str, script: Path | str, args: Sequence[str], env: Mapping[str, str] | None = None
+) -> Launched:
+    """Run two ranks as `run_processes` does, but let torchrun start them, as for a user."""
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     done = subprocess.run(
-        [*launcher, *launch_options(config, processes, free_port()), str(script), *args],
-        env=quiet_environment(extra),
+        [*launcher, *launch_options(config, 2, free_port()), str(script), *args],
+        env=quiet_environment(CPU_ENVIRONMENT[config] | dict(env or {})),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
         check=False,
     )
-    # torchrun repeats the last lines of each rank that failed.
-    shown, _, report = done.stdout.partition("torch.distributed.elastic.multiprocessing.errors.")
-    codes = map(int, re.findall(r"exitcode  : (-?\d+)", report))
-    return Launched(done.returncode, shown, tuple(codes))
+    return Launched(done.returncode, done.stdout, ())
 
 
 def start_processes(
-    config: str, script: Path | str, args: Sequence[str], *, env: Mapping[str, str], processes=2
+    config: str,
+    script: Path | str,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    *,
+    processes: int = 2,
+    cpu_environment: bool = True,
 ) -> Ranks:
-    """Start forked ranks as in `run_processes`; `env` is added to the environment."""
+    """Start forked ranks as `run_processes` does, without waiting for their end."""
+    extra = (CPU_ENVIRONMENT[config] if cpu_environment else {}) | dict(env or {})
     port = free_port()
     options = launch_options(config, processes, port)
     environments = [
-        rank_environment(options, quiet_environment(env), rank, processes, port)
+        rank_environment(options, quiet_environment(extra), rank, processes, port)
         for rank in range(processes)
     ]
     return Ranks(ROOT / script, args, environments)
@@ -130,6 +137,3 @@ def launch_options(config: str, processes: int, port: int) -> list[str]:
         "--num_processes", str(processes),
         "--main_process_port", str(port),
     ]  # fmt: skip
-
-
-run_two_processes = run_processes  # two processes are its default

@@ -7,6 +7,9 @@ import pytest
 import tiny
 import torch
 
+import pretrain
+import sft_train
+
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,6 +49,23 @@ def pretraining(workspace: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
+def pretrained(pretraining) -> Callable[..., Path]:
+    """Return a function that pretrains in this process and returns the run's directory."""
+
+    def run(output_dir: Path, **changes: object) -> Path:
+        assert pretrain.main(pretraining(output_dir, **changes)) == 0
+        return output_dir
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def heldout(workspace: Path) -> dict[str, object]:
+    """Return settings that evaluate a split of documents every three steps."""
+    return {"eval_data": f"heldout={workspace / 'heldout'}", "eval_steps": 3}
+
+
+@pytest.fixture(scope="session")
 def base_model(workspace: Path) -> Path:
     """Make a model directory with random weights for fine-tuning."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,3 +91,20 @@ def fine_tuning(workspace: Path, base_model: Path) -> Callable[..., list[str]]:
         return tiny.flags(**(tiny.RUN | settings | changes))
 
     return argv
+
+
+@pytest.fixture(scope="session")
+def fine_tuned(fine_tuning) -> Callable[..., Path]:
+    """Return a function that fine-tunes in this process and returns the run's directory."""
+
+    def run(output_dir: Path, **changes: object) -> Path:
+        assert sft_train.main(fine_tuning(output_dir, **changes)) == 0
+        return output_dir
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def chats_heldout(workspace: Path) -> dict[str, object]:
+    """Return settings that evaluate a split of chats every three steps."""
+    return {"eval_data": f"heldout={workspace / 'chats_heldout'}", "eval_steps": 3}

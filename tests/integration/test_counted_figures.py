@@ -1,17 +1,14 @@
 """Every count and rate in a run's journal agrees with the test's own counts."""
 
 import math
-import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes
 
-import pretrain
-import sft_train
 from utils.callbacks.journal import read_journal
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
@@ -21,7 +18,6 @@ from utils.training.trainer import PackedTrainer
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH, MOST = 6, 8, 7
-LAYERS, WIDTH, INNER, KEYS = 2, 32, 64, 16  # sizes of the model in tiny.py
 
 
 @pytest.fixture
@@ -31,8 +27,8 @@ def settings(workspace) -> dict[str, object]:
     if not (workspace / "short").exists():
         tiny.save(workspace / "short", {"input_ids": tiny.documents(5, seed=4, longest=20)})
     return {
-        "eval_data": splits, "eval_strategy": "steps", "eval_steps": 3, "max_steps": STEPS,
-        "max_eval_sequences": MOST, "per_device_eval_batch_size": 3, "global_batch_size": BATCH,
+        "eval_data": splits, "eval_steps": 3, "max_steps": STEPS, "max_eval_sequences": MOST,
+        "per_device_eval_batch_size": 3, "global_batch_size": BATCH,
         "per_device_train_batch_size": 2, "logging_steps": 2,
     }  # fmt: skip
 
@@ -83,27 +79,20 @@ def lines_of(run: Path, event: str) -> list[dict]:
     return [line for line in read_journal(run / "metrics.jsonl") if line["event"] == event]
 
 
-def effective_length(directory: Path, sequence_length: int = 64) -> float:
-    lengths = open_token_dataset(str(directory)).lengths.clip(max=sequence_length).astype(float)
-    return float((lengths**2).sum() / lengths.sum())
-
-
-def flops_per_token(seen: float, frozen_share: int = 6) -> float:
-    """Count the model's FLOPs per token by hand: products of layers, of the head, of attention.
-
-    frozen_share: FLOPs per weight and token, 6 for trained weights and 4 for frozen ones.
-    """
-    layer = 2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * INNER
-    products = LAYERS * layer + WIDTH * tiny.VOCABULARY
-    return frozen_share * products + 12 * LAYERS * WIDTH * seen
+def flops_per_token(lengths) -> float:
+    """Count the FLOPs of the model in tiny.py by hand: products of layers, head and attention."""
+    layers, width, inner, keys = 2, 32, 64, 16
+    layer = 2 * width * width + 2 * width * keys + 3 * width * inner
+    seen = float((lengths**2).sum() / lengths.sum())  # mean length, weighted by tokens
+    return 6 * (layers * layer + width * tiny.VOCABULARY) + 12 * layers * width * seen
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_each_count_and_rate_of_a_run_and_of_its_evaluations(
-    pretraining, workspace, settings, tmp_path, counted, packing
+def test_each_count_and_rate_of_a_run_of_its_evaluations_and_of_its_resume(
+    pretrained, workspace, settings, tmp_path, counted, capsys, packing
 ):
-    run = tmp_path / "run"
-    pretrain.main(pretraining(run, **settings, packing=packing))
+    settings["packing"] = packing
+    run = pretrained(tmp_path / "run", **settings)
     assert counted["train"]["batches"] == STEPS * BATCH // 2
     assert counted["train"]["sequences"] == STEPS * BATCH
     assert counted["eval_long"]["sequences"] == MOST
@@ -119,38 +108,28 @@ def test_each_count_and_rate_of_a_run_and_of_its_evaluations(
         assert line[f"{prefix}_tokens"] == own["loss_tokens"]
     *_, last = lines_of(run, "train")
     assert last["tokens_seen"] == counted["train"]["tokens"]
-    plan = plan_packing(open_token_dataset(str(workspace / "documents")).lengths, 64, packing)
+    lengths = open_token_dataset(str(workspace / "documents")).lengths
+    plan = plan_packing(lengths, 64, packing)
     assert last["epoch"] == pytest.approx(STEPS * BATCH / plan.sequences)
     (end,) = lines_of(run, "summary")
     assert_rate(end, "train", STEPS * BATCH, STEPS)
-    seen = effective_length(workspace / "documents")
-    expected = flops_per_token(seen) * counted["train"]["tokens"]
+    expected = flops_per_token(lengths.astype(float)) * counted["train"]["tokens"]
     assert end["total_flos"] == pytest.approx(expected, rel=1e-6)
 
-
-def test_a_resumed_run_says_what_this_start_and_what_the_run_did(
-    pretraining, workspace, settings, tmp_path, counted, capsys
-):
-    whole = tmp_path / "whole"
-    pretrain.main(pretraining(whole, **settings))
-    run = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
     tiny.cut(run, step=3)
     capsys.readouterr()
     counted.clear()
-    pretrain.main(pretraining(run, **settings))
+    pretrained(run, **settings)
     assert counted["train"]["sequences"] == STEPS // 2 * BATCH
-    end, other = lines_of(run, "summary")[-1], lines_of(whole, "summary")[0]
-    assert_rate(end, "train", STEPS // 2 * BATCH, STEPS // 2)
-    assert end["total_flos"] == other["total_flos"]
+    resumed = lines_of(run, "summary")[-1]
+    assert_rate(resumed, "train", STEPS // 2 * BATCH, STEPS // 2)
+    assert resumed["total_flos"] == end["total_flos"]
     assert f"finished at step {STEPS}, resumed at step 3 after " in capsys.readouterr().out
 
 
-def test_two_ranks_count_as_one(pretraining, workspace, settings, tmp_path, counted):
-    one, two = tmp_path / "one", tmp_path / "two"
-    pretrain.main(pretraining(one, **settings))
-    argv = pretraining(two, **settings)
-    done = run_two_processes("multi_gpu", "pretrain.py", argv)
-    assert done.returncode == 0, done.stdout
+def test_two_ranks_count_as_one(pretraining, pretrained, settings, tmp_path, counted):
+    one, two = pretrained(tmp_path / "one", **settings), tmp_path / "two"
+    run_processes("multi_gpu", "pretrain.py", pretraining(two, **settings)).succeeded()
     for line in lines_of(two, "eval"):
         prefix = f"eval_{line['split']}"
         samples = counted[prefix]["sequences"]
@@ -161,29 +140,6 @@ def test_two_ranks_count_as_one(pretraining, workspace, settings, tmp_path, coun
     assert end["total_flos"] == alone["total_flos"]
     *_, last = lines_of(two, "train")
     assert last["tokens_seen"] == counted["train"]["tokens"]
-
-
-def test_lora_counts_frozen_and_trained_weights(fine_tuning, workspace, tmp_path, counted):
-    """A frozen weight counts 4 per token, an adapter's weight 6."""
-    run = tmp_path / "run"
-    argv = fine_tuning(
-        run, use_peft=True, lora_r=4, lora_target_modules="q_proj", max_steps=2, logging_steps=1
-    )
-    assert sft_train.main(argv) == 0
-    (end,) = lines_of(run, "summary")
-    seen = effective_length(workspace / "chats")
-    each = flops_per_token(seen, frozen_share=4) + 6 * LAYERS * 2 * WIDTH * 4
-    assert end["total_flos"] == pytest.approx(each * counted["train"]["tokens"], rel=1e-6)
-
-
-def test_experts_count_by_those_that_a_token_takes(pretraining, workspace, tmp_path, counted):
-    run, config = tmp_path / "run", tmp_path / "experts.json"
-    tiny.make_model_config(config, model_type="mixtral", num_local_experts=4, num_experts_per_tok=1)
-    pretrain.main(pretraining(run, model_config=config, max_steps=2))
-    (end,) = lines_of(run, "summary")
-    seen = effective_length(workspace / "documents")
-    each = flops_per_token(seen)  # routers are not counted, as docs/metrics.md says
-    assert end["total_flos"] == pytest.approx(each * counted["train"]["tokens"], rel=1e-6)
 
 
 def test_an_evaluation_without_a_loss_token_says_so(caplog):

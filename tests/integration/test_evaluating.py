@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from launching import run_two_processes
+from launching import run_processes
 
 from utils.config.errors import ConfigurationError
 from utils.host import run_lock
@@ -90,7 +90,7 @@ def test_a_run_on_two_ranks_evaluates_its_model_and_all_wait(
     environment["PYTHONPATH"] = os.pathsep.join(
         [*paths, str(Path(__file__).parent / "cpu_strategies")]
     )
-    done = run_two_processes("multi_gpu", "pretrain.py", argv, environment)
+    done = run_processes("multi_gpu", "pretrain.py", argv, environment)
     assert done.returncode == 0, done.stdout
     assert "|the table| ['counting', 'other']\nranks: 2\n" in done.stdout
     assert set(json.loads((run / "lm_eval.json").read_text())["results"]) == {"counting", "other"}

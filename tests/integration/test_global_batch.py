@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from families import EXPERTS, SIZES, tiny_config, tiny_model
-from launching import run_two_processes
+from launching import run_processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -109,7 +109,7 @@ def test_two_ranks_of_experts(kind, config, rows, command, kept, tmp_path, capsy
     expected = expected_run(kind, "experts", kept, command)
     script = "pretrain.py" if kind == "pretrain" else "sft_train.py"
     argv = command(kind, "experts", tmp_path / "run", per_device_train_batch_size=rows)
-    done = run_two_processes(config, script, argv)
+    done = run_processes(config, script, argv)
     assert done.returncode == 0, done.stdout[-3000:]
     compare(tmp_path / "run", expected)
 
@@ -150,7 +150,7 @@ def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, tmp_path
     settings = RUN | {"model_name_or_path": base}
     assert sft_train.main(fine_tuning(alone, **settings, per_device_train_batch_size=8)) == 0
     argv = fine_tuning(run, **settings, per_device_train_batch_size=2)
-    done = run_two_processes("multi_gpu", "sft_train.py", argv)
+    done = run_processes("multi_gpu", "sft_train.py", argv)
     assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("frozen: model.vision_tower, model.multi_modal_projector") == 1
     compare(run, alone)
@@ -193,7 +193,7 @@ def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tm
     if not alone.exists():
         argv = fine_tuning(alone, **GAPS | {"train_data": data, "per_device_train_batch_size": 4})
         assert sft_train.main(argv) == 0
-    done = run_two_processes(config, "sft_train.py", fine_tuning(run, **GAPS, train_data=data))
+    done = run_processes(config, "sft_train.py", fine_tuning(run, **GAPS, train_data=data))
     assert done.returncode == 0, done.stdout[-3000:]
     compare(run, alone, STEPS)
 

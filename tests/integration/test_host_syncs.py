@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_callback import CallbackHandler
 
-import pretrain
-import sft_train
 from utils.callbacks.metrics import MixtureShares
 
 pytestmark = pytest.mark.slow
@@ -104,13 +102,12 @@ CASES = {"pretraining": {"ema_decay": 0.9}, "fine-tuning": {}, "lora": {"use_pef
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_reads_nothing(case, pretraining, fine_tuning, workspace, tmp_path, readings):
-    settings = SETTINGS | CASES[case]
-    argv_of, script = (fine_tuning, sft_train)
+def test_a_step_reads_nothing(case, pretrained, fine_tuned, workspace, tmp_path, readings):
+    settings, train = SETTINGS | CASES[case], fine_tuned
     if case == "pretraining":
-        argv_of, script = (pretraining, pretrain)
         settings["train_data"] = [f"{workspace}/documents=2", f"{workspace}/heldout=1"]
-    assert script.main(argv_of(tmp_path / "run", **settings)) == 0
+        train = pretrained
+    train(tmp_path / "run", **settings)
     assert readings.step == 6
     assert not readings.places, readings.places[0]
 
@@ -130,9 +127,9 @@ def test_the_device_is_waited_for_at_known_places_alone():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("script", ["pretraining", "fine_tuning"])
+@pytest.mark.parametrize("train", ["pretrained", "fine_tuned"])
 @pytest.mark.parametrize("asked", [{}, {"compile": False}], ids=["compiled by default", "eager"])
-def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
+def test_a_gpu_is_not_waited_for(asked, train, request, tmp_path, monkeypatch):
     """Let the driver raise at any wait from the end of step 1 to the end of step 5."""
     on_step_end = CallbackHandler.on_step_end
 
@@ -144,16 +141,14 @@ def test_a_gpu_is_not_waited_for(asked, script, request, tmp_path, monkeypatch):
         return control
 
     monkeypatch.setattr(CallbackHandler, "on_step_end", watched)
-    main = {"pretraining": pretrain.main, "fine_tuning": sft_train.main}[script]
-    argv = request.getfixturevalue(script)(tmp_path / "run", **SETTINGS, bf16=True, **asked)
     try:
-        assert main(argv) == 0
+        request.getfixturevalue(train)(tmp_path / "run", **SETTINGS, bf16=True, **asked)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tiny.starts(tmp_path / "run")[0]["compiled"] is (not asked)
 
 
-def test_what_reads_is_found(pretraining, tmp_path, readings, monkeypatch):
+def test_what_reads_is_found(pretrained, tmp_path, readings, monkeypatch):
     """Find the reads of Trainer's NaN filter (two per micro-batch) and those of a callback."""
 
     def reads(self, *_, **__):
@@ -163,8 +158,7 @@ def test_what_reads_is_found(pretraining, tmp_path, readings, monkeypatch):
         assert value[value > 2].numel() == 0
 
     monkeypatch.setattr(MixtureShares, "on_step_end", reads)
-    argv = pretraining(tmp_path / "run", **SETTINGS, logging_nan_inf_filter=True)
-    assert pretrain.main(argv) == 0
+    pretrained(tmp_path / "run", **SETTINGS, logging_nan_inf_filter=True)
     counted = {name: readings.names.count(name) for name in readings.names}
     assert counted.pop("_local_scalar_dense") >= 4 * 4 + 4
     assert counted == dict.fromkeys(("tolist", "cpu", "to", "nonzero", "index"), 4)

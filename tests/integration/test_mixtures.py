@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from launching import run_two_processes
+from launching import run_processes
 
 import pretrain
 
@@ -60,7 +60,7 @@ def test_a_cut_mixture_resumes_exactly_and_logs_its_shares(pretraining, tmp_path
 
     # A run of two ranks resumes on one.
     argv = pretraining(of_two, **settings)
-    done = run_two_processes("multi_gpu", "pretrain.py", argv)
+    done = run_processes("multi_gpu", "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-3000:]
     assert mixture(of_two) == figures, "each rank counts the global batches"
     tiny.cut(of_two, step=6)

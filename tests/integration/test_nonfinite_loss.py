@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes
 from poisoned_run import POISON, compute_loss_poisoned
 from transformers import Trainer
 
@@ -133,7 +133,7 @@ def test_what_one_of_two_ranks_finds_ends_both(
     run = tmp_path / "run"
     settings = {"train_data": poisoned, "per_device_train_batch_size": 1, "save_steps": 3}
     argv = pretraining(run, **RUN | settings)
-    done = run_two_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
+    done = run_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
     shown = done.stdout
     assert done.codes == (78, 78), shown[-4000:]
     assert shown.count("not finite (1 problem):") == 1

@@ -1,11 +1,9 @@
 """Runs with weights and Adam states in fewer bits resume as exactly as any other run."""
 
-import shutil
-
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes
 
 import pretrain
 from utils.config.errors import ConfigurationError
@@ -25,13 +23,12 @@ def wide(pretraining, tmp_path):
 
 @pytest.mark.parametrize("settings", [STATES, SMALLEST], ids=["states", "smallest"])
 def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd):
-    whole = tmp_path / "whole"
+    whole, kept = tmp_path / "whole", settings["optim_states"]
     pretrain.main(wide(whole, **settings))
-    kept = settings["optim_states"]
     assert f"no mixed precision, Adam's states in {kept}" in capfd.readouterr().out
     state = torch.load(whole / "checkpoint-3/optimizer.pt", weights_only=True)["state"][0]
     assert state["exp_avg"].dtype == getattr(torch, kept)
-    run = tiny.cut(shutil.copytree(whole, tmp_path / "cut"), step=3)
+    run = tiny.copied(whole, tmp_path / "cut", step=3)
     with pytest.raises(ConfigurationError, match=f"its optim_states is {kept}, now it is float32"):
         pretrain.main(wide(run, **settings | {"optim_states": "float32"}))
     pretrain.main(wide(run, **settings))
@@ -42,9 +39,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, wide, tmp_path, capfd)
 def test_two_ranks_round_alike_and_resume_exactly(config, wide, tmp_path):
     """The ranks resume from rank 0's file (DDP), or from shards of codes and scales (FSDP2)."""
     whole, settings = tmp_path / "whole", {**SMALLEST, "per_device_train_batch_size": 1}
-    done = run_two_processes(config, "pretrain.py", wide(whole, **settings))
-    assert done.returncode == 0, done.stdout[-3000:]
-    run = tiny.cut(shutil.copytree(whole, tmp_path / "cut"), step=3)
-    done = run_two_processes(config, "pretrain.py", wide(run, **settings))
-    assert f"resuming from {run / 'checkpoint-3'}" in done.stdout, done.stdout[-3000:]
+    run_processes(config, "pretrain.py", wide(whole, **settings)).succeeded()
+    run = tiny.copied(whole, tmp_path / "cut", step=3)
+    shown = run_processes(config, "pretrain.py", wide(run, **settings)).succeeded()
+    assert f"resuming from {run / 'checkpoint-3'}" in shown
     tiny.assert_same_run(run, whole)

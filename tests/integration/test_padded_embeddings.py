@@ -1,11 +1,9 @@
 """Embeddings with more rows than tokens: from scratch, loaded, sharded and resumed."""
 
-import shutil
-
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain
@@ -16,16 +14,16 @@ PADDED = {"pad_embeddings_to_multiple_of": 100}  # 128 words become 200 rows
 
 
 @pytest.mark.parametrize("source", ["scratch", "loaded"])
-def test_padding_trains_saves_and_resumes(source, pretraining, base_model, tmp_path, capsys):
+def test_padding_trains_saves_and_resumes(
+    source, pretraining, pretrained, base_model, tmp_path, capsys
+):
     """Added rows begin as the mean of a loaded model's rows, and the model never predicts them."""
     weights = {"model_config": None, "model_name_or_path": base_model} if source == "loaded" else {}
     settings = PADDED | weights | {"max_steps": 20, "save_steps": 10}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert pretrain.main(pretraining(whole, **settings, dry_run=True)) == 0
+    assert pretrain.main(pretraining(tmp_path / "whole", **settings, dry_run=True)) == 0
     assert "embedding: 200 rows, 128 of them in use" in capsys.readouterr().out
-    assert pretrain.main(pretraining(whole, **settings)) == 0
-    tiny.cut(shutil.copytree(whole, cut, ignore=shutil.ignore_patterns(".lock")), step=10)
-    assert pretrain.main(pretraining(cut, **settings)) == 0
+    whole = pretrained(tmp_path / "whole", **settings)
+    cut = pretrained(tiny.copied(whole, tmp_path / "cut", step=10), **settings)
     tiny.assert_same_run(cut, whole)
     model = AutoModelForCausalLM.from_pretrained(whole / "final")
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 200
@@ -37,16 +35,17 @@ def test_padding_trains_saves_and_resumes(source, pretraining, base_model, tmp_p
     assert generated.max() < 128
     # The next stage keeps these rows, even if it sets the same multiple again.
     stage = {"model_config": None, "init_from": whole, "max_steps": 1}
-    assert pretrain.main(pretraining(tmp_path / "next", **stage)) == 0
+    pretrained(tmp_path / "next", **stage)
     assert AutoConfig.from_pretrained(tmp_path / "next" / "final").vocab_size == 200
-    assert pretrain.main(pretraining(tmp_path / "again", **stage, **PADDED)) == 0
+    pretrained(tmp_path / "again", **stage, **PADDED)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_sharded_strategies_add_the_same_rows(strategy, pretraining, base_model, tmp_path):
+def test_sharded_strategies_add_the_same_rows(
+    strategy, pretraining, pretrained, base_model, tmp_path
+):
     settings = PADDED | {"model_config": None, "model_name_or_path": base_model, "max_steps": 2}
-    assert pretrain.main(pretraining(tmp_path / "alone", **settings)) == 0
+    alone = pretrained(tmp_path / "alone", **settings)
     argv = pretraining(tmp_path / "run", **settings)
-    done = run_two_processes(strategy, "pretrain.py", argv)
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert tiny.losses(tmp_path / "run") == pytest.approx(tiny.losses(tmp_path / "alone"), abs=1e-4)
+    run_processes(strategy, "pretrain.py", argv).succeeded()
+    assert tiny.losses(tmp_path / "run") == pytest.approx(tiny.losses(alone), abs=1e-4)

@@ -33,7 +33,7 @@ def test_where_padding_changes_numbers_each_sequence_ends_with_its_document(tmp_
         model_config=config, output_dir=run, packing="none", max_steps=2, save_strategy="no",
         tokenizer_name_or_path=tiny.make_tokenizer(tmp_path / "tokenizer"), logging_steps=1,
         train_data=tiny.save(tmp_path / "data", {"input_ids": tiny.documents(20, seed=0)}),
-        eval_data=f"heldout={tiny.save(tmp_path / 'heldout', heldout)}", eval_strategy="steps",
+        eval_data=f"heldout={tiny.save(tmp_path / 'heldout', heldout)}",
         eval_steps=2, sequence_length=64, global_batch_size=4, bf16=False, dtype="float32",
         report_to="none",
     )  # fmt: skip

@@ -8,9 +8,7 @@ import datasets
 import huggingface_hub
 import pytest
 import tiny
-import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import pretrain
@@ -30,17 +28,14 @@ RATES = [0.0, 0.5, 1.0, 1.0, 1.0, 0.5]
 
 
 @pytest.fixture(scope="module")
-def whole(pretraining, tmp_path_factory) -> Path:
+def whole(pretrained, tmp_path_factory) -> Path:
     """Run six uninterrupted steps."""
-    run = tmp_path_factory.mktemp("shared") / "whole"
-    assert pretrain.main(pretraining(run, **SCHEDULE)) == 0
-    return run
+    return pretrained(tmp_path_factory.mktemp("shared") / "whole", **SCHEDULE)
 
 
 @pytest.fixture
 def copied(whole, tmp_path) -> Path:
-    """Copy the run without its lock, because this process holds the lock."""
-    return shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
+    return tiny.copied(whole, tmp_path / "run")
 
 
 def counted_calls(monkeypatch) -> list[str]:
@@ -61,16 +56,15 @@ def counted_calls(monkeypatch) -> list[str]:
 
 
 def test_a_run_leaves_a_model_that_plain_transformers_loads(
-    pretraining, workspace, tmp_path, monkeypatch
+    pretrained, heldout, workspace, tmp_path, monkeypatch
 ):
     """final/ is the best model. Training tokenizes, maps and downloads nothing."""
-    run, calls = tmp_path / "run", counted_calls(monkeypatch)
-    settings = {
-        "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 2,
-        "eval_on_start": "true", "max_steps": 20, "save_steps": 10,
+    calls = counted_calls(monkeypatch)
+    settings = heldout | {
+        "eval_steps": 2, "eval_on_start": "true", "max_steps": 20, "save_steps": 10,
         "load_best_model_at_end": "true", "metric_for_best_model": "eval_heldout_loss",
     }  # fmt: skip
-    pretrain.main(pretraining(run, **settings))
+    run = pretrained(tmp_path / "run", **settings)
     assert calls == []
     datasets.load_from_disk(str(workspace / "documents")).map(lambda row: row)
     PreTrainedTokenizerFast.from_pretrained(workspace / "tokenizer")("t1 t2")
@@ -89,40 +83,36 @@ def test_a_run_leaves_a_model_that_plain_transformers_loads(
 
 
 def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
-    pretraining, workspace, tmp_path, capsys
+    pretrained, heldout, tmp_path, capsys
 ):
     """Trainer alone would cast the weights in place for the evaluation after the last step."""
-    made = {}
-    for full in (False, True):
-        run = tmp_path / str(full)
-        changes = {"eval_data": f"heldout={workspace / 'heldout'}", "eval_on_start": True}
-        argv = pretraining(run, **changes, use_cpu=True, max_steps=2, bf16_full_eval=full)
-        assert pretrain.main(argv) == 0
-        made[full] = load_file(run / "final/model.safetensors"), tiny.evaluations(run, "heldout")
-    assert "evaluation computes as training does" in capsys.readouterr().out
-    (plain, expected), (full, evaluated) = made[False], made[True]
-    assert sorted(evaluated) == [0, 2]
-    assert evaluated == expected
-    assert all(torch.equal(value, full[key]) for key, value in plain.items())
+    settings = {**heldout, "eval_on_start": True, "use_cpu": True, "max_steps": 2}
+    plain = pretrained(tmp_path / "plain", **settings)
+    full = pretrained(tmp_path / "full", **settings, bf16_full_eval=True)
+    shown = capsys.readouterr().out
+    assert "evaluation computes as training does" in shown
+    assert "  accuracy " in shown
+    assert sorted(tiny.evaluations(plain, "heldout")) == [0, 2]
+    assert tiny.evaluations(plain, "heldout") == tiny.evaluations(full, "heldout")
+    tiny.assert_same_run(full, plain)
 
 
-def test_packing_does_not_change_the_loss_of_the_same_documents(pretraining, workspace, tmp_path):
+def test_packing_does_not_change_the_loss_of_the_same_documents(pretrained, workspace, tmp_path):
     """A step over all documents has the same loss and gradient, packed or one per sequence."""
     results = {}
     lengths = open_token_dataset(str(workspace / "documents")).lengths
     for name in ("best_fit", "none"):
-        run, sequences = tmp_path / name, plan_packing(lengths, 64, name).sequences
-        changes = {"global_batch_size": sequences, "per_device_train_batch_size": 1}
-        pretrain.main(pretraining(run, packing=name, max_steps=1, **changes))
-        (line,) = tiny.train_lines(run)
+        changes = {"packing": name, "max_steps": 1, "per_device_train_batch_size": 1}
+        changes["global_batch_size"] = plan_packing(lengths, 64, name).sequences
+        (line,) = tiny.train_lines(pretrained(tmp_path / name, **changes))
         results[name] = (line["loss"], line["grad_norm"])
     assert results["none"] == pytest.approx(results["best_fit"], abs=2e-5)
 
 
-def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, pretraining, capsys):
+def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, pretrained, capsys):
     shutil.rmtree(copied / "final")
     (copied / "checkpoint-6" / "manifest.json").unlink()
-    pretrain.main(pretraining(copied, **SCHEDULE))
+    pretrained(copied, **SCHEDULE)
     shown = capsys.readouterr().out
     assert "checkpoint-6 was not committed" in shown
     assert "set aside as incomplete.checkpoint-6" in shown
@@ -133,16 +123,15 @@ def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, p
     assert counts[0] == counts[1] > read_manifest(whole / "checkpoint-3").tokens
 
 
-def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretraining):
+def test_a_resumed_run_logs_and_saves_at_its_new_steps(copied, pretrained):
     """Trainer alone would keep logging_steps and save_steps of the checkpoint's start."""
-    tiny.cut(copied, step=3)
     changes = {"logging_steps": 2, "save_steps": 1, "save_total_limit": 9}
-    pretrain.main(pretraining(copied, **SCHEDULE, **changes))
+    pretrained(tiny.cut(copied, step=3), **SCHEDULE, **changes)
     assert [line["step"] for line in tiny.train_lines(copied)] == [1, 2, 3, 4, 6]
     assert {path.name[-1] for path in copied.glob("checkpoint-*")} == {"3", "4", "5", "6"}
 
 
-def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
+def test_what_a_run_records(whole, copied, pretrained, tmp_path, capsys):
     """Check the facts in checkpoints and journal. config.yaml is a recipe of the same run."""
     manifest, record = read_manifest(whole / "checkpoint-6"), tiny.starts(whole)[0]
     assert (manifest.step, manifest.samples, manifest.world_size) == (6, 24, 1)
@@ -162,38 +151,33 @@ def test_what_a_run_records(whole, copied, pretraining, tmp_path, capsys):
     config, again = whole / "config.yaml", tmp_path / "again"
     saved = yaml.safe_load(config.read_text())
     assert (saved["global_batch_size"], saved["max_steps"]) == (4, 6)
-    pretrain.main(
-        ["--config", str(config), *tiny.flags(output_dir=again, save_total_limit=2, save_steps=2)]
-    )
+    pretrain.main(tiny.flags(config=config, output_dir=again, save_total_limit=2, save_steps=2))
     tiny.assert_same_run(again, whole)
     kept = sorted(path.name for path in again.glob("checkpoint-*"))
     assert kept == ["checkpoint-4", "checkpoint-6"]
     # Another start changes nothing in a finished run.
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("final/*")}
-    pretrain.main(pretraining(copied, **SCHEDULE))
+    pretrained(copied, **SCHEDULE)
     assert "is finished: nothing is left to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("final/*")} == before
 
 
-def test_epochs_are_those_of_the_data(pretraining, workspace, tmp_path):
-    run = tmp_path / "run"
-    settings = {
+def test_epochs_are_those_of_the_data(pretrained, heldout, tmp_path):
+    settings = heldout | {
         "num_train_epochs": 2, "max_steps": -1, "global_batch_size": 16, "eval_strategy": "epoch",
-        "eval_data": f"heldout={workspace / 'heldout'}", "save_strategy": "epoch",
-        "save_steps": None,
+        "eval_steps": None, "save_strategy": "epoch", "save_steps": None,
     }  # fmt: skip
-    pretrain.main(pretraining(run, **settings))
+    run = pretrained(tmp_path / "run", **settings)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert tiny.train_lines(run)[-1]["epoch"] == pytest.approx(2.0, abs=0.15)
     assert [int(line["epoch"]) for line in lines if line["event"] == "eval"] == [1, 2]
     assert len(list(run.glob("checkpoint-*"))) == 2
 
 
-def test_every_attention_computes_the_same_losses(pretraining, tmp_path):
+def test_every_attention_computes_the_same_losses(pretrained, tmp_path):
     losses = []
     for name in ("packed_varlen", "sdpa", "eager"):
-        run = tmp_path / name
-        pretrain.main(pretraining(run, attn_implementation=name, max_steps=3))
+        run = pretrained(tmp_path / name, attn_implementation=name, max_steps=3)
         assert tiny.starts(run)[0]["attention"]["name"] == name
         losses.append(tiny.losses(run))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import tiny
-from launching import run_two_processes
+from launching import run_processes
 
 import pretrain
 from utils.config.errors import ExitCode
@@ -27,16 +27,14 @@ def mark_of(path, name):
 
 
 @pytest.mark.slow
-def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, capsys):
-    plain, run = tmp_path / "plain", tmp_path / "run"
+def test_the_window_is_traced_and_training_is_the_same(pretrained, tmp_path, capsys):
     settings = STEPS | {"per_device_train_batch_size": 2}
-    assert pretrain.main(pretraining(plain, **settings)) == 0
+    plain = pretrained(tmp_path / "plain", **settings)
     assert not (plain / "profile").exists()
     capsys.readouterr()
-    assert pretrain.main(pretraining(run, **settings, profile_steps="3:5", save_steps=1)) == 0
+    run = pretrained(tmp_path / "run", **settings, profile_steps="3:5", save_steps=1)
     shown = capsys.readouterr().out
-    assert tiny.losses(run) == tiny.losses(plain)
-    assert tiny.weights(run) == tiny.weights(plain)
+    tiny.assert_same_run(run, plain)
 
     trace = run / "profile/steps3-4-rank0.json.gz"
     assert f"profile: {trace} (ui.perfetto.dev opens it)" in shown
@@ -57,12 +55,12 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
 
     # Steps before the resumed step are not traced: first a part of 3 to 5, then all of 2 and 3.
     tiny.cut(run, step=4)
+    shutil.rmtree(run / "profile")
     for written, said in (
         ("3:6", "steps 5 to 5 of rank 0"), ("2:4", "profile: none, this start begins after step 4"),
     ):  # fmt: skip
-        copy = tmp_path / written[0]
-        shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".lock", "profile"))
-        assert pretrain.main(pretraining(copy, **settings, profile_steps=written)) == 0
+        copy = tiny.copied(run, tmp_path / written[0])
+        pretrained(copy, **settings, profile_steps=written)
         assert said in capsys.readouterr().out
         assert (copy / "profile").exists() is (written == "3:6")
         assert tiny.losses(copy) == tiny.losses(plain)
@@ -71,8 +69,7 @@ def test_the_window_is_traced_and_training_is_the_same(pretraining, tmp_path, ca
 @pytest.mark.slow
 def test_rank_0_alone_writes_after_the_last_collective(pretraining, tmp_path):
     argv = pretraining(tmp_path / "run", **STEPS, profile_steps="1:3")
-    done = run_two_processes("multi_gpu", "pretrain.py", argv)
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_processes("multi_gpu", "pretrain.py", argv).succeeded()
     files = sorted(path.name for path in (tmp_path / "run/profile").iterdir())
     assert files == ["kernels.txt", "steps1-2-rank0.json.gz"]
     trace = tmp_path / "run/profile/steps1-2-rank0.json.gz"

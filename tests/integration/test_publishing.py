@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -124,60 +124,91 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def run(hub: Hub | None, cwd: Path, *argv: str, token: str = TOKEN) -> tuple[int, str]:
-    """Run Python with these arguments; return its exit code and output."""
-    environment = quiet_environment(
-        {"HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0",
-         "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "hf")}
-    )  # fmt: skip
-    environment.pop("HF_TOKEN", None)
-    if token:
-        environment["HF_WRITE_TOKEN"] = token
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+# Runs commands in turn, each in a fork. argv: a JSON list of a command's arguments and its token.
+COMMANDS = """
+import json, os, sys
+from huggingface_hub import HfApi, ModelCard
+from utils.launch.script import run_script
+from utils.publish import hub
+
+codes = []
+for number, (words, token) in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        log = os.open(f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        os.environ["HF_WRITE_TOKEN"] = token
+        code = run_script(lambda: hub.main(words))
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
 
 
-def test_a_run_is_pushed_at_its_end_and_its_adapter_afterwards(hub, fine_tuning, tmp_path):
+@pytest.fixture
+def python(hub, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs Python with the stand-in Hub, in the test's directory."""
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        environment = quiet_environment(
+            {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+             "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_WRITE_TOKEN": TOKEN}
+        )  # fmt: skip
+        environment.pop("HF_TOKEN", None)
+        return subprocess.run(
+            [sys.executable, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def publish(python, tmp_path) -> Callable[..., list[tuple[int, str]]]:
+    """Return a function that runs commands, each with a token, for their codes and outputs."""
+
+    def run(*commands: tuple[str, str]) -> list[tuple[int, str]]:
+        given = [(words.split(), token) for words, token in commands]
+        codes = json.loads(python("-c", COMMANDS, json.dumps(given)).stdout)
+        return [(code, (tmp_path / f"{at}.log").read_text()) for at, code in enumerate(codes)]
+
+    return run
+
+
+def test_a_run_is_pushed_at_its_end_and_its_adapter_afterwards(
+    hub, python, publish, fine_tuning, tmp_path
+):
     argv = fine_tuning(
         "runs/mine", max_steps=1, use_peft="true", lora_target_modules="all-linear",
         push_to_hub="true", hub_model_id="me/tiny", save_steps=5,
     )  # fmt: skip
-    code, shown = run(hub, tmp_path, str(ROOT / "sft_train.py"), *argv)
-    assert code == 0, shown
-    assert f"published: {hub.url}/me/tiny" in shown
+    done = python(str(ROOT / "sft_train.py"), *argv)
+    assert f"published: {hub.url}/me/tiny" in done.stdout
     assert hub.private == {"me/tiny"}
     assert hub.commits == ["me/tiny"], "once, whatever was saved"
     final, there = tmp_path / "runs" / "mine" / "final", hub.models["me/tiny"]
-    names = {path.name for path in final.iterdir()}
-    assert there.keys() - {".gitattributes"} == names
+    assert there.keys() - {".gitattributes"} == {path.name for path in final.iterdir()}
     assert there["model.safetensors"] == (final / "model.safetensors").read_bytes()
     card = there["README.md"].decode()
     assert 'pipeline("text-generation", "me/tiny"' in card
     assert "runs/mine/final" in (final / "README.md").read_text()
     assert "runs/mine/final" not in card
-    everything = b"".join(there.values()) + shown.encode()
-    assert TOKEN.encode() not in everything
+    assert TOKEN.encode() not in b"".join(there.values()) + (done.stdout + done.stderr).encode()
     assert str(tmp_path).encode() not in b"".join(there.values())
-    _publish_the_adapter(hub, tmp_path)
 
-
-def _publish_the_adapter(hub: Hub, tmp_path: Path) -> None:
     adapter = tmp_path / "runs" / "mine" / "adapter"
     assert "More Information Needed" not in (adapter / "README.md").read_text()
-    words = ["-m", "utils.publish.hub", "runs/mine"]
-    code, shown = run(hub, tmp_path, *words, "me/lora", "--adapter")
-    assert code == 2
-    assert "--base_model OWNER/NAME" in shown
     (adapter / "optimizer.pt").write_bytes(b"private")
-    words += ["me/lora", "--adapter", "--public", "--base_model", "Qwen/Qwen3-8B"]
-    code, shown = run(hub, tmp_path, *words, "--dry_run", token="")
-    assert code == 0, shown
-    assert "adapter_model.safetensors  " in shown
+    words = "runs/mine me/lora --adapter"
+    named = f"{words} --base_model Qwen/Qwen3-8B"
+    nameless, dry = publish((words, TOKEN), (f"{named} --public --dry_run", ""))
+    assert nameless[0] == 2
+    assert "--base_model OWNER/NAME" in nameless[1]
+    assert dry[0] == 0, dry
+    assert "adapter_model.safetensors  " in dry[1]
     assert "me/lora" not in hub.models
-    code, shown = run(hub, tmp_path, *words)
+    ((code, shown),) = publish((f"{named} --public", TOKEN))
     assert code == 0, shown
     assert "left out, since they belong to no model: optimizer.pt" in shown
     there = hub.models["me/lora"]
@@ -189,7 +220,7 @@ def _publish_the_adapter(hub: Hub, tmp_path: Path) -> None:
     assert "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules mine=me/lora" in card.text
     # A second upload deletes only old parts of the weights: they would be loaded as well.
     there |= {"adapter_model-2.safetensors": b"", "LICENSE": b"mine"}
-    code, shown = run(hub, tmp_path, *words[:-3], "--private", "--base_model", "Qwen/Qwen3-8B")
+    ((code, shown),) = publish((f"{named} --private", TOKEN))
     assert code == 0, shown
     assert "is there already and stays public" in shown
     assert "adapter_model-2.safetensors" not in there
@@ -197,49 +228,45 @@ def _publish_the_adapter(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def finished(tmp_path):
+def finished(tmp_path) -> Path:
     final = tmp_path / "run" / "final"
     final.mkdir(parents=True)
     for name in ("config.yaml", "provenance.json"):
         (tmp_path / "run" / name).write_text("{}")
     (final / "config.json").write_text("{}")
     (final / "model.safetensors").write_bytes(b"weights")
-    return tmp_path
+    return tmp_path / "run"
 
 
-def test_what_cannot_be_published_is_refused_with_what_to_type(hub, finished):
-    run_dir, publish = finished / "run", ["-m", "utils.publish.hub"]
-    for token, words, said in (
-        ("", ["run", "me/x"], "HF_WRITE_TOKEN=hf_... (cp .env.example .env"),
-        ("hf_wrong" + "x" * 20, ["run", "me/x"], "401 (Invalid username or password.): the token"),
-        (TOKEN, ["run", "other/x"], "is other you or an organization of yours"),
-        (TOKEN, ["run", "a/b/c"], "is no name on the Hub, give OWNER/NAME"),
-        (TOKEN, ["run", "me/x", "--adapter"], "it was no LoRA run: leave --adapter out"),
-        (TOKEN, ["run/final", "me/x"], "is a part of a run: give run."),
-        (TOKEN, ["hf", "me/x"], "no directory of a run"),
-    ):
-        code, shown = run(hub, finished, *publish, *words, token=token)
+def test_what_cannot_be_published_is_refused_with_what_to_type(hub, publish, finished, tmp_path):
+    other_token = "hf_" + "z" * 30
+    for name in ("secret", "token", "link", "begun"):
+        shutil.copytree(finished, tmp_path / name)
+    (tmp_path / "secret/final/chat_template.jinja").write_text(f"one\ntwo {TOKEN}")
+    (tmp_path / "token/final/tokenizer.json").write_text(f"one\ntwo {other_token}")
+    (tmp_path / "elsewhere.json").write_text("{}")
+    (tmp_path / "link/final/vocab.json").symlink_to(tmp_path / "elsewhere.json")
+    shutil.move(tmp_path / "begun/final", tmp_path / "begun/checkpoint-1")
+    found = "it holds what looks like a token"
+    cases = [
+        ("run me/x", "", "HF_WRITE_TOKEN=hf_... (cp .env.example .env"),
+        ("run me/x", "hf_wr" + "x" * 20, "401 (Invalid username or password.): the token"),
+        ("run other/x", TOKEN, "is other you or an organization of yours"),
+        ("run a/b/c", TOKEN, "is no name on the Hub, give OWNER/NAME"),
+        ("run me/x --adapter", TOKEN, "it was no LoRA run: leave --adapter out"),
+        ("run/final me/x", TOKEN, "is a part of a run: give run."),
+        ("hf me/x", TOKEN, "no directory of a run"),
+        ("secret me/x", TOKEN, f"secret/final/chat_template.jinja:2: {found}"),
+        ("token me/x", TOKEN, f"token/final/tokenizer.json:2: {found}"),
+        ("link me/x", TOKEN, "link/final names 'vocab.json', which is no path inside"),
+        ("begun me/x", TOKEN, "has no final/ yet, which the end of a run writes: resume it first"),
+    ]
+    answers = publish(*((words, token) for words, token, _ in cases))
+    for (_, _, said), (code, shown) in zip(cases, answers, strict=True):
         assert code == 2, shown
         assert said in shown
-    code, shown = run(None, finished, *publish, "run", "me/x")
-    assert code == 2
-    assert "me/x: the upload failed: " in shown
-    for secret, file in ((TOKEN, "chat_template.jinja"), ("hf_" + "z" * 30, "tokenizer.json")):
-        (run_dir / "final" / file).write_text(f"one\ntwo {secret}")
-        code, shown = run(hub, finished, *publish, "run", "me/x")
-        assert code == 2
-        assert f"run/final/{file}:2: it holds what looks like a token" in shown
-        assert secret not in shown
-        (run_dir / "final" / file).unlink()
-    (run_dir / "final" / "vocab.json").symlink_to(finished / "elsewhere.json")
-    (finished / "elsewhere.json").write_text("{}")
-    code, shown = run(hub, finished, *publish, "run", "me/x")
-    assert code == 2
-    assert "run/final names 'vocab.json', which is no path inside" in shown
-    (run_dir / "final" / "vocab.json").unlink()
-    shutil.move(run_dir / "final", run_dir / "checkpoint-1")
-    code, shown = run(hub, finished, *publish, "run", "me/x")
-    assert "run has no final/ yet, which the end of a run writes: resume it first" in shown
+        assert TOKEN not in shown
+        assert other_token not in shown
     assert hub.models == {}
 
 
@@ -252,23 +279,20 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_file_is_refused_by_its_name(name, finished):
-    run_dir = finished / "run"
-    adapter = name.startswith("adapter")
-    (run_dir / "final" / "README.md").write_text("A card.")
-    (run_dir / "adapter").mkdir()
+    named = {"adapter": True} if name.startswith("adapter") else {"base_model": "me/base"}
+    (finished / "final" / "README.md").write_text("A card.")
+    (finished / "adapter").mkdir()
     for content in DAMAGED[name]:
-        (run_dir / name).write_bytes(content)
+        (finished / name).write_bytes(content)
         with pytest.raises(ConfigurationError) as refused:
-            files_to_publish(
-                run_dir, "me/x", adapter=adapter, base_model=None if adapter else "me/base"
-            )
-        assert str(run_dir / name) in str(refused.value), content
+            files_to_publish(finished, "me/x", **named)
+        assert str(finished / name) in str(refused.value), content
 
 
 def test_an_upload_that_fails_at_the_end_is_a_warning_with_the_command(
     finished, monkeypatch, caplog
 ):
-    monkeypatch.chdir(finished)
+    monkeypatch.chdir(finished.parent)
     monkeypatch.setenv("HF_WRITE_TOKEN", TOKEN)
     with caplog.at_level(logging.WARNING):
         push_at_the_end(Path("run"), "me/x", False)  # tests are offline

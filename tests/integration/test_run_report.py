@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import tiny
+from forked_ranks import Ranks
 from launching import ROOT, quiet_environment
 
-import pretrain
 import report
 
 pytestmark = pytest.mark.slow
@@ -19,14 +19,10 @@ BROWSER = shutil.which("chromium")
 
 
 @pytest.fixture(scope="module")
-def run(pretraining, workspace, tmp_path_factory) -> Path:
+def run(pretrained, heldout, tmp_path_factory) -> Path:
     """Run six steps, cut the run back to the checkpoint of step 3, and run steps 4 to 6 again."""
-    directory = tmp_path_factory.mktemp("runs") / "resumed"
-    argv = pretraining(directory, eval_data=f"heldout={workspace / 'heldout'}", eval_steps=3)
-    assert pretrain.main(argv) == 0
-    tiny.cut(directory, 3)
-    assert pretrain.main(argv) == 0
-    return directory
+    directory = pretrained(tmp_path_factory.mktemp("runs") / "resumed", **heldout)
+    return pretrained(tiny.cut(directory, 3), **heldout)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +44,7 @@ def opened(chromium):
 
     def open_page(path: Path, **options):
         page = chromium.new_page(viewport={"width": 1200, "height": 900}, **options)
+        page.set_default_timeout(600_000)  # the machine may be busy
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: failed.append(message.text))
         page.on("pageerror", lambda error: failed.append(str(error)))
@@ -145,8 +142,7 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
     page.pdf(path=tmp_path / "page.pdf", print_background=True)
     assert (tmp_path / "page.pdf").stat().st_size > 10_000
     page.set_viewport_size({"width": 400, "height": 800})
-    page.wait_for_timeout(200)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.wait_for_function("document.documentElement.scrollWidth <= 400")
     assert page.locator(".plot svg").first.bounding_box()["width"] <= 400
     bare = opened(run / "report.html", java_script_enabled=False)
     assert "Finished at step 6 of 6." in bare.locator("body").inner_text()
@@ -172,30 +168,33 @@ def test_runs_are_compared(opened, run, tmp_path):
 
 def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     """The launcher writes the report after any failure; without a launcher, the run itself does."""
-    run, told, command = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
-    command.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
-    command.chmod(0o755)
+    run, told, teller = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
+    teller.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
+    teller.chmod(0o755)
     script = ["tests/integration/troubled_run.py", *pretraining(run, save_steps=2)]
     python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
-    python |= {"STOKER_ON_EVENT": str(command)}
-    for launcher, kind, batch, words in (
-        (["slurm/launch_node.sh"], "kill", 9, "no last word: it was killed"),
-        ([sys.executable], "raise", 3, "RuntimeError: the batch is spoilt"),
+    python |= {"STOKER_ON_EVENT": str(teller)}
+    for launched, trouble, code, words in (
+        (True, "kill:0:9", 76, "no last word: it was killed"),
+        (False, "raise:0:3", 1, "RuntimeError: the batch is spoilt"),
+        (False, "raise:0:99", 0, "Finished at step 6 of 6."),  # after the last step
     ):
-        env = quiet_environment(python | {"STOKER_TEST_TROUBLE": f"{kind}:0:{batch}"})
-        done = subprocess.run(
-            [*launcher, *script], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == {"kill": 76, "raise": 1}[kind], done.stderr
-        assert f"report: {run}/report.html" in done.stderr
+        env = quiet_environment(python | {"STOKER_TEST_TROUBLE": trouble})
+        if launched:
+            command = ["slurm/launch_node.sh", *script]
+            done = subprocess.run(
+                command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+            )
+            shown = done.stdout + done.stderr
+        else:
+            done = Ranks(ROOT / script[0], script[1:], [env]).wait(timeout_s=1800)
+            shown = done.stdout
+        assert done.returncode == code, shown
         page = (run / "report.html").read_text()
         assert words in page
-        assert "The same command resumes it from checkpoint-" in page
-        (run / "report.html").unlink()
-    env = quiet_environment(python | {"STOKER_TEST_TROUBLE": "raise:0:99"})  # after the last step
-    for launcher in (["slurm/launch_node.sh"], [sys.executable]):
-        subprocess.run([*launcher, *script], cwd=ROOT, env=env, check=True)
-    killed, failed, *finished = told.read_text().splitlines()
+        assert f"report: {run}/report.html" in shown
+        assert ("The same command resumes it from checkpoint-" in page) == (code > 0)
+    killed, failed, finished = told.read_text().splitlines()
     assert killed.startswith(f"failed|failed {run}  rank 0 on "), killed
     assert failed.startswith(f"failed|failed {run}  RuntimeError: the batch is spoilt ("), failed
-    assert finished == 2 * [f"finished|finished {run}  done"]
+    assert finished == f"finished|finished {run}  done"

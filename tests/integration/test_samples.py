@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from families import tiny_config, tiny_model
-from launching import run_two_processes
+from launching import run_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
@@ -103,7 +103,7 @@ def test_every_strategy_says_the_same(strategy, pretraining, asking, settings, t
     for name, run in runs.items():
         given = settings | (asking if name == "asked" else {}) | {"max_steps": 3}
         given |= {"compile": settings["compile"], "per_device_train_batch_size": 1}
-        done = run_two_processes(strategy, "pretrain.py", pretraining(run, **given))
+        done = run_processes(strategy, "pretrain.py", pretraining(run, **given))
         assert done.returncode == 0, done.stdout[-6000:]
     assert done.stdout.count('sample (step 3): "t1" -> ') == 1, "by one rank"
     tiny.assert_same_run(runs["asked"], runs["silent"])

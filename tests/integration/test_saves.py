@@ -89,7 +89,7 @@ class AtEachStep(Provoke):
 class Slow:
     """Copies in the background that wait for `go_on`, or for some seconds."""
 
-    def __init__(self, monkeypatch, seconds: float = 60):
+    def __init__(self, monkeypatch, seconds: float = 1800):
         self.go_on, self.running, self.most = threading.Event(), 0, 0
         self.fault: OSError | None = None
 

@@ -1,16 +1,13 @@
 """Averaged weights and noisy embeddings follow their formula under every strategy and resume."""
 
-import shutil
-
 import pytest
 import tiny
 import torch
-from launching import run_processes, run_two_processes
+from launching import run_processes
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-import sft_train
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning
 from utils.launch.processes import LaunchFacts
@@ -20,13 +17,12 @@ from utils.training.smoothing import EmbeddingNoise
 pytestmark = pytest.mark.slow
 
 DECAY = 0.5
-EVERY_STEP = {"save_steps": 1, "save_total_limit": "null"}
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.1}
 BF16 = {"dtype": "bfloat16", "stochastic_rounding": True}
 
 
-def trained(argv) -> None:
-    assert sft_train.main(argv) == 0
+def final_weights(run) -> dict[str, torch.Tensor]:
+    return load_file(run / "final" / "model.safetensors")
 
 
 def averaged(start, run, steps: int) -> dict[str, torch.Tensor]:
@@ -42,41 +38,32 @@ def averaged(start, run, steps: int) -> dict[str, torch.Tensor]:
 
 
 def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
-    fine_tuning, base_model, tmp_path, capsys
+    fine_tuning, fine_tuned, base_model, tmp_path, capsys
 ):
-    alone, steps = tmp_path / "alone", 6
-    settings = {"ema_decay": DECAY, "per_device_train_batch_size": 1, **EVERY_STEP}
-    trained(fine_tuning(alone, **settings))
+    settings = {"ema_decay": DECAY, "per_device_train_batch_size": 1, "save_steps": 1}
+    settings["save_total_limit"] = "null"
+    alone = fine_tuned(tmp_path / "alone", **settings)
     said = "step 6, averaged (ema_decay 0.5; checkpoints have the others), in float32"
     shown = capsys.readouterr().out
     assert said in shown
     # transformers also prints its warnings to stdout if the variable CI is set.
     warned = [line for line in shown.splitlines() if "WARNING" in line]
     assert [line for line in warned if "The tokenizer has new" not in line] == []
-    expected = averaged(base_model, alone, steps)
-    found = load_file(alone / "final" / "model.safetensors")
+    found, expected = final_weights(alone), averaged(base_model, alone, steps=6)
     last = load_file(alone / "checkpoint-6" / "model.safetensors")
     for name, value in expected.items():
         torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-7)
     assert not torch.allclose(found["model.norm.weight"], last["model.norm.weight"], atol=1e-4)
-    for strategy in ("multi_gpu", "fsdp2"):
-        whole, cut = tmp_path / strategy, tmp_path / f"{strategy}-cut"
-        done = run_two_processes(strategy, "sft_train.py", fine_tuning(whole, **settings))
-        assert done.returncode == 0, done.stdout[-6000:]
-        sharded = load_file(whole / "final" / "model.safetensors")
-        for name, value in found.items():
-            torch.testing.assert_close(sharded[name], value, rtol=0, atol=1e-4)
-        for processes in (2, 4):
-            shutil.rmtree(cut, ignore_errors=True)
-            tiny.cut(shutil.copytree(whole, cut), step=3)
-            argv = fine_tuning(cut, **settings)
-            done = run_processes(strategy, "sft_train.py", argv, processes=processes)
-            assert done.returncode == 0, done.stdout[-6000:]
-            if processes == 2:
-                tiny.assert_same_run(cut, whole)
-        resharded = load_file(cut / "final" / "model.safetensors")
-        for name, value in sharded.items():
-            torch.testing.assert_close(resharded[name], value, rtol=0, atol=1e-4)
+    for strategy, resumed_on in (("multi_gpu", 2), ("fsdp2", 2), ("fsdp2", 4)):
+        whole, cut = tmp_path / strategy, tmp_path / f"{strategy}-{resumed_on}"
+        if not whole.exists():
+            argv = fine_tuning(whole, **settings)
+            run_processes(strategy, "sft_train.py", argv).succeeded()
+        argv = fine_tuning(tiny.copied(whole, cut, step=3), **settings)
+        run_processes(strategy, "sft_train.py", argv, processes=resumed_on).succeeded()
+        if resumed_on == 2:
+            tiny.assert_same_run(cut, whole)
+        torch.testing.assert_close(final_weights(cut), found, rtol=0, atol=1e-4)
     zero = LaunchFacts(0, 2, "zero2", (), "cpu")
     refused = parse_fine_tuning(fine_tuning(tmp_path / "zero", **settings), "")
     with pytest.raises(ConfigurationError, match=r"ema_decay 0\.5 .* multi_gpu or fsdp2"):
@@ -85,35 +72,30 @@ def test_final_holds_the_average_of_the_weights_however_they_were_sharded(
 
 @pytest.mark.parametrize("kind", [LORA, BF16], ids=["lora", "bf16"])
 def test_a_resumed_run_averages_and_adds_noise_as_the_uninterrupted_one(
-    kind, fine_tuning, workspace, tmp_path
+    kind, fine_tuned, chats_heldout, tmp_path
 ):
     """The best checkpoint is compared as well. Checkpoints are saved in the background."""
     settings = {
-        **kind, "ema_decay": 0.9, "neftune_noise_alpha": 5, "async_save": True,
-        "eval_data": f"heldout={workspace / 'chats_heldout'}", "eval_steps": 3,
+        **kind, **chats_heldout, "ema_decay": 0.9, "neftune_noise_alpha": 5, "async_save": True,
         "load_best_model_at_end": True,
     }  # fmt: skip
-    whole, cut, plain = (tmp_path / name for name in ("whole", "cut", "plain"))
-    trained(fine_tuning(whole, **settings))
-    tiny.cut(shutil.copytree(whole, cut, ignore=shutil.ignore_patterns(".lock")), step=3)
-    trained(fine_tuning(cut, **settings))
+    whole = fine_tuned(tmp_path / "whole", **settings)
+    cut = fine_tuned(tiny.copied(whole, tmp_path / "cut", step=3), **settings)
     tiny.assert_same_run(cut, whole)
-    trained(fine_tuning(plain, **settings | {"ema_decay": "null"}))
+    plain = fine_tuned(tmp_path / "plain", **settings | {"ema_decay": "null"})
     assert tiny.losses(plain) == tiny.losses(whole), "evaluated and trained are the weights"
     assert tiny.weights(plain) != tiny.weights(whole)
 
 
-def test_noise_goes_with_compiled_layers_and_leaves_no_trace(fine_tuning, tmp_path):
-    silent, noisy, compiled = (tmp_path / name for name in ("silent", "noisy", "compiled"))
+def test_noise_goes_with_compiled_layers_and_leaves_no_trace(fine_tuned, tmp_path):
     settings = {"max_steps": 3, "learning_rate": 1e-3}
-    trained(fine_tuning(silent, **settings))
+    silent = fine_tuned(tmp_path / "silent", **settings)
     settings |= {"neftune_noise_alpha": 15, "activation_checkpointing": "selective"}
-    trained(fine_tuning(noisy, **settings))
-    trained(fine_tuning(compiled, **settings, compile=True))
+    noisy = fine_tuned(tmp_path / "noisy", **settings)
+    compiled = fine_tuned(tmp_path / "compiled", **settings, compile=True)
     assert tiny.losses(noisy) == pytest.approx(tiny.losses(compiled), abs=1e-4)
     assert tiny.losses(noisy) != pytest.approx(tiny.losses(silent), abs=1e-3)
-    tensors = [load_file(run / "final" / "model.safetensors").keys() for run in (silent, noisy)]
-    assert tensors[0] == tensors[1]
+    assert final_weights(silent).keys() == final_weights(noisy).keys()
     configs = [(run / "final" / "config.json").read_text() for run in (silent, noisy)]
     assert configs[0] == configs[1]
 

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from families import tiny_config, tiny_model
-from launching import run_two_processes
+from launching import run_processes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -117,7 +117,7 @@ def test_two_ranks_log_what_one_does(config, settings, pretraining, whole, tmp_p
     """Each rank has one micro-batch per step; after a resume one rank logs the sums of both."""
     expected, run = expected_run(whole, settings, pretraining), tmp_path / "run"
     argv = pretraining(run, **settings | {"per_device_train_batch_size": 4})
-    done = run_two_processes(config, "pretrain.py", argv)
+    done = run_processes(config, "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-3000:]
     assert_alike(run, expected)
     if config == "multi_gpu":

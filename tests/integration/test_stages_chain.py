@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -151,7 +151,7 @@ FSDP2, ZERO3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("f
 def test_sharded_strategies_start_from_a_stage(strategy, first, next_stage, workspace, tmp_path):
     run = tmp_path / "run"
     argv = next_stage(run, first, max_steps=1, **evaluated(workspace))
-    done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
+    done = run_processes(strategy, ROOT / "pretrain.py", argv)
     assert done.returncode == 0, done.stdout[-4000:]
     assert_began_with(run, first / "final")
 
@@ -165,7 +165,7 @@ def test_sharded_strategies_refuse_weights_that_do_not_fit(strategy, first, next
     weights["model.norm.weight"] = torch.zeros(31)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     argv = next_stage(tmp_path / "run", directory, max_steps=1)
-    done = run_two_processes(strategy, ROOT / "pretrain.py", argv)
+    done = run_processes(strategy, ROOT / "pretrain.py", argv)
     for text in MISFITS:
         assert done.stdout.count(text.format(directory)) == 1, done.stdout[-4000:]
     assert "configuration error (3 problems)" in done.stdout
@@ -192,7 +192,7 @@ def test_a_resumed_run_needs_neither_its_stage_nor_a_damaged_checkpoint(
         if config is None:
             assert pretrain.main(argv) == 0
             return capsys.readouterr().out
-        done = run_two_processes(config, ROOT / "pretrain.py", argv)
+        done = run_processes(config, ROOT / "pretrain.py", argv)
         assert done.returncode == 0, done.stdout[-4000:]
         return done.stdout
 

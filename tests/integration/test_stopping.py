@@ -1,14 +1,16 @@
 """A run that is stopped anywhere, by anything, resumes to the uninterrupted run, bit for bit."""
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from launching import CPU_ENVIRONMENT, run_processes, start_processes, wait_until
+from launching import run_processes, start_processes, wait_until
 from provoked_runs import (
     STEPS,
     Provoke,
@@ -25,10 +27,10 @@ from utils.config.errors import ExitCode, NoProgressError
 
 pytestmark = pytest.mark.slow
 
-TIME_IS_UP = "the time limit ends in 3 s: a step takes 0"
+# Event, step, action, the step after which the run stops, and the logged reason.
 STOPS = {
     "signals": ("on_step_begin", 4, send(signal.SIGUSR1, signal.SIGTERM), 5, "SIGUSR1"),
-    "time limit": ("on_step_begin", 4, let_the_time_run_out, 5, TIME_IS_UP),
+    "time limit": ("on_step_begin", 4, let_the_time_run_out, 5, "the time limit ends in "),
     "between micro-batches": ("on_substep_end", 4, touch("STOP"), 5, "{run}/STOP"),
     "an evaluation and a save due": ("on_step_begin", 3, touch("STOP"), 4, "{run}/STOP"),
     "before the first step": ("on_train_begin", 0, touch("STOP"), 1, "{run}/STOP"),
@@ -203,23 +205,74 @@ def test_a_resumed_run_scales_losses_as_the_uninterrupted_one(start, tmp_path, m
     assert (expected["scale"], expected["_growth_tracker"]) == (4.0 * 2**2, STEPS % 3)
 
 
-def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, workspace, tmp_path):
-    settings = {"eval_data": f"first={workspace / 'heldout'}", "eval_strategy": "steps"}
-    settings |= {"eval_steps": 2, "max_steps": STEPS}
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    done = run_processes("multi_gpu", "pretrain.py", pretraining(whole, **settings))
-    assert done.returncode == 0, done.stdout
-    slow = {**CPU_ENVIRONMENT["multi_gpu"], "STOKER_TEST_STEP_DELAY_S": "0.5"}
+def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, heldout, tmp_path):
+    settings = {**heldout, "eval_steps": 2, "max_steps": STEPS}
+    whole, run, hold = tmp_path / "whole", tmp_path / "run", tmp_path / "hold"
+    run_processes("multi_gpu", "pretrain.py", pretraining(whole, **settings)).succeeded()
+    hold.mkdir()
+    (hold / "3").touch()  # the ranks wait after their third step
     argv = pretraining(run, **settings)
-    ranks = start_processes("multi_gpu", "pretrain.py", argv, env=slow)
-    wait_until((run / "metrics.jsonl").exists, "the run does not start")
+    ranks = start_processes("multi_gpu", "pretrain.py", argv, {"STOKER_TEST_HOLD": str(hold)})
+    wait_until(lambda: "step 3/8" in ranks.output(), "the run does not start", ranks.output)
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
-    done = ranks.wait(timeout_s=120)
+    (hold / "3").unlink()
+    done = ranks.wait(timeout_s=1800)
     assert ": a signal to rank" in done.stdout, done.stdout
     at = int(done.stdout.split("stopped at step ")[-1].split(" ")[0])
     assert done.codes == (75, 75), "both leave with it, neither was killed"
-    done = run_processes("multi_gpu", "pretrain.py", argv)
-    assert done.returncode == 0, done.stdout
-    assert f"resuming from {run}/checkpoint-{at}" in done.stdout
+    shown = run_processes("multi_gpu", "pretrain.py", argv).succeeded()
+    assert f"resuming from {run}/checkpoint-{at}" in shown
     tiny.assert_same_run(run, whole)
-    assert tiny.evaluations(run, "first") == tiny.evaluations(whole, "first")
+    assert tiny.evaluations(run, "heldout") == tiny.evaluations(whole, "heldout")
+
+
+# The loss of the first split grows after step 2, so its third evaluation (at step 6) ends the run.
+OVERFITTING = {"learning_rate": 0.3, "warmup_steps": 6, "early_stopping_patience": 2}
+LAST, FOLDERS = 6, ("final", "checkpoint-4", "checkpoint-6")
+
+
+def assert_ended(run: Path, whole: Path) -> None:
+    assert_the_same(run, whole, FOLDERS)
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    assert max(tiny.evaluations(run, "second")) == LAST
+
+
+def test_a_run_without_improvement_ends_at_the_same_step_after_any_interruption(
+    start, uninterrupted, tmp_path, capsys
+):
+    whole = uninterrupted(**OVERFITTING)
+    shown = capsys.readouterr().out
+    assert "early stopping after step 6: eval_first_loss was" in shown
+    assert "finished at step 6 after " in shown
+    assert re.search(
+        r"the best evaluation \(.* at step 2\) has no checkpoint, so final/ holds", shown
+    )
+    assert trainer_state(whole, LAST)["stateful_callbacks"]["stoker"]["unimproved_evaluations"] == 2
+    assert_ended(whole, whole)
+    # A new start of the run does nothing, unless its patience is larger.
+    assert start(whole, **OVERFITTING) == ExitCode.DONE
+    assert len(tiny.losses(whole)) == 2
+    shown = capsys.readouterr().out
+    assert "is finished: nothing is left to do" in shown
+    for name, event, step, nth in (
+        ("in an evaluation", "on_prediction_step", 4, 2),  # after the first split
+        ("before an evaluation", "on_step_begin", 5, 1),  # before the last evaluation
+        ("died before final", None, LAST, 0),
+        ("died before the last evaluation", None, 4, 0),
+    ):
+        run = tmp_path / name
+        if event is None:
+            tiny.copied(whole, run, step)
+        else:
+            provoke = Provoke(event, step, touch("STOP"), nth)
+            assert start(run, provoke, **OVERFITTING) == ExitCode.STOPPED
+        assert start(run, **OVERFITTING) == ExitCode.DONE
+        shown = capsys.readouterr().out
+        assert re.search(r"finished at step 6(, resumed at step \d)? after ", shown), name
+        assert_ended(run, whole)
+    patient = OVERFITTING | {"early_stopping_patience": 3}
+    assert start(run, **patient) == ExitCode.DONE
+    assert "finished at step 8, resumed at step 6 after " in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launching import run_two_processes
+from launching import run_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import prepare_data
@@ -195,7 +195,7 @@ def test_sharded_strategies_give_new_tokens_the_same_rows(name, adapted, models,
     settings = {"save_dtype": "float32", "per_device_train_batch_size": 1}
     settings |= LORA if adapted else {}
     sft_train.main(argv(models, data, tmp_path / "one", **settings))
-    done = run_two_processes(name, "sft_train.py", argv(models, data, tmp_path / "two", **settings))
+    done = run_processes(name, "sft_train.py", argv(models, data, tmp_path / "two", **settings))
     assert done.returncode == 0, done.stdout[-4000:]
     one, two = (
         AutoModelForCausalLM.from_pretrained(tmp_path / run / "final").state_dict()

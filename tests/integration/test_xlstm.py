@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import tiny
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, xLSTMConfig
 
 import pretrain
-import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model import xlstm
 from utils.run.chat import load
@@ -28,44 +26,36 @@ SIZES = {
 }  # fmt: skip
 
 
-def loss_of(directory: Path, rows: list[list[int]]) -> float:
-    model, total, count = AutoModelForCausalLM.from_pretrained(directory), 0.0, 0
-    for ids in rows:
-        tokens = torch.tensor([ids])
-        with torch.no_grad():
-            loss = model(input_ids=tokens, labels=tokens).loss
-        total, count = total + loss.item() * (len(ids) - 1), count + len(ids) - 1
-    return total / count
-
-
 @pytest.mark.slow
-def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(pretraining, fine_tuning, tmp_path):
+def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(
+    pretraining, pretrained, fine_tuned, tmp_path
+):
     xlstm.accept_kernel_names()
-    config, run, rows = tmp_path / "config.json", tmp_path / "run", tiny.documents(3, seed=5)
+    config, rows = tmp_path / "config.json", tiny.documents(3, seed=5)
     config.write_text(json.dumps(SIZES | PUBLISHED))
     heldout = tiny.save(tmp_path / "heldout", {"input_ids": rows})
     settings = {
-        "model_config": config, "packing": "none", "on_overlong": None, "eval_strategy": "steps",
+        "model_config": config, "packing": "none", "on_overlong": None,
         "eval_steps": 6, "eval_data": f"heldout={heldout}", "eval_on_start": True, "max_steps": 6,
     }  # fmt: skip
-    command = pretraining(run, **settings)
-    assert pretrain.main(command) == 0
+    run = pretrained(tmp_path / "run", **settings)
     losses, evaluated = tiny.losses(run), tiny.evaluations(run, "heldout")
     assert evaluated[6] < evaluated[0] - 0.1
     for directory in (run / "final", run / "checkpoint-3"):
         saved = json.loads((directory / "config.json").read_text())
         assert {name: saved[name] for name in PUBLISHED} == PUBLISHED
     # Compare with transformers' own kernels for CPUs.
-    assert evaluated[6] == pytest.approx(loss_of(run / "final", rows), abs=2e-6)
-    tiny.cut(run, 3)
-    assert pretrain.main(command) == 0
+    final = AutoModelForCausalLM.from_pretrained(run / "final")
+    expected = tiny.plain_loss(final, {"input_ids": rows})
+    assert evaluated[6] == pytest.approx(expected, abs=2e-6)
+    pretrained(tiny.cut(run, 3), **settings)
     assert tiny.losses(run) == losses
     with pytest.raises(ConfigurationError, match="set --packing none"):
         pretrain.main(pretraining(tmp_path / "packed", model_config=config))
     shutil.copy(tiny.make_tokenizer(tmp_path / "tokenizer") / "tokenizer.json", run / "final")
     tuned = {"model_name_or_path": run / "final", "packing": "none", "use_peft": True}
-    assert sft_train.main(fine_tuning(tmp_path / "tuned", **tuned, max_steps=2)) == 0
-    model, _ = load(str(tmp_path / "tuned" / "final"), "cpu", "float32")
+    tuned_run = fine_tuned(tmp_path / "tuned", **tuned, max_steps=2)
+    model, _ = load(str(tuned_run / "final"), "cpu", "float32")
     said = model.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
     assert said.shape == (1, 13)
 

@@ -124,6 +124,12 @@ def cut(output_dir: Path, step: int) -> Path:
     return output_dir
 
 
+def copied(run: Path, target: Path, step: int | None = None) -> Path:
+    """Copy a run without its lock, which this process holds; `step` is for `cut`."""
+    shutil.copytree(run, target, ignore=shutil.ignore_patterns(".lock"))
+    return target if step is None else cut(target, step)
+
+
 def assert_same_run(run: Path, whole: Path) -> None:
     """Check for bit-equal losses and a bit-equal finished model."""
     assert losses(run) == losses(whole)

@@ -27,7 +27,7 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=[] if number % 3 == 0 else pytest.mark.exhaustive)
+        pytest.param(model, marks=[] if number % 6 == 0 else pytest.mark.exhaustive)
         for number, model in enumerate(MODELS)
     ],
     ids=[model.name.rpartition("/")[2] for model in MODELS],

@@ -1,17 +1,24 @@
 """The repository keeps its own rules: recipes, documents, imports, sizes."""
 
 import ast
+import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+import report
+from benchmarks.figures import exactness, interruptions, speed, speed_plot
+from utils.observe.history import read_run
+
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "utils").rglob("*.py"))
 SCRIPTS = ["prepare_data.py", "pretrain.py", "report.py", "sft_train.py"]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-TRAINING_RECIPES = sorted([*ROOT.glob("recipes/pretrain/*.yaml"), *ROOT.glob("recipes/sft/*.yaml")])
 
 # Each package may import the packages named here, and itself.
 ALLOWED = {
@@ -64,7 +71,16 @@ def test_the_packages_are_those_the_rules_speak_of():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path):
+def test_a_module_is_small_says_what_it_owns_and_imports_one_way(path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "no docstring"
+    assert text.count("\n") <= MODULE_LINES
+    assert path.stem not in {"misc", "common", "helpers", "utils", "general"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
     package = path.relative_to(ROOT / "utils").parts[0]
     for name in imported(path):
         assert name.startswith("utils."), f"{path} imports the script {name}"
@@ -74,18 +90,6 @@ def test_imports_go_one_way(path):
             assert name == "utils.config.errors"
         if package == "config" and other == "host":
             assert name == "utils.host.redaction"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_is_small_and_says_what_it_owns(path):
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), "no docstring"
-    assert text.count("\n") <= MODULE_LINES
-    assert path.stem not in {"misc", "common", "helpers", "utils", "general"}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "status.py", "chat.py"])
@@ -115,15 +119,12 @@ def test_both_training_scripts_take_the_same_steps():
     assert [renamed.get(name, name) for name in steps("sft_train.py")] == pretraining
 
 
-@pytest.mark.parametrize("recipe", TRAINING_RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_recipe_says_its_command(recipe):
-    script = "pretrain.py" if recipe.parent.name == "pretrain" else "sft_train.py"
-    assert f"python {script} --config {recipe.relative_to(ROOT)}" in recipe.read_text()
-
-
 @pytest.mark.parametrize("recipe", sorted(ROOT.glob("recipes/**/*.yaml")), ids=lambda p: p.name)
-def test_a_recipe_is_a_mapping(recipe):
+def test_a_recipe_is_a_mapping_and_says_its_command(recipe):
     assert isinstance(yaml.safe_load(recipe.read_text()), dict)
+    script = {"pretrain": "pretrain.py", "sft": "sft_train.py"}.get(recipe.parent.name)
+    if script:
+        assert f"python {script} --config {recipe.relative_to(ROOT)}" in recipe.read_text()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -187,9 +188,6 @@ def imported_files(file: str) -> set[str]:
 
 
 def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_its_own():
-    import json
-    import sys
-
     sys.path.insert(0, str(ROOT / "examples"))
     import recipe_schemas
 
@@ -209,38 +207,33 @@ def test_the_schemas_are_those_of_the_settings_and_each_recipe_names_and_passes_
             assert fits or "enum" in rule or name == "extends", f"{recipe.name}: {name}"
 
 
-def test_the_demos_and_the_pictures_figures_are_those_of_the_result_files():
-    import sys
-
-    from benchmarks.figures import interruptions, speed_plot
-
+def test_the_figures_of_the_documents_are_those_of_the_result_files():
     sys.path.insert(0, str(ROOT / "examples"))
     import demo_figures
     import recipes_table
     import settings_tables
 
-    document = (ROOT / "docs" / "demo.md").read_text()
-    assert demo_figures.with_figures(document) == document
-    assert "| pretrain |" in document
-    for tables in (recipes_table, settings_tables):
-        document = tables.DOCUMENT.read_text()
-        assert tables.with_tables(document) == document, "run make figures"
-        assert document.count("\n| ") > 40
-    document = interruptions.DOCUMENT.read_text()
-    assert interruptions.with_table(document) == document, "run make figures"
-    assert document.count(" pretraining |") > 0
+    for path, renew, found in (
+        (ROOT / "docs" / "demo.md", demo_figures.with_figures, "| pretrain |"),
+        (recipes_table.DOCUMENT, recipes_table.with_tables, "\n| "),
+        (settings_tables.DOCUMENT, settings_tables.with_tables, "\n| "),
+        (interruptions.DOCUMENT, interruptions.with_table, " pretraining |"),
+        (exactness.DOCUMENT, exactness.with_figures, "| one rank |"),
+    ):
+        document = path.read_text()
+        assert renew(document) == document, "run make figures"
+        assert document.count(found) > (40 if found == "\n| " else 0), path.name
+    for path, figures in speed.documents().items():
+        document = path.read_text()
+        assert speed.with_figures(document, figures) == document, "run make figures"
+        assert figures in document
+        assert figures.count("| Stoker") >= 1, f"no figures for {path.name}"
     before = speed_plot.PICTURE.read_text()
     assert speed_plot.drawn(speed_plot.results()) == before, "run make figures"
 
 
 def test_the_readmes_picture_is_that_of_the_report_of_the_recorded_run(tmp_path):
     """`make pictures` draws it; each loss equals that of the uninterrupted run."""
-    import json
-    import shlex
-
-    import report
-    from utils.observe.history import read_run
-
     (command,) = re.findall(r"report\.py (.*interrupted_run .*)", (ROOT / "Makefile").read_text())
     words = shlex.split(command.replace("docs/images", str(tmp_path)))
     run = ROOT / words[0]
@@ -256,8 +249,6 @@ def test_the_readmes_picture_is_that_of_the_report_of_the_recorded_run(tmp_path)
 
 
 def test_the_readmes_counts_hold():
-    import json
-
     readme = (ROOT / "README.md").read_text()
     models = json.loads((ROOT / "benchmarks/results/published_models.json").read_text())["models"]
     train, packed = (sum(model[way] for model in models) for way in ("pretraining", "packed"))
@@ -271,29 +262,8 @@ def test_the_readmes_counts_hold():
     assert lengths == {int(re.findall(r"are (\d+) lines each", readme)[0])}
 
 
-def test_the_figures_of_exactness_are_those_of_the_result_files():
-    from benchmarks.figures import exactness as exactness_figures
-
-    document = exactness_figures.DOCUMENT.read_text()
-    assert exactness_figures.with_figures(document) == document
-    assert "| one rank |" in document
-
-
-def test_the_figures_of_speed_are_those_of_the_result_files():
-    from benchmarks.figures import speed as speed_figures
-
-    for path, figures in speed_figures.documents().items():
-        document = path.read_text()
-        assert speed_figures.with_figures(document, figures) == document, "run make figures"
-        assert figures in document
-        assert figures.count("| Stoker") >= 1, f"no figures for {path.name}"
-
-
 @pytest.mark.parametrize("script", ["pretrain", "sft_train"])
 def test_a_script_sets_the_environment_before_the_libraries_that_read_it(script):
-    import subprocess
-    import sys
-
     program = f"import sys, {script}; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 

@@ -1,11 +1,11 @@
 """The hang watch: when it raises an alarm, the rank at fault, and no alarm in a slow run."""
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launching import wait_until
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks import watchdog
@@ -91,13 +91,6 @@ def running() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "hang watch"]
 
 
-def wait_until(condition, limit_s: float = 5.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
-
-
 @pytest.fixture
 def notes(tmp_path, monkeypatch):
     monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
@@ -130,16 +123,16 @@ def test_storage_that_hangs_too_does_not_keep_the_process(notes, monkeypatch):
     monkeypatch.setattr(watchdog, "leave_note", lambda *_, **__: wake.wait(10))
     ended = []
     train(0.2, ended.append)
-    wait_until(lambda: ended)
+    wait_until(lambda: ended, "the watch does not end the process")
     assert ended == [76]
     wake.set()
-    wait_until(lambda: not running())
+    wait_until(lambda: not running(), "the watch goes on")
 
 
 def test_a_run_directory_that_takes_nothing_leaves_the_verdict(notes, capsys):
     ended = []
     train(0.2, ended.append)
-    wait_until(lambda: ended)
+    wait_until(lambda: ended, "the watch does not end the process")
     HangWatch.leave()
     assert (notes / "verdict.txt").read_text().startswith("rank 0 on n1 made no progress")
     assert (
@@ -152,12 +145,11 @@ def test_it_is_over_when_the_run_is_or_a_later_one_takes_over():
     ended = []
     train(0, ended.append)
     assert not running(), "a timeout of 0 turns it off"
-    train(0.2, lambda _: ended.append("first"))
-    train(0.2, lambda _: ended.append("second"))
-    wait_until(lambda: len(running()) == 1)
+    train(600, lambda _: ended.append("first"))
+    train(600, lambda _: ended.append("second"))
+    wait_until(lambda: len(running()) == 1, "the first watch goes on")
     HangWatch.leave()
-    wait_until(lambda: not running())
-    time.sleep(0.25)
+    wait_until(lambda: not running(), "the second watch goes on")
     assert not ended
 
 

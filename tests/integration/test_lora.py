@@ -1,7 +1,11 @@
-"""QLoRA from start to finish: weights are quantized on load, trained, resumed, merged, used."""
+"""Adapters from start to finish: trained with default settings, resumed, merged and loaded.
+
+QLoRA quantizes the weights on load.
+"""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,3 +129,47 @@ def test_what_is_published_in_few_bits_is_refused(argv, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": published}))
     with pytest.raises(ConfigurationError, match=r"quantized already \(bitsandbytes\): name the"):
         sft_train.main([*command, "--dry_run"])
+
+
+@pytest.fixture
+def trained(fine_tuned, tmp_path) -> Callable[..., Path]:
+    """Return a function that fine-tunes a model type, from the same base each time."""
+
+    def run(name: str, **changes: object) -> Path:
+        base = tmp_path / "base_of_family"
+        if not base.exists():
+            tiny_model(tiny_config(name)).save_pretrained(base)
+            tiny.make_tokenizer(base)
+        settings = {"model_name_or_path": base, "use_peft": True, "max_steps": 3, "save_steps": 2}
+        return fine_tuned(tmp_path / "run", **(settings | changes))
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gpt_oss", "deepseek_v3", "gemma3"])
+def test_default_targets_train_resume_and_merge(name, trained, capsys):
+    run = trained(name)
+    assert "LoRA: rank 16 on " in capsys.readouterr().out
+    expected, losses = tiny.weights(run), tiny.losses(run)
+    tiny.cut(run, step=2)
+    trained(name)
+    assert tiny.losses(run) == losses
+    assert tiny.weights(run) == expected
+    merged, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
+    assert not any(info.values())
+    before = tiny_model(tiny_config(name)).state_dict()
+    moved = {key for key, value in merged.state_dict().items() if not value.equal(before[key])}
+    assert moved
+    assert not any("vision" in key for key in moved)
+    said = merged.generate(torch.arange(2, 12)[None], max_new_tokens=3, min_new_tokens=3)
+    assert said.shape == (1, 13)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"], ids=["untied", "tied"])
+def test_the_last_layer_trained_whole_beside_lora(name, trained, capsys):
+    run = trained(name, lora_target_modules="q_proj", lora_modules_to_save="lm_head")
+    assert "for LoRA trains the last layer" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(run / "final").state_dict()
+    before = tiny_model(tiny_config(name)).state_dict()
+    assert not merged["lm_head.weight"].equal(before["lm_head.weight"])
+    assert merged["model.embed_tokens.weight"].equal(before["model.embed_tokens.weight"])
