@@ -10,20 +10,18 @@ show where each message is in a rendering. The check requires for every trained 
 """
 
 import re
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from os.path import commonprefix
-from typing import Any
 
 import numpy as np
 from template_chats import ASK, KINDS, PLACE, Kind, document
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from utils.prepare.chat_masks import ChatMasks, MaskedChat
+from utils.prepare.chat_masks import ChatMasks
 from utils.prepare.chat_templates import ChatTemplate
 from utils.prepare.rows import ChatDocument
 from utils.prepare.tokenization import token_mask
@@ -37,20 +35,26 @@ SPECIAL = re.compile(
     r"|\]~[!b]\w*\[|<[A-Z]+_\d+>|<(?:reserved|extra_id)_\d+>|<_\w+>|</?\w+_message>"
 )
 ADDED = re.compile(r"</?(?:tool_call|tool_calls|tool_response|think|function_call)>")
+END = re.compile(
+    r"<\|(?:im_end|eot_id|return|\w*END_OF_TURN\w*|TURN_END|eom|eot|eom_id|end_of_text|endoftext|end)\|>"
+    r"|<turn\|>|<end_of_(?:turn|utterance)>|<\uff5cend\u2581of\u2581sentence\uff5c>|</s>|\[e~\["
+)
+SHOWN = ("system, two turns", "one turn", "call, string", "call, nested", "thought")
+
+# --- a template's tokenizer
 
 
-def byte_tokenizer(template: str, renderings: str, eos: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and of the special tokens that a template prints."""
+def byte_tokenizer(template, printed, eos):
+    """Return a tokenizer of bytes and of the special tokens in a template and its renderings."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = list(dict.fromkeys([*SPECIAL.findall(template), *SPECIAL.findall(renderings)]))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",
         eos_token=eos,
-        additional_special_tokens=special,
+        additional_special_tokens=list(dict.fromkeys(SPECIAL.findall(template + printed))),
         clean_up_tokenization_spaces=False,
     )
     added = dict.fromkeys(ADDED.findall(template))
@@ -59,23 +63,28 @@ def byte_tokenizer(template: str, renderings: str, eos: str) -> PreTrainedTokeni
     return tokenizer
 
 
+@cache
+def renderings(template):
+    """Return a template's output for some chats, or "" if it refuses all of them."""
+    rendered = ChatTemplate(byte_tokenizer(template, "", "</s>"), "2026-01-02")
+    texts = []
+    for name, tools, prompt in product(SHOWN, (True, False), (True, False)):
+        chat = document(KINDS[name], tools)
+        with suppress(Exception):
+            chat = replace(chat, messages=rendered.adapted(chat.messages))
+            texts.append(rendered.render(chat, prompt))
+    return "\n".join(texts)
+
+
+@cache
+def tokenizer_of(template, eos=""):
+    """Return a template's tokenizer. By default EOS is the last printed token that ends turns."""
+    printed = renderings(template)
+    ends = [token for token in SPECIAL.findall(printed) if END.fullmatch(token)]
+    return byte_tokenizer(template, printed, eos or (ends[-1] if ends else "</s>"))
+
+
 # --- words
-
-
-def _words(value: Any) -> Iterator[str]:
-    """Yield the words of texts, keys and numbers."""
-    if isinstance(value, bool):
-        return
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _words(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _words(item)
-    elif value is not None:
-        yield from re.findall(r"\d+\.\d+|\w+", TAG.sub(" ", str(value)))
-
 
 HEADER = re.compile(r"assistant|chatbot|model|bot\b", re.IGNORECASE)
 FALSE = re.compile(r"keyg[^\n]{0,60}?\n?[^\n]{0,60}?false\b", re.IGNORECASE)
@@ -89,25 +98,39 @@ HEADS = {
 TAG = re.compile(r"<[^<>\s]+>")
 
 
-def said_words(message: dict[str, Any]) -> set[str]:
+def words_of(value):
+    """Yield the words of texts, keys and numbers."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from words_of(item)
+    elif value is not None and not isinstance(value, bool):
+        yield from re.findall(r"\d+\.\d+|\w+", TAG.sub(" ", str(value)))
+
+
+def said_words(message):
     arguments = [call["function"]["arguments"] for call in message.get("tool_calls") or []]
-    return {word for word in _words([message["content"], arguments]) if len(word) > 3}
+    return {word for word in words_of([message["content"], arguments]) if len(word) > 3}
 
 
-def all_words(messages: Sequence[dict[str, Any]]) -> set[str]:
+def thought_words(message):
+    inside = re.search(r"<think>(.*)</think>", message["content"], re.DOTALL)
+    return set(words_of(message.get("reasoning_content") or (inside[1] if inside else "")))
+
+
+def all_words(messages):
     return {word for one in messages for word in said_words(one) | thought_words(one)}
 
 
-def thought_words(message: dict[str, Any]) -> set[str]:
-    inside = re.search(r"<think>(.*)</think>", message["content"], re.DOTALL)
-    return set(_words(message.get("reasoning_content") or (inside.group(1) if inside else "")))
+def places(words, text):
+    """Return the spans of words in a text."""
+    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
+    return [match.span() for match in re.finditer(pattern, text)]
 
 
-def places(words: set[str], text: str) -> list[tuple[int, int]]:
-    if not words:
-        return []
-    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    return [m.span() for m in re.finditer(pattern, text)]
+def blankless(text):
+    return re.sub(r"\s+", "", text)
 
 
 # --- the check
@@ -122,21 +145,17 @@ class Checked:
     wrong: list[str] = field(default_factory=list)
 
 
-def blankless(text: str) -> str:
-    return re.sub(r"\s+", "", text)
-
-
 class TemplateCheck:
     """Runs every kind of chat through one template with one EOS."""
 
-    def __init__(self, template: str, eos: str = ""):
-        self.eos = eos or published_end(renderings(template))
-        self.tokenizer = byte_tokenizer(template, renderings(template), self.eos)
+    def __init__(self, template, eos=""):
+        self.tokenizer = tokenizer_of(template, eos)
+        self.eos = self.tokenizer.eos_token
         self.masks = ChatMasks(self.tokenizer, "2026-01-02")
         words = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, words)))
 
-    def run(self) -> Checked:
+    def run(self):
         outcome = Checked()
         # Some templates refuse chats without tools.
         needs_tools = self._rendered(ChatDocument([ASK], PLACE), 1, False) is None
@@ -149,27 +168,26 @@ class TemplateCheck:
                 continue
             outcome.trained += 1
             try:
-                for fault in self.faults(kind, tools, found):
-                    outcome.wrong.append(f"{name}: {fault}")
+                outcome.wrong += [f"{name}: {fault}" for fault in self.faults(kind, tools, found)]
             except UnusableRowError as error:
                 outcome.wrong.append(f"{name}: cut or twin refused: {error}")
         return outcome
 
-    def faults(self, kind: Kind, tools: bool, found: MaskedChat) -> Iterator[str]:
+    def faults(self, kind, tools, found):
+        """Yield what is wrong with the mask of a chat."""
         chat = document(kind, tools)
-        messages = list(chat.messages)
         trained = [
             i
-            for i, message in enumerate(messages)
+            for i, message in enumerate(chat.messages)
             if message["role"] == "assistant"
             and message.get("weight") != 0
             and i >= kind.first_trained
         ]
-        text, spans = found.text, list(found.spans)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        said = [found.text[start:stop] for start, stop in found.spans]
+        encoded = self.tokenizer(found.text, add_special_tokens=False, return_offsets_mapping=True)
         mask = token_mask(found, np.array(encoded["offset_mapping"]))
         tokens = self.tokenizer.decode(np.array(encoded["input_ids"])[mask])
-        if tokens != "".join(text[slice(*span)] for span in spans):
+        if tokens != "".join(said):
             yield f"the loss tokens are {tokens!r}"
         if kind.twin:
             pattern, words = kind.twin
@@ -177,30 +195,29 @@ class TemplateCheck:
                 {**m, "content": re.sub(pattern, words, m["content"])} for m in kind.messages
             ]
             other = self.masks(document(Kind(replaced), tools))
-            expected = [re.sub(pattern, lambda _: words, text[a:b]) for a, b in spans]
+            expected = [re.sub(pattern, lambda _: words, text) for text in said]
             if [other.text[a:b] for a, b in other.spans] != expected:
                 yield f"twin: {[other.text[a:b] for a, b in other.spans]} for {expected}"
-        yield from self._words_inside(messages, trained, text, spans)
+        yield from self._words_inside(chat.messages, trained, found)
         if self.masks.template.has_markers:
             return
-        if len(spans) != len(trained):
-            yield f"{len(spans)} spans for {len(trained)} turns"
+        if len(said) != len(trained):
+            yield f"{len(said)} spans for {len(trained)} turns"
             return
-        for turn, span in zip(trained, spans, strict=True):
-            yield from self._start(chat, turn, text, span)
-            yield from self._end(chat, turn, text, span)
+        for turn, span in zip(trained, found.spans, strict=True):
+            yield from self._start(chat, turn, found.text, span)
+            yield from self._end(chat, turn, found.text, span)
 
-    def _words_inside(
-        self, messages: Sequence[Any], trained: Sequence[int], text: str, spans: Sequence[Any]
-    ) -> Iterator[str]:
-        said = " ".join(text[slice(*span)] for span in spans)
+    def _words_inside(self, messages, trained, found):
+        text = found.text
+        said = " ".join(text[slice(*span)] for span in found.spans)
         for i, message in enumerate(messages):
             others = all_words([other for j, other in enumerate(messages) if j != i])
             own = all_words([message]) - others
             outside = [
                 text[a:b]
                 for a, b in places(own, text)
-                if (i in trained) != any(start <= a and b <= stop for start, stop in spans)
+                if (i in trained) != any(start <= a and b <= stop for start, stop in found.spans)
             ]
             if outside:
                 yield f"message {i}: wrong side of the mask: {outside}"
@@ -213,59 +230,51 @@ class TemplateCheck:
                 if "keyg" in said and not FALSE.search(said):
                     yield f"message {i}: a boolean is not trained on"
 
-    def _rendered(self, chat: ChatDocument, stop: int, prompt: bool) -> str | None:
-        given = ChatDocument(
-            self.masks.template.adapted(chat.messages[:stop]), PLACE, chat.tools, None
-        )
+    def _rendered(self, chat, stop, prompt):
         try:
-            return self.masks.template.render(given, prompt)
+            messages = self.masks.template.adapted(chat.messages[:stop])
+            return self.masks.template.render(ChatDocument(messages, PLACE, chat.tools), prompt)
         except Exception:
             return None
 
-    def _behind_words(self, chat: ChatDocument, stop: int, text: str) -> str:
+    def _behind_words(self, chat, stop, text):
         """Return the text after the words of the messages before `stop`."""
         found = places(all_words(chat.messages[:stop]), text)
         return text[found[-1][1] if found else 0 :]
 
-    def _start(self, chat: ChatDocument, turn: int, text: str, span: Any) -> Iterator[str]:
+    def _start(self, chat, turn, text, span):
         prompt, bare = self._rendered(chat, turn, True), self._rendered(chat, turn, False)
         if prompt is None or bare is None:
             return
         given = blankless(self._behind_words(chat, turn, text[: span[0]]))
         opening = blankless(self._behind_words(chat, turn, prompt))
-        said = blankless(text[span[0] : span[1]])
         if opening.startswith(given):
             rest = opening[len(given) :]
-            shared = _first_token(rest, self.special)
-            if rest and said.startswith(shared):
+            token = self.special.match(rest)
+            shared = token.group() if token else rest[:4]
+            if rest and blankless(text[slice(*span)]).startswith(shared):
                 yield f"message {turn}: {shared!r} of the prompt {opening!r} is trained on"
         elif prompt != bare and given.startswith(opening):
             yield f"message {turn}: {given[len(opening) :]!r} is left to the prompt {opening!r}"
         elif prompt != bare:
             alike = len(commonprefix([given, opening]))  # noqa: RUF071 - of letters
-            if opening.endswith(given[alike:].removeprefix(given[:alike].rpartition("<")[2])):
-                return  # only a thinking tag of the prompt is missing in the chat
-            yield f"message {turn}: given {given!r}, but the prompt is {opening!r}"
+            # A thinking tag of the prompt may be missing in the chat.
+            if not opening.endswith(given[alike:].removeprefix(given[:alike].rpartition("<")[2])):
+                yield f"message {turn}: given {given!r}, but the prompt is {opening!r}"
         elif not given.startswith(opening) or HEADER.search(opening):
             yield f"message {turn}: no prompt: given {given!r} for {opening!r}"
 
-    def _openers(self, chat: ChatDocument) -> set[str]:
+    def _openers(self, chat):
         """Return the generation prompt's first token; without a prompt, a chat's first tokens."""
-        found = set()
         stop = 1 + (chat.messages[0]["role"] == "system")
         prompt, bare = self._rendered(chat, stop, True), self._rendered(chat, stop, False)
-        if prompt and bare is not None and prompt != bare and prompt.startswith(bare):
-            found |= set(self.special.findall(prompt[len(bare) :])[:1])
-        elif bare and prompt == bare:
-            end = 0
-            for token in self.special.finditer(bare):
-                if bare[end : token.start()].strip():
-                    break
-                found.add(token.group())
-                end = token.end()
-        return found - {self.eos}
+        if prompt and bare is not None and prompt != bare:
+            added = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
+            return {*self.special.findall(added)[:1]} - {self.eos}
+        opening = re.match(rf"(?:\s*(?:{self.special.pattern}))*", bare or "").group()
+        return {*self.special.findall(opening)} - {self.eos}
 
-    def _end(self, chat: ChatDocument, turn: int, text: str, span: Any) -> Iterator[str]:
+    def _end(self, chat, turn, text, span):
         said, rest = text[slice(*span)], text[span[1] :]
         messages = list(chat.messages)
         tokens = [m for m in self.special.finditer(said) if m.end() == len(said.rstrip())]
@@ -289,62 +298,20 @@ class TemplateCheck:
             yield f"message {turn}: closing brackets behind the turn: {header!r}"
         yield from self._as_last(chat, turn, said)
 
-    def _as_last(self, chat: ChatDocument, turn: int, said: str) -> Iterator[str]:
+    def _as_last(self, chat, turn, said):
         """Check that a turn ends in the same way inside a chat and at the end of a chat."""
-        messages = list(chat.messages)
         try:
-            cut = self.masks(ChatDocument(messages[: turn + 1], PLACE, chat.tools, None, turn))
+            cut = self.masks(ChatDocument(chat.messages[: turn + 1], PLACE, chat.tools, None, turn))
         except UnusableRowError as error:
             if not re.search("leaves out its reasoning|no special token|nothing ends", str(error)):
                 yield f"message {turn}: alone it is refused: {error}"
             return
-        own = said_words(messages[turn])
-        # Some templates print the id of a call only if the result of the call follows.
-        said, alone = (
-            re.sub(r', "id": "\w+"', "", one) for one in (said, cut.text[slice(*cut.spans[0])])
-        )
-        one, two = (
-            one[max((p[1] for p in places(own, one)), default=0) :] for one in (said, alone)
-        )
-        if own and blankless(self.special.sub("", one)) != blankless(self.special.sub("", two)):
-            yield f"message {turn}: ends with {one!r} here and with {two!r} as the last"
-
-
-def _first_token(text: str, special: re.Pattern[str]) -> str:
-    found = special.match(text)
-    return found.group() if found else text[:4]
-
-
-# --- a template alone
-
-END = re.compile(
-    r"<\|(?:im_end|eot_id|return|\w*END_OF_TURN\w*|TURN_END|eom|eot|eom_id|end_of_text|endoftext|end)\|>"
-    r"|<turn\|>|<end_of_(?:turn|utterance)>|<\uff5cend\u2581of\u2581sentence\uff5c>|</s>|\[e~\["
-)
-SHOWN = ("system, two turns", "one turn", "call, string", "call, nested", "thought")
-
-
-@cache
-def renderings(template: str) -> str:
-    """Return a template's output for some chats, or "" if it refuses all of them."""
-    rendered = ChatTemplate(byte_tokenizer(template, "", "</s>"), "2026-01-02")
-    texts = []
-    for name, tools, prompt in product(SHOWN, (True, False), (True, False)):
-        chat = document(KINDS[name], tools)
-        chat = replace(chat, messages=rendered.adapted(chat.messages))
-        with suppress(Exception):
-            texts.append(rendered.render(chat, prompt))
-    return "\n".join(texts)
-
-
-def published_end(printed: str) -> str:
-    """Return the last token in these renderings that is known to end turns."""
-    found = [token for token in SPECIAL.findall(printed) if END.fullmatch(token)]
-    return found[-1] if found else "</s>"
-
-
-@cache
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes with the special tokens and the end of turn of a template."""
-    printed = renderings(template)
-    return byte_tokenizer(template, printed, published_end(printed))
+        own = said_words(chat.messages[turn])
+        ends = []
+        for trained in (said, cut.text[slice(*cut.spans[0])]):
+            # Some templates print the id of a call only if the result of the call follows.
+            one = re.sub(r', "id": "\w+"', "", trained)
+            ends.append(one[max((stop for _, stop in places(own, one)), default=0) :])
+        here, alone = (blankless(self.special.sub("", end)) for end in ends)
+        if own and here != alone:
+            yield f"message {turn}: ends with {ends[0]!r} here and with {ends[1]!r} as the last"
