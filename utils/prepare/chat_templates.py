@@ -50,11 +50,11 @@ class ChatTemplate:
 
         self._origin = f"the chat template of {tokenizer.name_or_path}"
         with foreign(self._origin, "not valid Jinja"), limits(self._origin, RENDERING_BYTES):
-            self.source = tokenizer.get_chat_template()
-            self.has_markers = GENERATION.search(self.source) is not None
+            source = tokenizer.get_chat_template()
+            self.has_markers = GENERATION.search(source) is not None
             self._variables = dict(tokenizer.special_tokens_map)
             # This function bypasses transformers' cache: the date below changes this object only.
-            self._compiled: Any = _cached_compile_jinja_template(self.source)
+            self._compiled: Any = _cached_compile_jinja_template(source)
         if date is not None:
             self._compiled.globals["strftime_now"] = datetime.fromisoformat(date).strftime
 

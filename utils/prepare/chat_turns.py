@@ -58,9 +58,9 @@ class TurnDelimiter:
         (self._question,) = template.adapted([{"role": "user", "content": PROBE}])
 
     def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
-        """Return each turn's span in the plain rendering, and a text to append to the rendering.
+        """Return each turn's span in the plain rendering, and a text that ends the last turn.
 
-        The text to append ends the last turn. It is "" if the template itself ends that turn.
+        This text must be appended to the rendering. It is "" if the template itself ends the turn.
         """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -103,10 +103,7 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the index in the gap where the turn's header ends.
-
-        Raises UnusableRowError if the gap has no header that the generation prompt has as well.
-        """
+        """Return the index in the gap where the turn's header ends; raises UnusableRowError."""
         endings = self._endings(chat, chat.messages[:turn])
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
         if header >= 0:
@@ -128,10 +125,7 @@ class TurnDelimiter:
     def _header_like_prompt(
         self, chat: MarkedChat, turn: int, gap: str, bare: str, prompt: str
     ) -> int:
-        """Return the end of the header in a gap, by comparison with the generation prompt there.
-
-        Return -1 if gap and generation prompt share no header.
-        """
+        """Return the end of the header that a gap and the generation prompt share; else -1."""
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
@@ -159,8 +153,7 @@ class TurnDelimiter:
         """Return the end of the header if gap and prompt differ behind the header; else -1.
 
         For example, the chat has <think></think> and the prompt has <think> and a line break.
-        closed: the text that ends the previous message. reply: the text that the template prints
-        between the previous message and any short reply.
+        closed: the end of the previous message. reply: the text before any short reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -192,10 +185,7 @@ class TurnDelimiter:
         return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the last part of the standing header, or "" if the template has none.
-
-        A standing header is an assistant's header at the end of every chat.
-        """
+        """Return the last part of the standing header, or "" if the template has none."""
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key in self._standing_headers:
             return self._standing_headers[key]
@@ -222,8 +212,7 @@ class TurnDelimiter:
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
         """Return (the length of the turn's end in the text behind it, a text to append to it).
 
-        The text to append is "" if the template itself ends the turn. Raises UnusableRowError if
-        nothing ends the turn.
+        The text to append is "" if the template itself ends the turn. Raises UnusableRowError.
         """
         is_last = turn == len(chat.messages) - 1
         printed = chat.behind_words(chat.messages[: turn + 1])
@@ -276,10 +265,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the end of the token that is printed once after all calls; 0 without such a token.
-
-        A token that ends each call does not count.
-        """
+        """Return the end of the token that is printed once after all calls; 0 without one."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -298,10 +284,7 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return the result of `_end`, from the texts behind a turn's words; None without an end.
-
-        is_last: the turn is the last one of this chat.
-        """
+        """Return the result of `_end`, from the texts behind a turn; None without an end."""
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
@@ -345,9 +328,9 @@ class TurnDelimiter:
         return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text behind the first `turn` messages if `message` follows, with text PROBE.
+        """Return the text behind `turn` messages if a message with the text PROBE follows.
 
-        The text goes on to the end of the chat. It is "" if the template refuses the chat.
+        The text is "" if the template refuses the chat.
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:

@@ -128,22 +128,19 @@ def check_answers(
 
 
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one item of a list, without keys that are null.
-
-    JSON writers and Arrow write null for a key without a value. A list of two texts has a role and
-    its content, or a question and its answer.
-    """
+    """Yield the messages of one item of a list; `turn`: its index in the list."""
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
         return
-    if isinstance(message, list) and len(message) == 2:
+    if isinstance(message, list) and len(message) == 2:  # role and content, or two turns
         for text in message:
             check_text(where, text)
         keys = ("role", "content") if message[0].lower() in ROLES else ("user", ASSISTANT)
         message = dict(zip(keys, message, strict=True))
     if not isinstance(message, Mapping):
         raise wrong_type(where, "an object", message)
+    # JSON writers and Arrow write null for a key without a value.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" in message or "from" in message:
         yield from _split_tool_results(message)
@@ -192,10 +189,7 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return one message with role, content as one text, and its calls as objects.
-
-    The content is "" if the message only calls tools or thinks.
-    """
+    """Return one message with role, content as one text, and its calls as objects."""
     message, text_key = _with_role_and_content(where, given)
     content = message.get("content")
     parts: list[Any] = []
@@ -234,14 +228,11 @@ def _twice(where: str, *names: str) -> UnusableRowError:
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a message with OpenAI's name for its role and its text as `content`; the text's key.
-
-    Raises UnusableRowError for an unknown role of ShareGPT, and for a spelling error. Any other
-    role under `role` is left to the template.
-    """
+    """Return a message with OpenAI's name for its role, its text as `content`; the text's key."""
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
+    # Any role under `role` is left to the template, unless it is a spelling error.
     is_known = word in ROLES or word in OWN_ROLES or word in CALL_ROLES
     meant = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
     if not is_known and (role_key == "from" or meant):
@@ -339,13 +330,9 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a message with `weight: 0` if its keys, or those of its parts, exclude it.
-
-    Only the assistant's messages are trained on. In another message a key that asks for training
-    stays, and is counted as a key that is not read.
-    """
+    """Return a message with `weight: 0` if its keys, or those of its parts, exclude it."""
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
-    if message["role"] != ASSISTANT:
+    if message["role"] != ASSISTANT:  # a key that asks for training is counted as not read
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
         return {key: value for key, value in message.items() if key not in idle}
     said = [_is_trained(where, key, message.pop(key)) for key in flags]

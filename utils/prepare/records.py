@@ -165,10 +165,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records of a JSON value: an array, a table, a record, or an object with an array.
-
-    Raises ConfigurationError for an object with several arrays of records.
-    """
+    """Return the records of a JSON value: an array, table, record, or object with an array."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
     if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
@@ -195,8 +192,7 @@ def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a table that pandas wrote as one object; [] for another object.
 
     pandas has three forms: {"columns": names, "data": rows}; {row number: row}; {name: column}. A
-    column is an object with the keys "0", "1" and so on, or a list with a text for each row. Raises
-    ConfigurationError for columns of different lengths.
+    column is an object with the keys "0", "1" and so on, or a list with a text for each row.
     """
     if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
         return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]

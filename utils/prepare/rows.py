@@ -212,10 +212,7 @@ def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
 def document_fields(
     given: Mapping[str, Any], row_format: str, columns: Sequence[tuple[str, str]] = ()
 ) -> Mapping[str, Any]:
-    """Return the checked fields of a row's document; raises UnusableRowError with the reason.
-
-    columns: pairs (name in the file, our name).
-    """
+    """Return the checked fields of a row's document; raises UnusableRowError with the reason."""
     fields = _Row(given, columns)
     missing = [fields.shown(name) for name in NEEDED[row_format] if fields.get(name) is None]
     if missing:
@@ -256,16 +253,13 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
-    """Return prompt and completion, checked: both are texts, or both are lists of messages.
-
-    In the row, a prompt of messages may have the text of the answer as its completion.
-    """
+    """Return prompt and completion, checked: both are texts, or both are lists of messages."""
     prompt, completion = fields["prompt"], fields["completion"]
     question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
     if _is_chat(prompt):
         if fields.get("history"):
             raise UnusableRowError("wrong_type", f"{history} goes into the messages of {question}")
-        if isinstance(completion, str) and not _is_chat(completion):
+        if isinstance(completion, str) and not _is_chat(completion):  # the text of the answer
             completion = [{"role": ASSISTANT, "content": completion}]
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
             raise wrong_type(answer, "a text, or messages of role and content", completion)
@@ -289,11 +283,7 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
 
 
 def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
-    """Yield the turns of a row of Alpaca; instruction and input are joined as LLaMA-Factory does.
-
-    `history` holds earlier turns, such as pairs (instruction, output). In a row with tools, an
-    output that is a JSON list of calls becomes these calls, as in xLAM's data.
-    """
+    """Yield the turns of a row of Alpaca; join instruction and input as LLaMA-Factory does."""
     instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
     for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.shown(name), text)
@@ -302,7 +292,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
         yield from messages_of(fields.shown("history"), history)
     question = "\n".join(text for text in (instruction, given) if text)
     yield {"role": "user", "content": question}
-    calls = decoded(output) if fields.get("tools") else None
+    calls = decoded(output) if fields.get("tools") else None  # as in xLAM's data
     are_calls = isinstance(calls, list) and all(
         isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls
     )
