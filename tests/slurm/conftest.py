@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 from launching import ROOT
-from slurm_cluster import PROGRAMS, SlurmCluster
+from slurm_cluster import PATIENCE_S, PROGRAMS, SlurmCluster
 from stand_ins import StandIns
 from training_jobs import TrainingJobs, job_environment
 
@@ -33,13 +32,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingJobs]:
     """Submit jobs with the shipped scripts to this Slurm, with a tokenizer, data and a model."""
-    files = tmp_path_factory.mktemp("files")
-    tiny.make_tokenizer(files / "tokenizer")
-    tiny.make_model_config(files / "model.json")
-    tiny.save(files / "documents", {"input_ids": tiny.documents(400, seed=0)})
-    tiny.save(files / "chats", tiny.masked(tiny.documents(400, seed=2)))
-    tiny.save(files / "heldout", {"input_ids": tiny.documents(31, seed=1)})
-    handed_in = TrainingJobs(slurm, files)
+    handed_in = TrainingJobs(slurm, tmp_path_factory.mktemp("files"))
     yield handed_in
     handed_in.remove_notes()
 
@@ -51,7 +44,7 @@ def call(slurm: SlurmCluster) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
         environment = slurm.environment(job_environment({"STOKER_PROCESSES_PER_NODE": "1"} | env))
         return subprocess.run(
-            command, cwd=ROOT, env=environment, text=True, timeout=240, check=False,
+            command, cwd=ROOT, env=environment, text=True, timeout=PATIENCE_S, check=False,
             capture_output=True,
         )  # fmt: skip
 

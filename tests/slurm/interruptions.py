@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ import psutil
 import pytest
 from launching import ROOT, wait_until
 from slurm_cluster import Job
-from training_jobs import SETTINGS, TrainingJobs
+from training_jobs import SETTINGS, JobProcesses, TrainingJobs
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 SAVE_STEPS = int(str(SETTINGS["save_steps"]))
@@ -149,61 +149,8 @@ class Scene:
             "not requeued", self.job.output,
         )  # fmt: skip
 
-    # Processes
-
-    def processes(self) -> Iterator[tuple[psutil.Process, list[str], Mapping[str, str]]]:
-        """Return the processes of the job with their command lines and environments."""
-        for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-                if environment.get("SLURM_JOB_ID") == self.job.id:
-                    yield process, process.cmdline(), environment
-            except psutil.Error:
-                continue  # the process has ended
-
-    def rank(self, rank: int) -> psutil.Process:
-        """Return the process of a rank. Its data workers, which it forks, do not match."""
-        found = {
-            process.pid: process
-            for process, command, environment in self.processes()
-            if environment.get("RANK") == str(rank) and str(self.run) in command
-        }
-        (process,) = (each for each in found.values() if each.ppid() not in found)
-        return process
-
-    def data_worker(self, rank: int) -> psutil.Process:
-        """Return the data worker of a rank."""
-        parent = self.rank(rank)
-        (worker,) = (child for child in parent.children() if child.cmdline() == parent.cmdline())
-        return worker
-
-    def launcher(self, node: int) -> psutil.Process:
-        """Return the launcher of the first node (0) or of the second (1)."""
-        (process,) = (
-            process
-            for process, command, environment in self.processes()
-            if "utils.launch.node" in command and environment.get("SLURM_NODEID") == str(node)
-        )
-        return process
-
-    def srun(self) -> psutil.Process:
-        """Return the srun of the job script. The helper that srun forks does not match."""
-        (process,) = (
-            process
-            for process, command, _ in self.processes()
-            if command[:1] == ["srun"] and process.parent().name() != "srun"
-        )
-        return process
-
-    def job_script(self) -> psutil.Process:
-        """Return the shell of the job script."""
-        (process,) = (
-            process
-            for process, command, _ in self.processes()
-            if any("slurm_script" in word for word in command[:2])
-            and process.parent().name() == "slurmstepd"
-        )
-        return process
+    def processes(self) -> JobProcesses:
+        return JobProcesses(self.job)
 
 
 Provoke = Callable[[Scene], object]
@@ -241,9 +188,9 @@ class Interruption:
 # Kills
 
 
-def kill(process: Callable[[Scene], psutil.Process]) -> Provoke:
-    """Kill one process; the remaining ranks continue to train."""
-    return lambda scene: process(scene).kill()
+def kill(find: Callable[[JobProcesses], list[psutil.Process]], index: int = 0) -> Provoke:
+    """Kill one of these processes; the remaining ranks continue to train."""
+    return lambda scene: find(scene.processes())[index].kill()
 
 
 def lose_node(scene: Scene) -> None:
@@ -261,7 +208,7 @@ def restart_slurmd(scene: Scene) -> None:
 
 def freeze_and_thaw(scene: Scene) -> None:
     """Stop a rank until the other one waits in a collective, then let it continue."""
-    rank = scene.rank(1)
+    rank = scene.processes().ranks()[1]
     rank.suspend()
     scene.release()
     wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, "the rank is not stopped")
@@ -270,7 +217,7 @@ def freeze_and_thaw(scene: Scene) -> None:
 
 def freeze(scene: Scene) -> None:
     """Stop a rank for good."""
-    scene.rank(1).suspend()
+    scene.processes().ranks()[1].suspend()
 
 
 # Requests to stop
@@ -424,29 +371,29 @@ def without_torch(scene: Scene) -> None:
 
 TABLE = [
     Interruption(
-        "`kill -9` of a rank", kill(lambda scene: scene.rank(1)), 76, Then.REQUEUED,
+        "`kill -9` of a rank", kill(JobProcesses.ranks, 1), 76, Then.REQUEUED,
         r"rank 1 on \w+ was killed by SIGKILL", lost=SAVE_STEPS - 1, fine_tuning=True,
     ),
     Interruption(
-        "`kill -9` of a data worker", kill(lambda scene: scene.data_worker(1)), 76, Then.REQUEUED,
+        "`kill -9` of a data worker", kill(JobProcesses.data_workers, 1), 76, Then.REQUEUED,
         r"rank 1 on \w+.*worker.*requeued", lost=SAVE_STEPS - 1,
         settings={"dataloader_num_workers": 1},
     ),
     Interruption(
-        "`kill -9` of the first node's launcher", kill(lambda scene: scene.launcher(0)), 76,
+        "`kill -9` of the first node's launcher", kill(lambda job: job.launchers(0)), 76,
         Then.REQUEUED, r"job \d+: .*(?:lost|killed).*; requeued", lost=SAVE_STEPS - 1,
         fine_tuning=True,
     ),
     Interruption(
-        "`kill -9` of another node's launcher", kill(lambda scene: scene.launcher(1)), 76,
+        "`kill -9` of another node's launcher", kill(lambda job: job.launchers(1)), 76,
         Then.REQUEUED, r"job \d+: .*(?:lost|killed).*; requeued", lost=SAVE_STEPS - 1,
     ),
     Interruption(
-        "`kill -9` of `srun`", kill(Scene.srun), 76, Then.REQUEUED,
+        "`kill -9` of `srun`", kill(JobProcesses.sruns), 76, Then.REQUEUED,
         r"job \d+: .*killed by signal 9.*; requeued", lost=SAVE_STEPS - 1,
     ),
     Interruption(
-        "`kill -9` of the job script", kill(Scene.job_script), None, Then.RESUBMITTED,
+        "`kill -9` of the job script", kill(JobProcesses.job_scripts), None, Then.RESUBMITTED,
         r"", lost=SAVE_STEPS - 1,
     ),
     Interruption(
@@ -477,7 +424,7 @@ TABLE = [
     ),
     Interruption(
         "time limit, with Slurm's signal", reach_the_limit, 75, Then.REQUEUED,
-        r"stopped with a checkpoint", options=("--time=2", "--signal=B:USR1@5"), fine_tuning=True,
+        r"stopped with a checkpoint", options=("--time=4", "--signal=B:USR1@60"), fine_tuning=True,
     ),
     Interruption(
         "time limit, without a signal", nothing, 75, Then.REQUEUED,

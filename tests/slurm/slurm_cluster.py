@@ -23,7 +23,7 @@ from pathlib import Path
 from launching import wait_until
 
 NODES = ("n1", "n2", "n3", "n4")
-PATIENCE_S = 300.0  # a test gives up after this time; machines have busy minutes
+PATIENCE_S = 900.0  # a test gives up after this time; machines have busy minutes
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
 _CONFIG = """\
@@ -55,7 +55,8 @@ ReturnToService=2
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=10
+# A cancelled job has this time for its last lines, also on a busy machine.
+KillWait=60
 # On a busy machine a node lost once answers late: slurmctld then sends what it meant for the job's
 # old start again every minute, which ends each new start, as both have the job's id.
 SlurmdTimeout=30
@@ -127,7 +128,7 @@ class SlurmCluster:
         user = getpass.getuser()
         self.run("scancel", f"--user={user}", check=False)
         self.run("scancel", f"--user={user}", "--signal=KILL", "--full", check=False)
-        wait_until(self._no_job_is_left, "jobs are left", self._state, timeout_s=60)
+        wait_until(self._no_job_is_left, "jobs are left", self._state)
 
     def start_node(self, node: str, hidden: Path | None = None) -> None:
         """Start a node's slurmd. Jobs there see an empty file system in place of `hidden`."""
@@ -148,10 +149,8 @@ class SlurmCluster:
         """Kill a node's slurmd and all its processes, as a power cut does."""
         slurmd = self.daemons[f"slurmd {node}"]
         processes = [slurmd.pid, *self._of_node(node)]
-        for blow in (
-            signal.SIGSTOP,
-            signal.SIGKILL,
-        ):  # stop all processes first, or one could report that another was killed
+        # Stop all processes first, or one could report that another was killed.
+        for blow in (signal.SIGSTOP, signal.SIGKILL):
             for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, blow)
@@ -173,7 +172,7 @@ class SlurmCluster:
 
     def run(
         self, *command: str, check: bool = True, env: Mapping[str, str] | None = None,
-        cwd: Path | None = None, timeout_s: float = 60,
+        cwd: Path | None = None, timeout_s: float = PATIENCE_S,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run one of Slurm's commands against this cluster."""
         return subprocess.run(

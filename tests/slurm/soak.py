@@ -10,7 +10,6 @@ lost or a person would have been needed, the exit code is 1 and the runs and log
 
 import argparse
 import collections
-import contextlib
 import datetime
 import itertools
 import json
@@ -19,7 +18,6 @@ import platform
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -27,12 +25,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import tiny
 import torch
 import transformers
 from launching import ROOT, processes_of, wait_until
 from slurm_cluster import Job, SlurmCluster
-from training_jobs import SMALL, cycles, job_environment, raw_journal
+from training_jobs import JobProcesses, TrainingJobs, cycles, raw_journal
 
 from benchmarks.hardware.circumstances import current_commit
 from utils.checkpoints.discovery import checkpoint_problems, numbered_checkpoints
@@ -45,24 +44,14 @@ STEPS, SAVE_STEPS = 240, 2
 MOST_STEPS = 8  # a start is ended after at most this many steps, and never before its first one
 SLOWLY = {"STOKER_TEST_STEP_DELAY_S": "0.4"}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-SETTINGS: dict[str, object] = tiny.RUN | {
-    "per_device_train_batch_size": 1, "max_steps": STEPS, "save_steps": SAVE_STEPS,
-    "save_total_limit": 3, "dataloader_num_workers": 1, "weight_decay": 0.1,
-    "eval_strategy": "steps", "eval_steps": 40, "learning_rate": 1e-3,
+SETTINGS: dict[str, object] = {
+    "max_steps": STEPS, "save_steps": SAVE_STEPS, "eval_steps": 40, "save_total_limit": 3,
+    "dataloader_num_workers": 1, "weight_decay": 0.1,
 }  # fmt: skip
 COMPARED = ("loss", "grad_norm", "learning_rate", "tokens_seen", "epoch")
 FIGURES = ("kills", "starts_again", "by_hand", "lost_steps", "lost_s")
 SCRIPTS = {"pretraining": "pretrain.py", "LoRA": "sft_train.py"}
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process of a job, as /proc shows it."""
-
-    pid: int
-    parent: int
-    argv: list[str]
-    environment: dict[str, str]
+Find = Callable[[JobProcesses], list[psutil.Process]]
 
 
 @dataclass
@@ -71,7 +60,6 @@ class Run:
 
     kind: str
     directory: Path
-    argv: list[str]
     jobs: list[Job] = field(default_factory=list)
     checkpoints: int = 0  # committed checkpoints that were verified after a kill
 
@@ -110,50 +98,6 @@ class Run:
         self.checkpoints += len(whole)
 
 
-def processes(job: Job) -> list[Process]:
-    """Return all processes of a job on this machine, by the job id in their environment."""
-    mark, found = f"SLURM_JOB_ID={job.id}".encode(), []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            variables = (directory / "environ").read_bytes().split(b"\0")
-            if mark not in variables:
-                continue
-            pairs = (text.decode(errors="replace").partition("=") for text in variables)
-            argv = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            parent = (directory / "stat").read_text().rpartition(")")[2].split()[1]
-            environment = {name: value for name, _, value in pairs}
-            found.append(Process(int(directory.name), int(parent), argv, environment))
-    return found
-
-
-def batch_script(job: Job) -> list[Process]:
-    scripts = [one for one in processes(job) if any(a.endswith("slurm_script") for a in one.argv)]
-    pids = {one.pid for one in scripts}
-    return [one for one in scripts if one.parent not in pids]  # without its subshells
-
-
-def srun(job: Job) -> list[Process]:
-    shells = {one.pid for one in batch_script(job)}
-    found = [one for one in processes(job) if Path(one.argv[0]).name == "srun"]
-    return [one for one in found if one.parent in shells]
-
-
-def launcher(job: Job, node: int) -> list[Process]:
-    found = [one for one in processes(job) if "utils.launch.node" in one.argv]
-    return [one for one in found if one.environment.get("SLURM_NODEID") == str(node)]
-
-
-def ranks(job: Job) -> list[Process]:
-    launchers = {one.pid for node in (0, 1) for one in launcher(job, node)}
-    found = [one for one in processes(job) if "RANK" in one.environment]
-    return [one for one in found if one.parent in launchers]
-
-
-def data_workers(job: Job) -> list[Process]:
-    known = {one.pid: one.argv for one in ranks(job)}
-    return [one for one in processes(job) if known.get(one.parent) == one.argv]
-
-
 class RunOver(Exception):
     """The run ended before its process could be killed."""
 
@@ -161,16 +105,16 @@ class RunOver(Exception):
 class Soak:
     """Disturbs runs by one kind of kill after another. Each round has a new random order."""
 
-    def __init__(self, slurm: SlurmCluster, files: Path, chance: random.Random, every_s: float):
-        self.slurm, self.files, self.chance, self.every_s = slurm, files, chance, every_s
+    def __init__(self, jobs: TrainingJobs, chance: random.Random, every_s: float):
+        self.jobs, self.slurm, self.chance, self.every_s = jobs, jobs.slurm, chance, every_s
         one_of = self.kill_one_of
         self.kinds: dict[str, Callable[[Run], None]] = {
-            "kill -9 of a rank": one_of(ranks),
-            "kill -9 of a data worker": one_of(data_workers),
-            "kill -9 of the first node's launcher": one_of(lambda job: launcher(job, 0)),
-            "kill -9 of the second node's launcher": one_of(lambda job: launcher(job, 1)),
-            "kill -9 of srun": one_of(srun),
-            "kill -9 of the batch script": one_of(batch_script),
+            "kill -9 of a rank": one_of(JobProcesses.ranks),
+            "kill -9 of a data worker": one_of(JobProcesses.data_workers),
+            "kill -9 of the first node's launcher": one_of(lambda job: job.launchers(0)),
+            "kill -9 of the second node's launcher": one_of(lambda job: job.launchers(1)),
+            "kill -9 of srun": one_of(JobProcesses.sruns),
+            "kill -9 of the batch script": one_of(JobProcesses.job_scripts),
             "node lost": self.lose_a_node,
             "slurmd restarted": self.restart_slurmd,
             "a rank frozen for 5 s": self.freeze,
@@ -260,35 +204,27 @@ class Soak:
 
     def submit(self, run: Run) -> None:
         """Submit the run's command once more."""
-        log = run.directory.with_suffix(f".{len(run.jobs)}.log")
-        environment = job_environment(
-            {
-                "STOKER_PROCESSES_PER_NODE": "1",
-                "ACCELERATE_CONFIG": "accelerate_configs/multi_gpu.yaml",
-                "XDG_CACHE_HOME": str(self.files / "cache"),
-            } | ({} if run.directory.name.startswith("whole") else SLOWLY),
-            "multi_gpu",
-        )  # fmt: skip
-        job = self.slurm.submit(
-            *SMALL, "--time=60", "--nodes=2", "--gpus-per-node=1", "slurm/multinode_job.sh",
-            SCRIPTS[run.kind], *run.argv, cwd=ROOT, log=log, env=environment,
+        env = {
+            "STOKER_PROCESSES_PER_NODE": "1", "XDG_CACHE_HOME": str(self.jobs.files / "cache"),
+        } | ({} if run.directory.name.startswith("whole") else SLOWLY)  # fmt: skip
+        changes = {"async_save": True, "model_config": self.jobs.files / "model.json"}
+        job = self.jobs.submit(
+            run.directory, "--nodes=2", "--gpus-per-node=1", training=SCRIPTS[run.kind], env=env,
+            **SETTINGS | (changes if run.kind == "pretraining" else {}),
         )  # fmt: skip
         run.jobs.append(job)
 
-    def kill_one_of(self, find: Callable[[Job], list[Process]]) -> Callable[[Run], None]:
-        def kill(run: Run) -> None:
-            os.kill(self.pick(run, find).pid, signal.SIGKILL)
+    def kill_one_of(self, find: Find) -> Callable[[Run], None]:
+        return lambda run: self.pick(run, find).kill()
 
-        return kill
-
-    def pick(self, run: Run, find: Callable[[Job], list[Process]]) -> Process:
-        found: list[Process] = []
+    def pick(self, run: Run, find: Find) -> psutil.Process:
+        found: list[psutil.Process] = []
 
         def some() -> bool:
-            found[:] = find(run.job)
+            found[:] = find(JobProcesses(run.job))
             return bool(found) or run.finished
 
-        wait_until(some, "no such process", timeout_s=60)
+        wait_until(some, "no such process")
         if not found:
             raise RunOver
         return self.chance.choice(found)
@@ -306,10 +242,10 @@ class Soak:
         self.slurm.start_node(node)
 
     def freeze(self, run: Run) -> None:
-        rank = self.pick(run, ranks)
-        os.kill(rank.pid, signal.SIGSTOP)
+        rank = self.pick(run, JobProcesses.ranks)
+        rank.suspend()
         time.sleep(FROZEN_S)
-        os.kill(rank.pid, signal.SIGCONT)
+        rank.resume()
 
     def scancel(self, run: Run, *options: str) -> None:
         self.slurm.run("scancel", *options, run.job.id)
@@ -329,34 +265,6 @@ class Soak:
 
     def say(self, text: str) -> None:
         print(f"{datetime.datetime.now():%H:%M:%S}  {text}", flush=True)
-
-
-def make_inputs(files: Path) -> dict[str, dict[str, object]]:
-    """Make data and models; return the settings of both kinds of run."""
-    tiny.make_tokenizer(files / "tokenizer")
-    model = tiny.make_model_config(files / "model.json", attention_dropout=0.1)
-    columns = {
-        "documents": {"input_ids": tiny.documents(400, seed=0)},
-        "heldout": {"input_ids": tiny.documents(31, seed=1)},
-        "chats": tiny.masked(tiny.documents(400, seed=2)),
-        "chats_heldout": tiny.masked(tiny.documents(23, seed=3)),
-    }
-    for name, rows in columns.items():
-        tiny.save(files / name, rows)
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.from_pretrained(model)
-    base = files / "base"
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    tiny.make_tokenizer(base)
-    pretraining = {
-        "train_data": files / "documents", "eval_data": f"heldout={files / 'heldout'}",
-        "tokenizer_name_or_path": files / "tokenizer", "model_config": model, "async_save": "true",
-    }  # fmt: skip
-    adapters = {
-        "train_data": files / "chats", "eval_data": f"heldout={files / 'chats_heldout'}",
-        "model_name_or_path": base, "use_peft": "true", "lora_r": 4, "lora_dropout": 0.1,
-    }  # fmt: skip
-    return {"pretraining": SETTINGS | pretraining, "LoRA": SETTINGS | adapters}
 
 
 def outcome(run: Path) -> list[object]:
@@ -381,22 +289,16 @@ def endings(runs: list[Run]) -> collections.Counter[str]:
 
 
 def soak(
-    slurm: SlurmCluster, files: Path, minutes: float, every_s: float, seed: int
+    jobs: TrainingJobs, minutes: float, every_s: float, seed: int
 ) -> tuple[dict[str, object], list[str]]:
     """Return the figures and the failures."""
     chance = random.Random(seed)
-    work = Soak(slurm, files, chance, every_s)
-    settings = make_inputs(files)
-
-    def new_run(kind: str, name: str) -> Run:
-        directory = files / f"{name}-{kind}"
-        return Run(kind, directory, tiny.flags(**settings[kind], output_dir=directory))
-
+    work = Soak(jobs, chance, every_s)
     whole = {}
     for kind in SCRIPTS:
-        run = new_run(kind, "whole")
+        run = Run(kind, jobs.files / f"whole-{kind}")
         work.submit(run)
-        assert slurm.wait(run.job, 900) == "COMPLETED", run.job.output()
+        assert jobs.slurm.wait(run.job) == "COMPLETED", run.job.output()
         whole[kind] = outcome(run.directory)
     rounds = (chance.sample(sorted(work.kinds), len(work.kinds)) for _ in itertools.count())
     kinds = itertools.chain.from_iterable(rounds)
@@ -405,7 +307,7 @@ def soak(
     for number, kind in enumerate(itertools.cycle(SCRIPTS)):
         if time.monotonic() > begun + minutes * 60:
             break
-        run = new_run(kind, f"run{number}")
+        run = Run(kind, jobs.files / f"run{number}-{kind}")
         runs.append(run)
         work.run_to_its_end(run, kinds, begun + minutes * 60)
         if run.finished and outcome(run.directory) == whole[kind]:
@@ -427,9 +329,7 @@ def soak(
         "problems": len(work.problems),
     }  # fmt: skip
     totals |= {f"starts_that_ended_with_{way}": n for way, n in endings(runs).most_common()}
-    for job in (job for run in runs for job in run.jobs):
-        for notes in (ROOT / ".stoker").glob(f"job-{job.id}.*"):
-            shutil.rmtree(notes)
+    jobs.remove_notes()
     return rows | totals, work.problems
 
 
@@ -447,9 +347,8 @@ def main() -> int:
     (directory / "files").mkdir()
     try:
         slurm.start()
-        figures, problems = soak(
-            slurm, directory / "files", arguments.minutes, arguments.every, arguments.seed
-        )
+        jobs = TrainingJobs(slurm, directory / "files", attention_dropout=0.1)
+        figures, problems = soak(jobs, arguments.minutes, arguments.every, arguments.seed)
     finally:
         slurm.stop()
     record = {

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def interrupted(scene: Scene, row: Interruption, whole: Path | None) -> Outcome:
         scene.reach(row.at_step)
         row.provoke(scene)
         scene.release()
-    scene.slurm.wait(scene.job, timeout_s=900)
+    scene.slurm.wait(scene.job)
     then, code = scene.became(), scene.exit_code()
     row.mend(scene)
     if then == Then.RESUBMITTED:
@@ -145,27 +146,33 @@ IN_TURN = {
 
 def test_whatever_ends_a_job_it_resumes_with_the_same_numbers(jobs, scene, tmp_path):
     """Two jobs run side by side: one meets its time limit, the other all other causes in turn."""
-    limited_run = tmp_path / "limited"
-    # Forty steps take longer than the limit of two minutes, and a start takes a fraction of it. A
-    # limit of one minute once left no time for a step: Slurm may send its signal a minute early.
-    slowly = {"STOKER_TEST_STEP_DELAY_S": "2.8"}
-    limit = ("--partition=other", "--time=2", "--signal=B:USR1@5")
-    limited = jobs.submit(limited_run, *TWO_NODES, *limit, env=slowly)
+    (tmp_path / "limited").mkdir()
+    limited = Scene(jobs, tmp_path / "limited")
+    limit = ROWS["time limit, with Slurm's signal"]
+    limit = dataclasses.replace(limit, options=("--partition=other", *limit.options))
     whole = jobs.finished("multi_gpu")
-
-    survive_causes_in_turn(scene)
-    same(scene.run, whole)
-
-    assert jobs.slurm.wait(limited, timeout_s=900) == "COMPLETED", limited.output()
-    same(limited_run, whole)
-    found = cycles(limited_run)
-    print(found)
+    limited.env["STOKER_PROCESSES_PER_NODE"] = "2"
+    (limited.hold / str(limit.at_step)).touch()
+    limited.submit(limit)
+    with ThreadPoolExecutor() as pool:
+        at_the_limit = pool.submit(meet_the_limit, limited, limit)
+        survive_causes_in_turn(scene)
+        at_the_limit.result()
+    for survivor in (scene, limited):
+        same(survivor.run, whole)
+    # There may be more starts than cycles: the limit may come before the first step of a start.
+    found = cycles(limited.run)
     assert found, "the run was not interrupted"
     assert all(cycle.lost_steps == 0 for cycle in found)
-    # There may be more starts than cycles: the limit may come before the first step of a start or
-    # after the last one.
-    restarts = int(jobs.slurm.fields(limited)["Restarts"])
-    assert restarts == limited.output().count("; requeued, start") >= len(found)
+
+
+def meet_the_limit(scene: Scene, limit: Interruption) -> None:
+    """Let a job that waits at a step continue at Slurm's signal, so that it saves and resumes."""
+    limit.provoke(scene)
+    scene.release()
+    assert scene.slurm.wait(scene.job) == "COMPLETED", scene.log()
+    restarts = int(scene.slurm.fields(scene.job)["Restarts"])
+    assert restarts == scene.log().count("; requeued, start")
 
 
 def survive_causes_in_turn(scene: Scene) -> None:

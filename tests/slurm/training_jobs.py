@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import tiny
 import torch
 from launching import CPU_ENVIRONMENT, ROOT, quiet_environment, wait_until
@@ -17,11 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 # Forty steps with evaluations; without a delay four ranks take four seconds.
 STEPS = 40
-SMALL = (
-    "--cpus-per-task=2",
-    "--mem=3G",
-    "--time=10",
-)  # the resources of a node of the tests' Slurm
+SMALL = "--cpus-per-task=2", "--mem=3G", "--time=60"  # the resources of a node of the tests' Slurm
 SETTINGS: dict[str, object] = {
     "model_config": ROOT / "recipes/model/llama_6m.yaml",
     "sequence_length": 64,
@@ -57,17 +54,26 @@ def job_environment(env: Mapping[str, str] | None = None, config: str = "cpu") -
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "STOKER_PROCESSES_PER_NODE": "2",
         "STOKER_MAIN_ADDRESS": "127.0.0.1",  # the host names n1 and n2 do not exist
+        "STOKER_MEET_TIMEOUT_S": "600",  # a busy machine starts nodes one after the other
     }
     return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
 
 
 class TrainingJobs:
-    """Jobs on two nodes of two CPU processes each, by default."""
+    """Jobs on two nodes of two CPU processes each, by default.
 
-    def __init__(self, slurm: SlurmCluster, files: Path):
+    Makes a tokenizer, data and a model in `files`; `model` changes the model's configuration.
+    """
+
+    def __init__(self, slurm: SlurmCluster, files: Path, **model: object):
         self.slurm = slurm
         self.files = files
         self.handed_in: list[Job] = []
+        tiny.make_tokenizer(files / "tokenizer")
+        tiny.make_model_config(files / "model.json", **model)
+        tiny.save(files / "documents", {"input_ids": tiny.documents(400, seed=0)})
+        tiny.save(files / "chats", tiny.masked(tiny.documents(400, seed=2)))
+        tiny.save(files / "heldout", {"input_ids": tiny.documents(31, seed=1)})
 
     def flags(
         self, output_dir: Path, training: str = "pretrain.py", **changes: object
@@ -132,6 +138,58 @@ class TrainingJobs:
             return any(line.get("step", 0) >= step for line in raw_journal(output_dir))
 
         wait_until(reached, f"step {step} is not reached", job.output)
+
+
+class JobProcesses:
+    """The living processes of a job, by the job id in their environment."""
+
+    def __init__(self, job: Job):
+        self.known: dict[int, psutil.Process] = {}
+        self.commands: dict[int, list[str]] = {}
+        self.environments: dict[int, dict[str, str]] = {}
+        self.parents: dict[int, int] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # the process has ended
+                environment = process.environ()
+                if environment.get("SLURM_JOB_ID") == job.id:
+                    self.commands[process.pid] = process.cmdline()
+                    self.parents[process.pid] = process.ppid()
+                    self.environments[process.pid] = environment
+                    self.known[process.pid] = process
+
+    def job_scripts(self) -> list[psutil.Process]:
+        """Return the shell of the job script, without its subshells."""
+        shells = [pid for pid in self.known if "slurm_script" in " ".join(self.commands[pid][:2])]
+        return [self.known[pid] for pid in shells if self.parents[pid] not in shells]
+
+    def sruns(self) -> list[psutil.Process]:
+        """Return the srun of the job script, without the helper that srun forks."""
+        shells = [process.pid for process in self.job_scripts()]
+        found = [pid for pid in self.known if self.commands[pid][:1] == ["srun"]]
+        return [self.known[pid] for pid in found if self.parents[pid] in shells]
+
+    def launchers(self, *nodes: int) -> list[psutil.Process]:
+        """Return the launchers of these nodes: 0 is the first one."""
+        found = [pid for pid in self.known if "utils.launch.node" in self.commands[pid]]
+        indices = [str(node) for node in nodes]
+        own = [pid for pid in found if self.environments[pid].get("SLURM_NODEID") in indices]
+        return [self.known[pid] for pid in own]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of all ranks in the order of the ranks."""
+        launchers = [process.pid for process in self.launchers(0, 1)]
+        found = [pid for pid in self.known if self.parents[pid] in launchers]
+        ranks = {int(self.environments[pid].get("RANK", -1)): self.known[pid] for pid in found}
+        return [ranks[rank] for rank in sorted(ranks) if rank >= 0]
+
+    def data_workers(self) -> list[psutil.Process]:
+        """Return the data workers of all ranks, which are forks of the ranks."""
+        ranks = {process.pid: self.commands[process.pid] for process in self.ranks()}
+        return [
+            process
+            for pid, process in self.known.items()
+            if ranks.get(self.parents[pid]) == self.commands[pid]
+        ]
 
 
 def raw_journal(output_dir: Path) -> list[dict]:

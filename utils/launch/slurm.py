@@ -68,7 +68,13 @@ def read_allocation(
     gpus = 0
     if on_gpus:  # Slurm (22.05) sets the variable, except on clusters without GRES
         gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0) if in_slurm else devices
-    processes = _processes(environment, gpus)
+    given = environment.get(PROCESSES)
+    if given and (not re.fullmatch(r"[1-9][0-9]{0,3}", given) or gpus not in (0, int(given))):
+        raise ConfigurationError(
+            f"{PROCESSES}={given!r}, but this job has {gpus} GPU(s) on a node, which take one "
+            "process each. Unset it, or give a number of processes where there are no GPUs."
+        )
+    processes = int(given) if given else gpus
     if in_slurm and on_gpus and not processes:
         raise UnfitClusterError(
             f"{hosts[node]}: Slurm gave this job no GPU. Ask for some (--gpus-per-node=4); where "
@@ -102,19 +108,6 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
             "..., or srun --ntasks-per-node=1 slurm/launch_node.sh SCRIPT ... (and no --ntasks)."
         )
     return hosts, int(environment["SLURM_NODEID"])
-
-
-def _processes(environment: Mapping[str, str], gpus: int) -> int:
-    """Return the processes per node: one per GPU; without GPUs the user's number, or 0."""
-    given = environment.get(PROCESSES)
-    if not given:
-        return gpus
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", given) or gpus not in (0, int(given)):
-        raise ConfigurationError(
-            f"{PROCESSES}={given!r}, but this job has {gpus} GPU(s) on a node, which take one "
-            "process each. Unset it, or give a number of processes where there are no GPUs."
-        )
-    return int(given)
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
