@@ -19,7 +19,7 @@ from utils.data.arrow_columns import TOKENS, ListColumn, loss_mask_among, open_c
 from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 from utils.prepare.encoding import choose_backend
-from utils.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from, save_tokenizer
+from utils.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from
 from utils.prepare.units import UnitWorker, run_units
 from utils.prepare.work_plan import PreparationPlan, plan_preparation
 from utils.prepare.workspace import (
@@ -28,6 +28,7 @@ from utils.prepare.workspace import (
     UnitCounts,
     Workspace,
     list_unread,
+    partial_name,
     token_features,
 )
 
@@ -91,7 +92,10 @@ def prepare(arguments: PreparationArguments) -> None:
         )
     for split in plan.splits:
         assemble_split(split, plan, workspace, counts, tokenizer)
-    save_tokenizer(tokenizer, output_dir / "tokenizer")
+    folder = output_dir / "tokenizer"
+    if not folder.exists():  # the folder gets its name when it is complete
+        tokenizer.save_pretrained(partial_name(folder))
+        partial_name(folder).replace(folder)
     workspace.remove()
     logger.info("written: %s", ", ".join(map(str, sorted(output_dir.iterdir()))))
 

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import shlex
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from utils.prepare.chat_templates import GENERATION, PROBE, TOOL
 from utils.prepare.rows import ChatDocument
 from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
 from utils.prepare.work_plan import PreparationPlan
-from utils.prepare.workspace import partial_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,16 +58,6 @@ def given_tokenizer(
     elif defaults:
         logger.info("chat_template_kwargs have no effect: no chat template renders these documents")
     return tokenizer
-
-
-def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write a tokenizer to a folder, which gets its name only when it is complete."""
-    partial = partial_name(folder)
-    tokenizer.save_pretrained(partial)
-    if folder.exists():  # another shard was first
-        shutil.rmtree(partial)
-    else:
-        partial.replace(folder)
 
 
 # --- the chat template

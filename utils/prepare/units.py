@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -150,33 +149,31 @@ class UnitWorker:
         features = token_features(self._tokenize.id_type, self.settings.document_format)
         limit = math.inf if unit.max_tokens is None else unit.max_tokens
         writers: dict[str, TokenFileWriter] = {}
-        with ExitStack() as drafts:
-            for split, document, whole in self._tokenized(unit, counts):
-                room = limit - counts.tokens.total()
-                is_first_text = not counts.documents and isinstance(document, TextDocument)
-                if len(whole.ids) > room and not is_first_text:
-                    break
-                tokenized = whole.truncated(int(min(room, len(whole.ids))))
-                if split not in writers:
-                    writers[split] = TokenFileWriter(
-                        self.workspace.unit_file(unit.index, split), features
-                    )
-                    drafts.callback(writers[split].discard)
-                writers[split].append(tokenized)
-                counts.documents[split] += 1
-                counts.tokens[split] += len(tokenized.ids)
-                counts.loss_tokens[split] += tokenized.loss_tokens
-                text_bytes = sum(len(text.encode()) for text in texts_of(document))
-                written = len(tokenized.ids) / len(whole.ids)
-                counts.text_bytes[split] += round(text_bytes * written)
-                counts.notes.update(tokenized.notes)
-                counts.notes["capped"] += written < 1
-                if isinstance(document, ChatDocument):
-                    last = document.messages[-1]["role"]
-                    counts.notes["without_last_answer"] += last != ASSISTANT
-            for writer in writers.values():
-                writer.finish()
-            self.workspace.finish(unit.index, counts)
+        for split, document, whole in self._tokenized(unit, counts):
+            room = limit - counts.tokens.total()
+            is_first_text = not counts.documents and isinstance(document, TextDocument)
+            if len(whole.ids) > room and not is_first_text:
+                break
+            tokenized = whole.truncated(int(min(room, len(whole.ids))))
+            if split not in writers:
+                writers[split] = TokenFileWriter(
+                    self.workspace.unit_file(unit.index, split), features
+                )
+            writers[split].append(tokenized)
+            counts.documents[split] += 1
+            counts.tokens[split] += len(tokenized.ids)
+            counts.loss_tokens[split] += tokenized.loss_tokens
+            text_bytes = sum(len(text.encode()) for text in texts_of(document))
+            written = len(tokenized.ids) / len(whole.ids)
+            counts.text_bytes[split] += round(text_bytes * written)
+            counts.notes.update(tokenized.notes)
+            counts.notes["capped"] += written < 1
+            if isinstance(document, ChatDocument):
+                last = document.messages[-1]["role"]
+                counts.notes["without_last_answer"] += last != ASSISTANT
+        for writer in writers.values():
+            writer.finish()
+        self.workspace.finish(unit.index, counts)
         return counts
 
     def _tokenized(

@@ -268,11 +268,6 @@ class TokenFileWriter:
         self._file.close()
         self._draft.replace(self._path)
 
-    def discard(self) -> None:
-        """Close the file; delete it if it is unfinished."""
-        self._file.close()
-        self._draft.unlink(missing_ok=True)
-
 
 def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
     """Return the features of a split as `datasets` writes them."""
