@@ -364,10 +364,8 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
     for entry in entries:
         name, equals, directory = entry.partition("=")
         if not equals:
-            name, directory = (
-                re.sub(r"[^a-z0-9]+", "_", redact(Path(entry).name).lower()).strip("_"),
-                entry,
-            )
+            folder = redact(Path(entry).name).lower()
+            name, directory = re.sub(r"[^a-z0-9]+", "_", folder).strip("_"), entry
         if not directory or not re.fullmatch(r"[a-z0-9_]+", name):
             raise ValueError(
                 f"eval_data {entry!r}: expected NAME=DIR, the name of lower-case letters, digits "

@@ -95,6 +95,8 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
      "compile: true in the recipe compiles layer by layer"),
     ("ACCELERATE_USE_MEGATRON_LM", lambda value: value.lower() == "true",
      "Megatron-LM trains a model of its own, not the one that Trainer has: use fsdp2"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", lambda value: value.lower() == "true",
+     "leave it to the recipe: activation_checkpointing: full says so for every strategy"),
     ("FSDP_IGNORED_MODULES", lambda value: value.lower() not in ("none", ""),
      "gradients of these modules would not be summed over the ranks: remove it"),
 )  # fmt: skip

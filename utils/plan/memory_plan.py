@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from utils.config.arguments import with_values
-from utils.config.declarations import is_true
 from utils.config.errors import ConfigurationError, Report
 from utils.config.strategy import assumed_gpus
 from utils.host.collectives import gathered
@@ -113,25 +112,18 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:
     """Return the requested word (none, selective, full, auto) and the possible choices.
 
-    Raises ConfigurationError if they exclude each other, or the accelerate config sets one, too.
+    Raises ConfigurationError if the word is not possible.
     """
-    settings, strategy = setup.settings, setup.launch.strategy
-    value = settings.training.activation_checkpointing
+    value = setup.settings.training.activation_checkpointing
     word = value if isinstance(value, str) else "full" if value else "none"
-    by_launch = is_true("FSDP_ACTIVATION_CHECKPOINTING", settings.values.environment)
-    if strategy.startswith("fsdp") and by_launch:
-        raise ConfigurationError(
-            "fsdp_activation_checkpointing is on in the accelerate config: leave it to the recipe "
-            "(activation_checkpointing: full), which says so for every strategy."
-        )
     possible = possible_checkpointing(setup)
     if word == "auto" or word in possible:
         return word, possible
     raise ConfigurationError(
         f"activation_checkpointing: {word} is not possible for {setup.config.model_type} with "
-        f"strategy {strategy}: set it to {' or '.join(possible)}. (Some models of transformers "
-        "have none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as much.) Where "
-        "memory is short, lower per_device_train_batch_size."
+        f"strategy {setup.launch.strategy}: set it to {' or '.join(possible)}. (Some models of "
+        "transformers have none; ZeRO-3 gathers weights within each layer, where fsdp2 shards as "
+        "much.) Where memory is short, lower per_device_train_batch_size."
     )
 
 

@@ -293,21 +293,18 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator and count its results."""
-        outcome = func(*args, **(kwargs or {}))
+        outcome, stretch = func(*args, **(kwargs or {})), self.stretches[-1]
         for tensor in tree_leaves(outcome):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._makers and key not in self._known:
+                self._makers[key] = (stretch.name, size)
+                stretch.change[stretch.name] += size
+                stretch.peak = max(stretch.peak, stretch.live)
+                weakref.finalize(storage, self._give_back, key)
         return outcome
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._makers or key in self._known:
-            return
-        stretch, size = self.stretches[-1], storage.nbytes()
-        self._makers[key] = (stretch.name, size)
-        stretch.change[stretch.name] += size
-        stretch.peak = max(stretch.peak, stretch.live)
-        weakref.finalize(storage, self._give_back, key)
 
     def _give_back(self, key: int) -> None:
         maker, size = self._makers.pop(key)

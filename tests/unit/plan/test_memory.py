@@ -102,7 +102,7 @@ def test_auto_takes_the_least_recomputation_that_fits(room, choice):
     assert choose("auto", unknown, room, 1.1)[0] == "full"
 
 
-def test_one_place_says_what_is_recomputed(monkeypatch):
+def test_one_place_says_what_is_recomputed():
     jetmoe = tiny_config("jetmoe")
 
     def choices(config=LLAMA, strategy="single", **given):
@@ -124,8 +124,6 @@ def test_one_place_says_what_is_recomputed(monkeypatch):
     refused("full is not possible for jetmoe.*to none", jetmoe, activation_checkpointing="full")
     words = "selective is not possible for llama with strategy zero3: set it to none or full"
     refused(words, LLAMA, "zero3", activation_checkpointing="selective")
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    refused("leave it to the recipe", LLAMA, "fsdp2")
 
 
 def test_states_and_what_cannot_run_without_data(monkeypatch):
