@@ -48,7 +48,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without directory or model, LoRA from scratch, and unknown names."""
+    """Refuse a run without directory or model, LoRA from scratch, and debugging that fails."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -66,14 +66,14 @@ def check_run(values: SettingValues) -> Iterator[str]:
         if name not in values:
             source = values.source("accept_changes")
             yield f"accept_changes ({source}): {unknown_name(name, values)}"
-
-
-def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse float16 weights that train, fp16 on a CPU, and what hides numbers from a debugger."""
     if DEBUGGER in values["debug"]:
         for name, needed in DEBUGGED.items():
             if values[name] != needed:
                 yield f"{values.shown('debug')} needs --{name} {shown(needed)}"
+
+
+def check_precision(values: SettingValues) -> Iterator[str]:
+    """Refuse float16 weights that train, fp16 on a CPU, and 4 bits without their package."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -81,6 +81,14 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["fp16"] and values.on_cpu:
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
+    shown_4_bits = values.shown("load_in_4bit")
+    if values["load_in_4bit"] and not values["use_peft"]:
+        yield (
+            f"{shown_4_bits}: weights in 4 bits stay as they are, adapters train beside them: set "
+            "use_peft: true for sft_train.py, or load_in_4bit: false"
+        )
+    if values["load_in_4bit"] and not is_installed("bitsandbytes"):
+        yield f"{shown_4_bits} needs bitsandbytes, which is not installed: pip install bitsandbytes"
 
 
 def check_backend(values: SettingValues) -> Iterator[str]:
@@ -96,22 +104,6 @@ def check_backend(values: SettingValues) -> Iterator[str]:
         yield f"{shown} does not connect processes on the CPU: leave it out"
     elif backend != "nccl" and not torch.distributed.is_backend_available(backend):
         yield f"{shown}: torch has no such backend here; leave it out"
-
-
-def check_4_bits(values: SettingValues) -> Iterator[str]:
-    """Refuse weights in 4 bits without adapters, or without the package bitsandbytes."""
-    if not values["load_in_4bit"]:
-        return
-    if not values["use_peft"]:
-        yield (
-            f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
-            "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
-        )
-    if not is_installed("bitsandbytes"):
-        yield (
-            f"{values.shown('load_in_4bit')} needs bitsandbytes, which is not installed: "
-            "pip install bitsandbytes"
-        )
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
@@ -254,7 +246,6 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_launch_settings,
     check_precision,
     check_backend,
-    check_4_bits,
     check_evaluation,
     check_ranges,
     check_schedule,

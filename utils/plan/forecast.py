@@ -99,19 +99,6 @@ class Planner:
         again = 2 * (products.forward - head) + 4 * unseen if recomputed == "full" else 0
         return products.flops(self.document_tokens) - 12 * unseen + again
 
-    def share_of_peak(self, setup: Setup, recomputed: str) -> float:
-        """Return the share of the GPU's bf16 peak that the matrix products of a step reach."""
-        width = setup.config.get_text_config(decoder=True).hidden_size
-        share = float(np.interp(math.log(width), np.log([*SHARES]), [*SHARES.values()]))
-        factors = (
-            (SEVERAL, self.gpus.world_size > 1),
-            (NOT_COMPILED, not setup.compiles),
-            (OF_EXPERTS, self.has_experts),
-            (FLOAT32, setup.autocast is None),
-            (1 / SELECTIVE, recomputed == "selective"),
-        )
-        return share * math.prod(factor for factor, applies in factors if applies)
-
     def tokens_per_s(self, setup: Setup, recomputed: str) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
@@ -124,8 +111,17 @@ class Planner:
         batch = setup.settings.run.global_batch_size
         accumulation = accumulation_steps(batch, setup.micro_batch, setup.launch.world_size)
         tokens = setup.micro_batch * setup.settings.data.sequence_length
-        speed = self.share_of_peak(setup, recomputed) * known.flops
-        work_s = tokens * self.step_flops(recomputed) / speed
+        width = setup.config.get_text_config(decoder=True).hidden_size
+        share = float(np.interp(math.log(width), np.log([*SHARES]), [*SHARES.values()]))
+        factors = (
+            (SEVERAL, gpus.world_size > 1),
+            (NOT_COMPILED, not setup.compiles),
+            (OF_EXPERTS, self.has_experts),
+            (FLOAT32, setup.autocast is None),
+            (1 / SELECTIVE, recomputed == "selective"),
+        )
+        share *= math.prod(factor for factor, applies in factors if applies)
+        work_s = tokens * self.step_flops(recomputed) / (share * known.flops)
         # The exchange is a ring through all GPUs. Between nodes it uses one network card per GPU.
         link = known.link if gpus.nodes == 1 else min(known.link, gpus.per_node * NETWORK)
         per_micro_batch, at_the_end = exchanged_bytes(setup, gpus.world_size)

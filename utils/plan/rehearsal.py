@@ -27,11 +27,11 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-# Settings that only some optimizers read. Then: the setting to use in place of a key of optim_args.
+# Settings that only some optimizers read. Then: what to do instead of giving a key of optim_args.
 OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
-SETTINGS_OF_KEYS = {
-    "lr": "learning_rate", "weight_decay": "weight_decay", "beta1": "adam_beta1",
-    "beta2": "adam_beta2", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon",
+INSTEAD = {
+    "lr": "set learning_rate", "weight_decay": "set weight_decay", "beta1": "set adam_beta1",
+    "beta2": "set adam_beta2", "betas": "set adam_beta1 and adam_beta2", "eps": "set adam_epsilon",
 }  # fmt: skip
 NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
 TRIED = ("x", "1", "0.125", "true")  # values to try in optim_args: words and numbers
@@ -66,12 +66,11 @@ def rehearse(
     problems: list[str] = []
     with _judged(values, "activation_checkpointing_kwargs", problems):
         _try_recomputation(args)
-    for reporter in args.report_to or ():
-        if reporter in REPORTERS:
-            continue  # check_packages looks for these; importing them takes seconds
-        with _judged(values, "report_to", problems):
-            for callback in get_reporting_integration_callbacks([reporter]):
-                callback()
+    # check_packages looks for the packages of REPORTERS. Importing them takes seconds.
+    reporters = [each for each in args.report_to or () if each not in REPORTERS]
+    with _judged(values, "report_to", problems):
+        for callback in get_reporting_integration_callbacks(reporters):
+            callback()
     model = _tiny_model(config, weights_dtype(settings.model, config), device)
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
@@ -159,10 +158,7 @@ def _check_effect(
             seen.append(_options(with_values(args, optim_args=written), model))
         # Trainer sets weight_decay on each group of weights. That overrules optim_args.
         if key == "weight_decay" or all(options == seen[0] for options in seen):
-            setting = SETTINGS_OF_KEYS.get(key)
-            advice = (
-                f"set {setting}" if setting else "this optimizer does not read it; leave it out"
-            )
+            advice = INSTEAD.get(key, "this optimizer does not read it; leave it out")
             raise ValueError(f"{key} has no effect in optim_args: {advice}")
 
 
