@@ -147,8 +147,8 @@ def describe_launch(values: SettingValues) -> None:
     `assume`, a dry run under `accelerate launch` keeps its environment.
     """
     environment = values.environment
-    launched = "WORLD_SIZE" not in environment or is_launched(environment)
-    if not values["dry_run"] or (launched and not values["assume"]):
+    is_known = "WORLD_SIZE" not in environment or is_launched(environment)
+    if not values["dry_run"] or (is_known and not values["assume"]):
         return
     # check_strategy reports these errors.
     with suppress(ValueError):
