@@ -72,9 +72,7 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _several(value: str) -> bool:
-    with suppress(ValueError):
-        return float(value) > 1
-    return value.lower() != "none"
+    return value.lower() not in ("none", "0", "1")
 
 
 # A variable, a test for wrong values, and the reason, which completes "NAME VALUE: ...".
