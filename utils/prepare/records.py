@@ -49,10 +49,20 @@ def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 
     Raises ArrowException, OSError or ValueError when the file cannot be opened.
     """
-    total = step = 1  # the whole file
     if file.kind == "parquet":
-        yield from _row_groups(file, part_bytes)
+        metadata = pq.read_metadata(file.path)
+        start = size = 0
+        for index in range(metadata.num_row_groups):
+            group = metadata.row_group(index)
+            own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+            if size and size + own > part_bytes:
+                yield FilePart(file, start, index, size)
+                start, size = index, 0
+            size += own
+        if metadata.num_row_groups:
+            yield FilePart(file, start, metadata.num_row_groups, size)
         return
+    total = step = 1  # the whole file
     if file.kind == "jsonl" and file.compression is None:
         total, step = file.size, part_bytes
     elif file.kind == "datasets":
@@ -61,20 +71,6 @@ def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
     for start in range(0, total, step):
         stop = min(start + step, total)
         yield FilePart(file, start, stop, file.size * (stop - start) // total)
-
-
-def _row_groups(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
-    metadata = pq.read_metadata(file.path)
-    start = size = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        own = sum(group.column(c).total_compressed_size for c in range(group.num_columns))
-        if size and size + own > part_bytes:
-            yield FilePart(file, start, index, size)
-            start, size = index, 0
-        size += own
-    if metadata.num_row_groups:
-        yield FilePart(file, start, metadata.num_row_groups, size)
 
 
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
@@ -123,18 +119,19 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
             if not line:
                 return
             number, position = number + 1, position + len(line)
-            if line.strip():
-                yield _parse_line(line, Location(part.file.path, "line", number, offset))
-
-
-def _parse_line(line: bytes, location: Location) -> Record | BadRow:
-    try:
-        return _object(json.loads(line.decode("utf-8").removeprefix("\ufeff")), location)
-    except UnicodeDecodeError as error:
-        return BadRow("invalid_utf8", f"not UTF-8 at byte {error.start} of the line", location)
-    except (RecursionError, ValueError) as error:  # includes deep nesting and very long numbers
-        message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
-        return BadRow("malformed_json", message, location)
+            if not line.strip():
+                continue
+            location = Location(part.file.path, "line", number, offset)
+            try:
+                value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+            except UnicodeDecodeError as error:
+                message = f"not UTF-8 at byte {error.start} of the line"
+                yield BadRow("invalid_utf8", message, location)
+            except (RecursionError, ValueError) as error:  # also very long numbers
+                message = f"malformed JSON ({str(error).replace('line 1 column', 'column')})"
+                yield BadRow("malformed_json", message, location)
+            else:
+                yield _object(value, location)
 
 
 def _object(value: Any, location: Location) -> Record | BadRow:

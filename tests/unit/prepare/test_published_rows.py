@@ -96,9 +96,9 @@ TAKEN = {
         [Q, CALLING, ("tool", "r"), A],
     ),
     "calls in plural": (chat(Q, says(function_calls=json.dumps([CALL]))), [Q, CALLING]),
-    "Llama calls": (
-        chat(Q, says(tool_calls=[{"name": "find", "parameters": {"city": "Bonn"}}])), [Q, CALLING],
-    ),
+    "Llama calls":
+        (chat(Q, says(tool_calls=[{"name": "find", "parameters": {"city": "Bonn"}}])),
+         [Q, CALLING]),
     "one call under its own key": (chat(Q, says(tool_call=CALL)), [Q, CALLING]),
     "LLaMA-Factory v1": (
         chat({"role": "user", "content": [part("q", "value")], "loss_weight": 0.0},
@@ -130,21 +130,18 @@ TAKEN = {
         [S, Q, IDLE, Q, A],
     ),
     "FastChat": (shared(("human", "q"), ("gpt", "a"), id="0"), [Q, A]),
-    "Magpie": (
-        shared(("human", "q"), ("gpt", "a"), uuid="u", instruction="q", response="a"), [Q, A],
-    ),
-    "ToolACE": (
-        shared(("user", "q"), ("assistant", "[f()]"), ("tool", "r"), system="s"),
-        [S, Q, ("assistant", "[f()]"), ("tool", "r")],
-    ),
+    "Magpie":
+        (shared(("human", "q"), ("gpt", "a"), uuid="u", instruction="q", response="a"), [Q, A]),
+    "ToolACE":
+        (shared(("user", "q"), ("assistant", "[f()]"), ("tool", "r"), system="s"),
+         [S, Q, ("assistant", "[f()]"), ("tool", "r")]),
     "APIGen": (
         shared(("human", "q"), ("function_call", TEXT_CALL), ("observation", "r"), ("gpt", "a"),
                system="s", tools=json.dumps([CALL])),
         [S, Q, CALLING, ("tool", "r"), A],
     ),
-    "Hermes": (
-        shared(S, ("human", "q"), ("gpt", "a"), ("tool", "r")), [S, Q, A, ("tool", "r")],
-    ),
+    "Hermes":
+        (shared(S, ("human", "q"), ("gpt", "a"), ("tool", "r")), [S, Q, A, ("tool", "r")]),
     "NeMo": (
         shared({"from": "User", "value": "q", "label": None},
                {"from": "Assistant", "value": "a", "label": "quality:4"}, mask="User", system="s"),
@@ -158,15 +155,14 @@ TAKEN = {
     "OpenAssistant words": (shared(("prompter", "q"), A), [Q, A]),
     "LangChain words": (chat(("Human", "q"), ("AI", "a")), [Q, A]),
     "Cohere": (chat(("System", "s"), ("User", "q"), ("Chatbot", "a")), [S, Q, A]),
-    "upper case": (chat(("USER", "q"), ("ASSISTANT", "a")), [Q, A]),
-    "capitals and colons": (
-        chat(("User:", "q"), A, {"role": "Bot", "content": "b", "Loss": False}),
-        [Q, A, (*B, "untrained")],
-    ),
+    "upper case":
+        (chat((" USER ", "q"), ("ASSISTANT", "a"), ("tool-response", "r")), [Q, A, ("tool", "r")]),
+    "capitals and colons":
+        (chat(("User:", "q"), A, {"role": "Bot", "content": "b", "Loss": False}),
+         [Q, A, (*B, "untrained")]),
     "LIMA": ({"conversations": ["q", "a"], "source": "x"}, [Q, A]),
-    "Bedrock": (
-        chat(("user", [{"text": "q"}]), says([{"text": "a"}]), system=[{"text": "s"}]), [S, Q, A],
-    ),
+    "Bedrock":
+        (chat(("user", [{"text": "q"}]), says([{"text": "a"}]), system=[{"text": "s"}]), [S, Q, A]),
     "Vertex": (
         chat({"role": "user", "parts": [{"text": "q"}]},
              {"role": "model", "parts": [{"text": "a"}]}),
@@ -180,14 +176,12 @@ TAKEN = {
     "R1 distilled": (chat(Q, says("a", reasoning_content="t")), [Q, A]),
     "think tags": (chat(Q, says("<think>t</think>a")), [Q, ("assistant", "<think>t</think>a")]),
     "no_robots": (chat(Q, A, prompt="q", prompt_id="i", category="c"), [Q, A]),
-    "ultrafeedback": (
-        chat(Q, A, prompt="q", chosen=turns(Q, A), rejected=turns(Q, B)), [Q, A],
-    ),
+    "ultrafeedback":
+        (chat(Q, A, prompt="q", chosen=turns(Q, A), rejected=turns(Q, B)), [Q, A]),
     "alpaca": ({"instruction": "q", "input": "", "output": "a"}, [Q, A]),
-    "alpaca with history": (
-        {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"},
-        [S, Q, A, ("user", "q\ni"), A],
-    ),
+    "alpaca with history":
+        ({"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"},
+         [S, Q, A, ("user", "q\ni"), A]),
     "alpaca without input": ({"instruction": "q", "input": None, "output": "a"}, [Q, A]),
     "BELLE": ({"instruction": "q\n", "input": "", "output": "a"}, [("user", "q\n"), A]),
     "TRL prompt": ({"prompt": "q", "completion": "a"}, ["q", "a"]),
@@ -200,31 +194,26 @@ PAIR = [[Q, A], ["q", "a"]]
 NAMED = {
     "GSM8K": ({"question": "q", "answer": "a"}, PAIR),
     "MetaMath": ({"query": "q", "response": "a", "type": "t"}, PAIR),
-    "Dolly": (
-        {"instruction": "q", "context": "c", "response": "a", "category": "x"},
-        [[("user", "q\nc"), A]],
-    ),
-    "OpenOrca": (
-        {"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [[S, Q, A]],
-    ),
+    "Dolly":
+        ({"instruction": "q", "context": "c", "response": "a", "category": "x"},
+         [[("user", "q\nc"), A]]),
+    "OpenOrca":
+        ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [[S, Q, A]]),
     "GPTeacher": ({"instruction": "q", "input": "i", "response": "a"}, [[("user", "q\ni"), A]]),
     "Firefly": ({"kind": "k", "input": "q", "target": "a"}, PAIR),
     "input and output": ({"input": "q", "output": "a"}, PAIR),
-    "Nemotron": (
-        {"input": turns(Q), "output": "a", "system_prompt": "s", "category": "c"}, [[S, Q, A]],
-    ),
+    "Nemotron":
+        ({"input": turns(Q), "output": "a", "system_prompt": "s", "category": "c"}, [[S, Q, A]]),
     "OASST words": ({"INSTRUCTION": "q", "RESPONSE": "a"}, PAIR),
-    "ms-swift query": (
-        {"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]}, [[S, Q, A, Q, A]],
-    ),
-    "ms-swift ShareGPT": (
-        {"system": "s", "conversation": [{"human": "q", "assistant": "a"}]}, [[S, Q, A]],
-    ),
+    "ms-swift query":
+        ({"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]},
+         [[S, Q, A, Q, A]]),
+    "ms-swift ShareGPT":
+        ({"system": "s", "conversation": [{"human": "q", "assistant": "a"}]}, [[S, Q, A]]),
     "Capybara": ({"source": "x", "conversation": [{"input": "q", "output": "a"}]}, [[Q, A]]),
     "XTuner": ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, [[S, Q, A]]),
-    "history of messages": (
-        {"query": "q", "response": "a", "history": turns(Q, A)}, [[Q, A, Q, A]],
-    ),
+    "history of messages":
+        ({"query": "q", "response": "a", "history": turns(Q, A)}, [[Q, A, Q, A]]),
     "messages and chosen": (chat(Q, chosen="a", rejected="b"), [[Q, A]]),
     "WildChat": ({"conversation": [t | {"language": "en"} for t in turns(Q, A)]}, [[Q, A]]),
     "chat": ({"chat": turns(Q, A)}, [[Q, A]]),
@@ -236,17 +225,14 @@ NAMED = {
                       {"role": "model", "parts": [{"text": "a"}]}]},
         [[S, Q, A]],
     ),
-    "xLAM": (
-        {"id": 1, "query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([CALL])},
-        [[Q, CALLING]],
-    ),
-    "Glaive v2": (
-        {"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"}, ["USER: q ASSISTANT: a"],
-    ),
-    "Baize": (
-        {"topic": "t", "input": "[|Human|]q[|AI|]a"},
-        ["[|Human|]q[|AI|]a", ["t", "[|Human|]q[|AI|]a"]],
-    ),
+    "xLAM":
+        ({"id": 1, "query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([CALL])},
+         [[Q, CALLING]]),
+    "Glaive v2":
+        ({"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"}, ["USER: q ASSISTANT: a"]),
+    "Baize":
+        ({"topic": "t", "input": "[|Human|]q[|AI|]a"},
+         ["[|Human|]q[|AI|]a", ["t", "[|Human|]q[|AI|]a"]]),
     "Prosocial": ({"context": "q", "response": "a"}, PAIR),
     "P3": ({"inputs_pretokenized": "q", "targets_pretokenized": "a"}, PAIR),
     "ms-swift pretraining": ({"response": "t"}, ["t"]),
@@ -268,76 +254,60 @@ NAMED = {
                rejected={"from": "gpt", "value": "b"}),
         [[Q, A]],
     ),
-    "LLaMA-Factory v1 DPO": (
-        {"chosen_messages": turns(Q, A), "rejected_messages": turns(Q, A)}, [[Q, A]],
-    ),
+    "LLaMA-Factory v1 DPO":
+        ({"chosen_messages": turns(Q, A), "rejected_messages": turns(Q, A)}, [[Q, A]]),
     "The Stack": ({"hexsha": "x", "content": "print()", "ext": "py"}, ["print()"]),
     "RedPajama 2": ({"raw_content": "t", "doc_id": "x"}, ["t"]),
     "body": ({"title": "x", "body": "text"}, ["text"]),
     "CNN": ({"article": "q", "highlights": "a", "id": "x"}, PAIR),
     "Flan": ({"inputs": "q", "targets": "a", "task": "x"}, PAIR),
     "spaces": ({"Question ": "x", "Instruction": "q", "Response": "a"}, PAIR),
-    "alpaca with text": (
-        {"instruction": "q", "input": "", "output": "a", "text": "t"}, ["t", [Q, A]],
-    ),
-    "sql-create-context": (
-        {"question": "q", "context": "c", "answer": "a"}, [[("user", "q\nc"), A]],
-    ),
+    "alpaca with text":
+        ({"instruction": "q", "input": "", "output": "a", "text": "t"}, ["t", [Q, A]]),
+    "sql-create-context":
+        ({"question": "q", "context": "c", "answer": "a"}, [[("user", "q\nc"), A]]),
     "messages under any name": ({"trajectory": turns(Q, A), "reward": 1.0}, [[Q, A]]),
-    "identifiers beside texts": (
-        {"instance_id": "12", "statement": "q", "patch": "abc"}, ["abc", ["q", "abc"]],
-    ),
+    "identifiers beside texts":
+        ({"instance_id": "12", "statement": "q", "patch": "abc"}, ["abc", ["q", "abc"]]),
 }
 REFUSED = {
     "KTO": ({"prompt": "q", "completion": "a", "label": True}, "filter {label: true}"),
     "KTO chats": (chat(Q, A, label=False), "filter {label: true}"),
-    "LLaVA": (
-        shared(("human", "<image>\nq"), ("gpt", "a"), image="a.jpg"), "the row has 'image': text",
-    ),
-    "LLaMA-Factory pictures": (
-        chat(("user", "<image>q"), A, images=["a.jpg"]), "the row has 'images': text alone",
-    ),
+    "LLaVA":
+        (shared(("human", "<image>\nq"), ("gpt", "a"), image="a.jpg"), "the row has 'image': text"),
+    "LLaMA-Factory pictures":
+        (chat(("user", "<image>q"), A, images=["a.jpg"]), "the row has 'images': text alone"),
     "sound": (chat(("user", "<audio>q"), A, audios=["a.mp3"]), "the row has 'audios': text alone"),
     "text with a picture": ({"text": "see <image>", "images": ["a"]}, "the row has 'images'"),
-    "Ollama pictures": (
-        chat({"role": "user", "content": "q", "images": ["a"]}, A),
-        "message 0 of 'messages' has 'images'",
-    ),
-    "picture parts": (
-        chat(("user", [{"type": "image_url", "image_url": "x"}])), "a part that is no text",
-    ),
-    "axolotl train_detail": (
-        chat(Q, says("a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])),
-        "'train_detail': .* write 'weight': 0",
-    ),
-    "axolotl parts": (
-        chat(Q, says([part("t", train=False), part("a", train=True)])),
-        "keys or parts contradict each other",
-    ),
-    "Python calls": (
-        chat(Q, says(None, function_calls="f(x)")), "a call without 'name' and 'arguments': 'f",
-    ),
-    "calls under another key": (
-        chat(Q, says("", actions="f(x)")),
-        "message 1 of 'messages' has no 'content', and 'actions' is not read",
-    ),
-    "OpenAI refusal": (
-        chat(Q, says(None, refusal="no")), "has no 'content', and 'refusal' is not read",
-    ),
+    "Ollama pictures":
+        (chat({"role": "user", "content": "q", "images": ["a"]}, A),
+         "message 0 of 'messages' has 'images'"),
+    "picture parts":
+        (chat(("user", [{"type": "image_url", "image_url": "x"}])), "a part that is no text"),
+    "axolotl train_detail":
+        (chat(Q, says("a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])),
+         "'train_detail': .* write 'weight': 0"),
+    "axolotl parts":
+        (chat(Q, says([part("t", train=False), part("a", train=True)])),
+         "keys or parts contradict each other"),
+    "Python calls":
+        (chat(Q, says(None, function_calls="f(x)")), "a call without 'name' and 'arguments': 'f"),
+    "calls under another key":
+        (chat(Q, says("", actions="f(x)")),
+         "message 1 of 'messages' has no 'content', and 'actions' is not read"),
+    "OpenAI refusal":
+        (chat(Q, says(None, refusal="no")), "has no 'content', and 'refusal' is not read"),
     "empty answer": (chat(Q, says(" \n")), "answer 1 of 'messages' has no text"),
-    "two calls keys": (
-        chat(Q, says(tool_calls=CALLED, function_call=CALL)),
-        "'tool_calls' and 'function_call': keep one",
-    ),
+    "two calls keys":
+        (chat(Q, says(tool_calls=CALLED, function_call=CALL)),
+         "'tool_calls' and 'function_call': keep one"),
     "prompt with system": ({"prompt": "q", "completion": "a", "system": "s"}, "'system' go with"),
-    "SQuAD": (
-        {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}},
-        "'answers' must be a string, found dict",
-    ),
-    "HC3": (
-        {"question": "q", "human_answers": ["a"], "chatgpt_answers": ["b"]},
-        "'chatgpt_answers' must be a string, found list",
-    ),
+    "SQuAD":
+        ({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}},
+         "'answers' must be a string, found dict"),
+    "HC3":
+        ({"question": "q", "human_answers": ["a"], "chatgpt_answers": ["b"]},
+         "'chatgpt_answers' must be a string, found list"),
     "MMLU": ({"question": "q", "choices": ["a", "b"], "answer": 1}, "'answer' must be a string"),
     "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "no column can be read"),
     "translation": ({"translation": {"en": "a", "de": "b"}}, "no column can be read"),
@@ -345,42 +315,33 @@ REFUSED = {
     "question alone": ({"instruction": "q", "input": "i"}, "no column can be read"),
     "datasets-server": ({"row_idx": 0, "row": {"text": "a"}}, "no column can be read"),
     "segments": ({"segments": [{"label": True, "text": "a"}]}, "no column can be read"),
-    "MOSS": (
-        {"meta_instruction": "s", "chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
-        "'chat' must be a list of messages, found dict",
-    ),
-    "oasst1": (
-        {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"},
-        "each row is one message of a tree",
-    ),
+    "MOSS":
+        ({"meta_instruction": "s", "chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
+         "'chat' must be a list of messages, found dict"),
+    "oasst1":
+        ({"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"},
+         "each row is one message of a tree"),
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
     "tokenized": ({"input_ids": [1], "labels": [1]}, "--train_data"),
-    "arguments cut short": (
-        chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "call whose arguments are no JSON",
-    ),
-    "two thoughts": (
-        chat(Q, says("a", reasoning="t", reasoning_content="u")),
-        "'reasoning_content' and 'reasoning': keep one",
-    ),
+    "arguments cut short":
+        (chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "arguments are no JSON"),
+    "two thoughts":
+        (chat(Q, says("a", reasoning="t", reasoning_content="u")),
+         "'reasoning_content' and 'reasoning': keep one"),
     "a thought that is no text": (chat(Q, says("a", thinking=True)), "a string, found bool"),
-    "an answer twice": (
-        shared(Q, {"from": "gpt", "value": "a", "content": "b"}), "has 'value' and 'content'",
-    ),
-    "other tools twice": (
-        chat(Q, A, tools=TOOLS, functions=[{"name": "other"}]), "'tools' and 'functions' differ",
-    ),
-    "tools among the variables": (
-        chat(Q, A, chat_template_kwargs={"tools": TOOLS}), "tools is given with each chat",
-    ),
-    "texts in a completion": (
-        {"prompt": ["q", "q2"], "completion": ["a", "a2"]},
-        "'completion' must be a text, or messages",
-    ),
+    "an answer twice":
+        (shared(Q, {"from": "gpt", "value": "a", "content": "b"}), "has 'value' and 'content'"),
+    "other tools twice":
+        (chat(Q, A, tools=TOOLS, functions=[{"name": "other"}]), "'tools' and 'functions' differ"),
+    "tools among the variables":
+        (chat(Q, A, chat_template_kwargs={"tools": TOOLS}), "tools is given with each chat"),
+    "texts in a completion":
+        ({"prompt": ["q", "q2"], "completion": ["a", "a2"]},
+         "'completion' must be a text, or messages"),
     "nobody answers": (chat(Q, ("agent", "a")), r"is the assistant's \(roles: user, agent\)"),
-    "other keys of messages": (
-        {"messages": [{"speaker": "human", "text": "q"}]},
-        r"has no 'role' \(keys: speaker, text\)",
-    ),
+    "other keys of messages":
+        ({"messages": [{"speaker": "human", "text": "q"}]},
+         r"has no 'role' \(keys: speaker, text\)"),
 }
 # fmt: on
 
@@ -427,48 +388,41 @@ CHAT = json.dumps(turns(Q, A))
 # fmt: off
 FILES = {
     "lists of messages": ("a.jsonl", f"{CHAT}\n{CHAT}\n", [[Q, A]] * 2),
-    "one list a line, the first very long": (
-        "a.jsonl", f"{json.dumps(turns(Q, ('assistant', LONG)))}\n{CHAT}\n",
-        [[Q, ("assistant", LONG)], [Q, A]],
-    ),
+    "one list a line, the first very long":
+        ("a.jsonl", f"{json.dumps(turns(Q, ('assistant', LONG)))}\n{CHAT}\n",
+         [[Q, ("assistant", LONG)], [Q, A]]),
     "one chat": ("a.json", json.dumps(turns(Q, A), indent=1), [[Q, A]]),
     "an array of chats": ("a.json", json.dumps([turns(Q, A)] * 2, indent=1), [[Q, A]] * 2),
     "one row over many lines": ("a.json", json.dumps(chat(Q, A), indent=1), [[Q, A]]),
     "rows over many lines": ("a.jsonl", json.dumps({"text": "a"}, indent=1) * 2, ["a", "a"]),
-    "an object around rows": (
-        "a.json", json.dumps({"version": 1, "rows": [{"text": "a"}, {"text": LONG}]}), ["a", LONG],
-    ),
-    "an object around data": (
-        "a.json", json.dumps({"data": [{"text": "a"}], "n": []}, indent=1), ["a"],
-    ),
+    "an object around rows":
+        ("a.json", json.dumps({"version": 1, "rows": [{"text": "a"}, {"text": LONG}]}),
+         ["a", LONG]),
+    "an object around data":
+        ("a.json", json.dumps({"data": [{"text": "a"}], "n": []}, indent=1), ["a"]),
     "semicolons": ("a.csv", "prompt;completion\nq, q;a\n", [["q, q", "a"]]),
     "bars": ("a.csv", "prompt|completion\nq;q|a\n", [["q;q", "a"]]),
     "tabs": ("a.csv", "prompt\tcompletion\nq\ta\n", [["q", "a"]]),
     "Excel": ("a.csv", "\ufeffsep=;\nprompt;completion\nq;a\n", [["q", "a"]]),
     "one column": ("a.csv", "text\na;b|c\n", ["a;b|c"]),
     "a name with a comma": ("a.csv", '"text";"a,b"\nx;y\n', ["x"]),
-    "blanks and empty names in a header": (
-        "a.csv", "prompt, completion,,\nq,a,,\n", [["q", "a"]],
-    ),
-    "JSON in cells": (
-        "a.csv", 'prompt,completion\n"[{""role"": ""user"", ""content"": ""q""}]",a\n', [[Q, A]],
-    ),
-    "columns of pandas": (
-        "a.json", json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
-        [["q", "a"], ["r", "b"]],
-    ),
+    "blanks and empty names in a header":
+        ("a.csv", "prompt, completion,,\nq,a,,\n", [["q", "a"]]),
+    "JSON in cells":
+        ("a.csv", 'prompt,completion\n"[{""role"": ""user"", ""content"": ""q""}]",a\n', [[Q, A]]),
+    "columns of pandas":
+        ("a.json", json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
+         [["q", "a"], ["r", "b"]]),
     "names and rows of pandas": (
         "a.json",
         json.dumps({"columns": ["prompt", "completion"], "index": [0], "data": [["q", "a"]]}),
         [["q", "a"]],
     ),
-    "numbered rows of pandas": (
-        "a.json", json.dumps({"0": {"text": "a"}, "5": {"text": "b"}}), ["a", "b"],
-    ),
-    "lists of columns": (
-        "a.json", json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
-        [["q", "a"], ["r", "b"]],
-    ),
+    "numbered rows of pandas":
+        ("a.json", json.dumps({"0": {"text": "a"}, "5": {"text": "b"}}), ["a", "b"]),
+    "lists of columns":
+        ("a.json", json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
+         [["q", "a"], ["r", "b"]]),
 }
 LOSING = [
     ("a.csv", "prompt,prompt,completion\nq,r,a\n", "'prompt' twice"),

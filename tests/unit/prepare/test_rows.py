@@ -133,20 +133,6 @@ def test_parts_of_an_answer_that_agree_are_read(said_of_parts):
     assert ("weight" in message(role="assistant", content=parts)) == is_idle
 
 
-@pytest.mark.parametrize(
-    ("word", "role"),
-    [
-        *((word, "assistant") for word in ("ASSISTANT", "GPT", "AI", "ai", "Bot", "Model", "MOSS")),
-        *((word, "user") for word in ("User", "HUMAN", "prompter", " user ")),
-        *((word, "tool") for word in ("Tool", "Observation", "tool-response", "ipython")),
-        *(("System", "system"), ("developer", "developer")),
-    ],
-)
-def test_words_for_a_role_are_compared_without_case(word, role):
-    assert message(role=word, content="x")["role"] == role
-    assert turns({"conversations": said((word, "x"))}, "sharegpt") == [(role, "x")]
-
-
 def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
     empty = {"role": "assistant", "content": " "}
     for messages, first in (([QUESTION, empty], 0), ([empty, QUESTION, empty], 1)):
