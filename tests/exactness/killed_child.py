@@ -27,7 +27,7 @@ import pretrain
 import utils.checkpoints.files
 import utils.run.preflight
 from utils.checkpoints import discovery as rotation
-from utils.checkpoints import staging
+from utils.checkpoints import store
 from utils.host import atomic_files, run_lock
 from utils.launch.script import run_script
 
@@ -134,11 +134,11 @@ def stage_within(memory: Path) -> None:
     """Stage background checkpoints in this folder under a fixed name."""
 
     def make_directory(prefix: str, dir: Path) -> str:
-        directory = Path(dir) / f"{staging.PREFIX}here"
+        directory = Path(dir) / f"{store.PREFIX}here"
         directory.mkdir()
         return str(directory)
 
-    staging.MEMORY = memory
+    store.MEMORY = memory
     atomic_files.tempfile = types.SimpleNamespace(mkdtemp=make_directory)
 
 

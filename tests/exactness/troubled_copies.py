@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pretrain
-from utils.checkpoints import staging
+from utils.checkpoints import store
 from utils.launch.script import run_script
 
 kind, rank, step = os.environ["STOKER_TEST_COPY"].split(":")
@@ -29,7 +29,7 @@ def troubled(source, target):
 
 
 if __name__ == "__main__":
-    staging.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
+    store.MEMORY = Path(os.environ["STOKER_TEST_MEMORY"])
     if os.environ["RANK"] == rank and kind != "none":
         shutil.copyfile = troubled
     sys.exit(run_script(pretrain.main))

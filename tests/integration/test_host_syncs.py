@@ -33,7 +33,7 @@ ON_THE_HOST = {
 # Functions that may wait for the device: before evaluations and saves, around a profile, in logs.
 WAITING = {
     "utils/callbacks/metrics.py: on_step_end", "utils/callbacks/nonfinite.py: _read",
-    "utils/callbacks/profiler.py: _wait", "utils/callbacks/stragglers.py: _product_s",
+    "utils/callbacks/profiler.py: _wait", "utils/callbacks/metrics.py: _product_s",
 }  # fmt: skip
 # Four micro-batches per step, and one log at the end.
 SETTINGS = {"global_batch_size": 8, "logging_steps": 100, "save_steps": 100, "max_grad_norm": 1.0}

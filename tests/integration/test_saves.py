@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from utils.callbacks.journal import read_journal
 from utils.checkpoints.files import MANIFEST, flush_and_record, read_manifest
-from utils.checkpoints.staging import MEMORY, PREFIX
+from utils.checkpoints.store import MEMORY, PREFIX
 from utils.config.errors import ExitCode, StorageError
 
 pytestmark = pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_node_without_room_in_memory_saves_as_ever(
     start, uninterrupted, tmp_path, monkeypatch, capsys
 ):
     run, whole = tmp_path / "run", uninterrupted()
-    monkeypatch.setattr("utils.checkpoints.staging.free_bytes", lambda: 2**17)
+    monkeypatch.setattr("utils.checkpoints.store.free_bytes", lambda: 2**17)
     capsys.readouterr()
     assert start(run, **BACKGROUND) == ExitCode.DONE
     shown = capsys.readouterr().out

@@ -1,16 +1,13 @@
 """Callbacks that act at events of training; utils/run/finish.py creates them.
 
-progress       the phase, step and micro-batch of this rank, for pages and views
-journal        metrics.jsonl and the log's lines
-live           on a terminal, a view below the log's lines
-metrics        figures of training logs: speed, MFU, a mixture's sources
-memory         each rank's memory by phase, and what a GPU has left for a larger micro-batch
-out_of_memory  the page of a run whose memory ran out
-profiler       a trace of some steps, and a table of their most expensive kernels
-stop           stops or saves at the same step on all ranks: signals, files, the time limit
-evaluation     early stopping, and samples of what the model says
-nonfinite      ends a run whose loss, gradient or weights are not finite
-watchdog       ends a run that hangs
-hang_page      hang.txt: the stacks and collectives of all ranks in a hang
-stragglers     a rank's own time, and the rank that the others wait for
+progress    the phase, step and micro-batch of this rank, for pages and views
+journal     metrics.jsonl and the log's lines
+live        on a terminal, a view below the log's lines
+metrics     figures of training logs: speed, MFU, a mixture's sources, the slowest rank
+memory      each rank's memory by phase, and the page of a run that ran out of memory
+profiler    a trace of some steps, and a table of their most expensive kernels
+stop        stops or saves at the same step on all ranks: signals, files, the time limit
+evaluation  early stopping, and samples of what the model says
+nonfinite   ends a run whose loss, gradient or weights are not finite
+watchdog    ends a run that hangs; hang.txt: the stacks and collectives of all ranks
 """

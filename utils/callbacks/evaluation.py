@@ -81,9 +81,7 @@ class EarlyStopping(TrainerCallback):
             raise FinishedEarlyError
 
     @override
-    def on_epoch_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Cancel further actions. Trainer calls this after leaving its loop, as after an epoch."""
         if self.ended:
             control.should_log = control.should_evaluate = control.should_save = False

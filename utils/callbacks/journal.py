@@ -51,34 +51,25 @@ class Journal(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Write an event for this start."""
+        """Write an event for this start. Damaged lines of earlier starts stay in the file."""
         if not state.is_world_process_zero:
             return
-        self._end_last_line()
-        self.resumed_at = state.global_step
-        event = "resumed" if self.resumed_at else "started"
-        self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
-
-    def _end_last_line(self) -> None:
-        """End the last line, because a process may have died while it wrote this line.
-
-        Damaged lines stay in the file. A journal that cannot be written to is renamed.
-        """
         try:
             with self.path.open("ab+") as file:
                 file.seek(max(file.tell() - 1, 0))
-                if file.read(1) not in (b"\n", b""):
+                if file.read(1) not in (b"\n", b""):  # a process died while it wrote this line
                     file.write(b"\n")
             if damaged := read_lines(self.path, last=READ_BYTES)[1]:
                 logger.warning("%s: training goes on without them", skipped(damaged))
         except (IsADirectoryError, PermissionError) as error:
             name = set_aside(self.path, DAMAGED)
             logger.warning("%s: %s; set aside as %s", self.path, error.strerror, name)
+        self.resumed_at = state.global_step
+        event = "resumed" if self.resumed_at else "started"
+        self.write({"event": event, "step": state.global_step, "max_steps": state.max_steps})
 
     @override
-    def on_log(
-        self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         """Write one event, whose kind follows from Trainer's keys; collective in an evaluation."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:

@@ -1,8 +1,14 @@
-"""Memory of each rank in training, evaluations and saves, and the headroom of a GPU."""
+"""Memory of each rank by phase, a GPU's headroom, and the page of a run out of memory."""
 
+import contextlib
+import gc
 import logging
+import re
 import resource
-from collections.abc import Mapping, Sequence
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -10,13 +16,25 @@ import torch
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
+from utils.callbacks.progress import Phase
+from utils.callbacks.watchdog import LIBRARIES
+from utils.checkpoints.files import readable
+from utils.config.errors import ConfigurationError, OutOfMemoryError
+from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered
-from utils.host.machine import host_name
+from utils.host.faults import memory_cause, memory_owner, place
+from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 LEFT = ("memory_free_gib", "memory_headroom_gib")  # the worst rank has the least
+# Names of phases on the page and in metrics.jsonl. To finish a run is mostly to write final/.
+WORDS = {
+    Phase.START: "load", Phase.LOAD: "load", Phase.FIRST_STEP: "train", Phase.TRAIN: "train",
+    Phase.EVALUATE: "eval", Phase.SAVE: "save", Phase.FINISH: "save",
+}  # fmt: skip
+WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states", "other tensors"
 
 
 class MemoryMonitor(TrainerCallback):
@@ -70,9 +88,7 @@ class MemoryMonitor(TrainerCallback):
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
-        own: dict[str, float] = {
-            "host_rss_gib": resident, "host_peak_rss_gib": max(peak, resident)
-        }  # fmt: skip
+        own = {"host_rss_gib": resident, "host_peak_rss_gib": max(peak, resident)}
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
@@ -81,8 +97,8 @@ class MemoryMonitor(TrainerCallback):
             own |= {"memory_free_gib": free, "memory_total_gib": total}
             # CUDA itself and other processes use the rest.
             own["memory_headroom_gib"] = free + reserved - peak_bytes
-        own = {name: size_bytes / GIB for name, size_bytes in own.items()}
-        ranks = gathered((host_name(), own))
+        sizes = {name: size_bytes / GIB for name, size_bytes in own.items()}
+        ranks = gathered((host_name(), sizes))
         self.by_rank = [
             {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
         ]
@@ -102,4 +118,146 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
     """Return " (rank 3 on n2)", the rank with the highest GPU peak; "" if all are about alike."""
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
-    return f" (rank {last['rank']} on {last['host']})" * apart
+    return f" (rank {last['rank']} on {last['host']})" if apart else ""
+
+
+@contextlib.contextmanager
+def memory_page(trainer: Any) -> Iterator[None]:
+    """Write the page and raise OutOfMemoryError if the trainer runs out of memory in this block.
+
+    A helper process that the kernel kills for lack of memory counts as well.
+    """
+    kills = memory_kills()
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        # All data workers end now. torch's handler would raise an error in this process for each.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        cause = memory_cause(error, killed=memory_kills() > kills)
+        if cause is None:
+            raise
+        last_words = None
+        with contextlib.suppress(Exception):  # even the page may take too much memory
+            last_words = write_page(trainer, error, cause)
+        if last_words is None:
+            raise
+        raise OutOfMemoryError(last_words) from None
+
+
+def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
+    """Write RUN/out-of-memory-rankN.txt and return the message for the user."""
+    progress, rank, owner = trainer.callbacks.progress, global_rank(), memory_owner(cause)
+    phase, device = WORDS[progress.phase], trainer.args.device.type if owner == "GPU" else "cpu"
+    where = place(traceback.extract_tb(cause.__traceback__), LIBRARIES)
+    asked = re.search(r"allocate ([\d.]+) ?(\w+)", str(cause))
+    size = f"{asked[1]} {asked[2]}" if asked else "more"
+    words = f"{host_name()}: out of memory ({owner}), {phase}, step {progress.step}: "
+    words += f"cannot allocate {size} in {where}"
+    page = trainer.checkpoints.output_dir / f"out-of-memory-rank{rank}.txt"
+    parts, sizes = [words], Counter[str]()
+
+    def add(part: Callable[[], str]) -> None:
+        try:
+            parts.append(part())
+            replace_text(page, "\n\n".join(parts))  # a launcher may end this process soon
+        except Exception as failure:  # memory is short, and the disk may be full
+            parts.append(f"(a part is missing: {failure!r})")
+
+    if device == "cuda":
+        dump, blocks = torch.cuda.memory._dump_snapshot, page.with_suffix(".pickle")
+        add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
+    model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
+    if progress.shape is not None:
+        sequences, tokens = progress.shape
+        model += f", {sequences} sequences x {tokens:,} tokens, "
+        model += f"{int(progress.tokens.sum()):,} of them real"
+    add(lambda: model)
+    add(lambda: _tensors(trainer, device, sizes))
+    helps = _what_helps(trainer, phase, device, sizes[OTHERS])
+    add(lambda: "\n  ".join(["what would help most", *helps[:3]]))
+    add(lambda: "".join(traceback.format_exception(error)))
+    if rank == 0:
+        event = {"event": "out_of_memory", "step": progress.step, "rank": rank}
+        event |= {"host": host_name(), "phase": phase, "page": page.name}
+        trainer.callbacks.journal.write(event)
+    return f"{words}\nwhat would help most: {helps[0]}\nwhat took it: {page}"
+
+
+def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
+    """Yield (value, kind, name) of the model's and the optimizer's values and all other tensors."""
+    names = {weight: name for name, weight in trainer.model.named_parameters()}
+    for weight, name in names.items():
+        yield weight, WEIGHTS, name
+        yield weight.grad, GRADIENTS, f"gradient of {name}"
+    for weight, states in getattr(trainer.optimizer, "state", {}).items():
+        for state, value in states.items():
+            yield value, STATES, f"{state} of {names.get(weight, 'a weight')}"
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor):
+            yield value, OTHERS, f"result of {value.grad_fn.name()}" if value.grad_fn else "unnamed"
+
+
+def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
+    """Return tables of memory by kind and of the largest tensors; add bytes by kind to `sizes`."""
+    found: dict[int, tuple[int, str, str]] = {}  # by address
+    for value, kind, name in _named_tensors(trainer):
+        with contextlib.suppress(AttributeError, RuntimeError):  # not a tensor, or without data
+            local = getattr(value, "_local_tensor", value)  # under FSDP2 this rank's rows
+            storage = local.untyped_storage()
+            if local.device.type == device and (address := storage.data_ptr()):
+                text = f"{str(local.dtype)[6:]} {tuple(local.shape)}  {name}"
+                found.setdefault(address, (storage.nbytes(), kind, text))
+    if device == "cuda":
+        for block in [one for each in torch.cuda.memory_snapshot() for one in each["blocks"]]:
+            if block["state"] == "active_allocated":
+                kept = (block["size"], OTHERS, "kept for the backward pass, or by a library")
+                found.setdefault(block["address"], kept)
+        (free, total), reserved = torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
+        rest = {"reserved by torch, not in use": reserved - torch.cuda.memory_allocated()}
+        rest |= {"other processes, CUDA itself": total - free - reserved, "free": free}
+    else:
+        rest = {"this process, resident": psutil.Process().memory_info().rss}
+        if workers := psutil.Process().children(recursive=True):
+            rest[f"its {len(workers)} workers"] = sum(each.memory_info().rss for each in workers)
+        rest["left of the host, or of the job's limit"] = memory_room_bytes()
+    for size, kind, _ in found.values():
+        sizes[kind] += size
+    largest = [(text, size) for size, _, text in sorted(found.values(), reverse=True)]
+    tables = ([*sizes.items(), *rest.items()], largest[:10])
+    lines = ["\n".join(f"{readable(size):>12}  {name}" for name, size in rows) for rows in tables]
+    return "\n\nthe largest tensors\n".join(lines)
+
+
+def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
+    """Return the changes of settings that would save memory, largest saving first.
+
+    In training the savings are those predicted at the start. In an evaluation they are a share of
+    `others`, the bytes of tensors that are no weights, gradients or optimizer states.
+    """
+    args, plan, lines = trainer.args, trainer.memory, []
+    if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:
+        less = readable(others * (rows - rows // 2) // rows)
+        lines = [f"--per_device_eval_batch_size {rows // 2}: about {less} less"]
+    elif phase == "train" and device == args.device.type:
+        rows, own = args.per_device_train_batch_size, plan.predicted_bytes[plan.choice]
+        predicted = plan.predicted_bytes.items()
+        changes = {f"--activation_checkpointing {name}": size for name, size in predicted}
+        for fewer in range(1, rows):
+            if rows % fewer == 0:  # the global batch stays
+                size = own - (rows - fewer) * plan.sequence_bytes
+                changes[f"--per_device_train_batch_size {fewer}"] = size
+        if args.world_size > 1 and not trainer.is_fsdp_enabled:
+            changes["strategy: fsdp2 (a new run)"] = plan.sharded_bytes
+        now = f"(predicted; now {readable(own)})"
+        best = sorted((size, change) for change, size in changes.items() if size < own)
+        lines = [f"{change}: {readable(size)} {now}" for size, change in best]
+    if device == "cpu":
+        if trainer.checkpoints.background is not None:
+            lines.append("--async_save false: no checkpoint is staged in the node's memory")
+        if workers := args.dataloader_num_workers:
+            lines.append(f"--dataloader_num_workers {workers // 2}: each is a process")
+        lines.append("more memory for the job: sbatch --mem, ulimit -v")
+    wider = "more GPUs" if trainer.is_fsdp_enabled else "more GPUs with strategy: fsdp2"
+    return [*lines, f"{wider}, a shorter sequence_length (docs/faq.md)"]

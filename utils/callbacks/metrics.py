@@ -3,21 +3,24 @@
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import extract_model_from_parallel
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.stragglers import OwnTime, slowest_rank
 from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
 from utils.model.architecture import MISFITS
 from utils.model.flops import effective_length, peak_flops, token_products
 
 logger = logging.getLogger(__name__)
+
+PROBE_S = 10.0  # between two timings of the fixed matrix product
 
 
 class MixtureShares(TrainerCallback):
@@ -78,9 +81,10 @@ class Throughput(TrainerCallback):
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.world_size = args.world_size
         if "model" in kwargs:
-            self._count_flops(kwargs["model"], args.device)
+            model = extract_model_from_parallel(kwargs["model"])
+            self._count_flops(model, args.device)
             if self.world_size > 1:
-                self.own = OwnTime(extract_model_from_parallel(kwargs["model"]), args.device)
+                self.own = OwnTime(model, args.device)
         self._leave_out()
         self.elapsed_s = 0.0
 
@@ -89,26 +93,24 @@ class Throughput(TrainerCallback):
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
-            flops = token_products(extract_model_from_parallel(model)).flops(seen)
+            self.flops_per_token = token_products(model).flops(seen)
         except MISFITS as error:
             logger.warning(
                 "MFU and total_flos are left out: the model's products cannot be counted (%r)",
                 error,
             )
             return
-        peak = peak_flops(device)
-        known = "peak unknown, so no MFU"
+        peak, known = peak_flops(device), "peak unknown, so no MFU"
         if peak is not None:
+            self.mfu_per_rate = self.flops_per_token / peak
             known = f"MFU of {torch.cuda.get_device_name(device)}'s {peak / 1e12:g} TFLOP/s in bf16"
-        document = f"a token's document has {seen:,.0f} tokens on average"
-        logger.info(f"model: {flops / 1e9:.3g} GFLOPs a token ({document}); {known}")
-        self.flops_per_token = flops
-        self.mfu_per_rate = None if peak is None else flops / peak
+        logger.info(
+            "model: %.3g GFLOPs a token (a token's document has %s tokens on average); %s",
+            self.flops_per_token / 1e9, f"{seen:,.0f}", known,
+        )  # fmt: skip
 
     @override
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Count the step's time. After the first step of this start, begin the window."""
         self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
@@ -132,7 +134,10 @@ class Throughput(TrainerCallback):
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
         """Restart the clock, so that the evaluation of a split or a save does not count."""
-        self.counted_until, self.graphs_before = self.clock(), _compiled_graphs()
+        self.counted_until = self.clock()
+        dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
+        # Graphs that torch has compiled in this process or loaded from its cache.
+        self.graphs_before = int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
     on_evaluate = on_save = _leave_out
 
@@ -169,7 +174,82 @@ class Throughput(TrainerCallback):
         return figures
 
 
-def _compiled_graphs() -> int:
-    """Return how many graphs torch has compiled in this process or loaded from its cache."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+class OwnTime:
+    """Seconds that a rank computes, without its waits for other ranks.
+
+    Under DDP these are the forward passes, and the backward passes from the loss to the embedding,
+    which no collective delays. Under FSDP and DeepSpeed both passes wait for other ranks, so each
+    rank times a fixed matrix product now and then instead. On a GPU the times come from CUDA
+    events, read after the device has reached them.
+    """
+
+    def __init__(self, model: Any, device: torch.device):
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if self.on_gpu else None
+        self.spans = deque[tuple[Any, Any]]()  # begins and ends, not added up yet
+        self.seconds, self.product_s, self.probed = 0.0, 0.0, -PROBE_S
+        self.sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
+        if not self.sharded:
+            # Hook the model inside DDP: DDP's own forward begins with a broadcast of buffers.
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._forward_ends)
+            model.get_input_embeddings().register_forward_hook(self._embedded)
+
+    def _forward_ends(self, model: torch.nn.Module, _: Any, output: Any) -> None:
+        if model.training:
+            self._end()
+            output["loss"].register_hook(self._begin)
+
+    def _embedded(self, embedding: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
+        if embedding.training and output.requires_grad:  # else count only forward passes
+            output.register_hook(self._end)
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def _begin(self, *_: Any) -> None:
+        self.begin = self._now()
+
+    def _end(self, *_: Any) -> None:
+        self.spans.append((self.begin, self._now()))
+        while self.spans and (not self.on_gpu or self.spans[0][1].query()):
+            begin, end = self.spans.popleft()
+            self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds computed since the last call, and those of the product (0: none)."""
+        own_s, self.seconds = self.seconds, 0.0
+        if self.sharded and time.monotonic() - self.probed >= PROBE_S:
+            self.product_s = min(self._product_s() for _ in range(3))
+            self.probed = time.monotonic()
+        return own_s, self.product_s
+
+    def _product_s(self) -> float:
+        """Time a product: on a GPU 0.2 TFLOP in 16 MiB, after the log has waited for the device."""
+        size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
+        factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
+        for _ in range(runs):
+            torch.mm(factor, factor)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin
+
+
+def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
+    """Return the rank that waits least for others, and the share of a step that others lose by it.
+
+    `ranks` holds the elapsed time of each rank, its wait for batches, and the result of
+    `OwnTime.take`. If products were timed, the rank with the slowest product counts as always busy.
+    """
+    elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
+    busy_s = [
+        wait_s + (elapsed_s * product_s / longest if longest else own_s)
+        for _, wait_s, own_s, product_s in ranks
+    ]
+    slowest = busy_s.index(max(busy_s))
+    others_s = (sum(busy_s) - busy_s[slowest]) / (len(busy_s) - 1)
+    return {"slowest_rank": slowest, "slowest_cost": (busy_s[slowest] - others_s) / elapsed_s}

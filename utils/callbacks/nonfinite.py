@@ -55,7 +55,6 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Set up the agreement with the other ranks."""
         self.rank, self.device = args.process_index, args.device
         self.loader: TrainLoader = kwargs["train_dataloader"]
         self.last_step = state.global_step - 1
@@ -132,7 +131,6 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Close the group; collective over ranks."""
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None
@@ -166,12 +164,12 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]
     losses: list[dict[str, Any]] = [
-        {"rank": finding.rank, "micro_batch": micro_batch, "loss": loss}
-        for finding in found
-        for micro_batch, loss in finding.losses.items()
+        {"rank": one.rank, "micro_batch": micro_batch, "loss": loss}
+        for one in found
+        for micro_batch, loss in one.losses.items()
     ]
     norm = next((one.gradient_norm for one in found if one.gradient_norm is not None), None)
-    weights = sorted({name for finding in found for name in finding.weights})
+    weights = sorted({name for one in found for name in one.weights})
     causes = [
         f"the loss of rank {one['rank']} in micro-batch {one['micro_batch'] + 1} is {one['loss']}"
         for one in losses

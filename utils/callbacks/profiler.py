@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from torch.profiler import ProfilerActivity
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
 from utils.host.atomic_files import replace_text
@@ -51,17 +52,18 @@ class ProfilerWindow(TrainerCallback):
             return
         try:
             if self.profiler is None:
-                self.profiler = self._started()
+                self._wait()
+                on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+                self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
+                self.profiler.start()
             self.mark = torch.profiler.record_function(f"step {step}")
             self.mark.__enter__()
         except RuntimeError as error:  # CUPTI gives no permission, or another profiler uses it
             logger.warning("profile: torch's profiler does not run here: %s", error)
-            self.records = False
+            self.records, self.profiler = False, None
 
     @override
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """End the mark of the step; finish after the last step of the window."""
         done = state.global_step
         if self.mark is not None:
@@ -78,14 +80,6 @@ class ProfilerWindow(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the steps so far if an evaluation ended the run."""
         self._finish(state.global_step)
-
-    def _started(self) -> Any:
-        self._wait()
-        activity = torch.profiler.ProfilerActivity
-        on_gpu = [activity.CUDA] if self.device.type == "cuda" else []
-        profiler = torch.profiler.profile(activities=[activity.CPU, *on_gpu])
-        profiler.start()
-        return profiler
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -108,7 +102,6 @@ class ProfilerWindow(TrainerCallback):
             profiler.stop()
             self.directory.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(trace))
-            sort_by = f"self_{self.device.type}_time_total"
             kind = DeviceType.CUDA if self.device.type == "cuda" else DeviceType.CPU
             averages = profiler.key_averages()
             # Leave out marks such as ours of the steps, which last longer than any kernel.
@@ -118,8 +111,9 @@ class ProfilerWindow(TrainerCallback):
             if not averages:
                 raise RuntimeError("the trace has no kernel: has the user access to CUPTI?")
             table = averages.table(
-                sort_by=sort_by, row_limit=ROWS, max_name_column_width=NAME_LENGTH
-            )
+                sort_by=f"self_{self.device.type}_time_total", row_limit=ROWS,
+                max_name_column_width=NAME_LENGTH,
+            )  # fmt: skip
             head = f"steps {self.first} to {last} of rank 0{self.remarks}"
             replace_text(self.directory / "kernels.txt", f"{head}\n{table}")
         except (RuntimeError, OSError) as error:

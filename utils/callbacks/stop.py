@@ -117,9 +117,7 @@ class StopWatch(TrainerCallback):
         return {"evaluation_due": self.evaluation_due}
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Set up the agreement of ranks. Evaluate first if a stop postponed an evaluation."""
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is for the first start
@@ -153,9 +151,7 @@ class StopWatch(TrainerCallback):
         self.unscheduled_save = False
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Stop, or save and continue, as the ranks agreed."""
         self.step = state.global_step
         if self.first_step:
@@ -175,9 +171,7 @@ class StopWatch(TrainerCallback):
             self._ask_for_save(args, state, control)
 
     @override
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Interrupt the evaluation, or save after it.
 
         All ranks have equally many batches, so they agree at the same batch.
@@ -276,9 +270,7 @@ class StopWatch(TrainerCallback):
         control.should_save = True
 
     @override
-    def on_epoch_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Cancel further actions. Trainer calls this after leaving its loop, as after an epoch."""
         if self.stopped:
             control.should_log = control.should_evaluate = control.should_save = False

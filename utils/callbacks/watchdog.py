@@ -1,20 +1,24 @@
-"""Ends a run that makes no progress, and reports where each rank hangs."""
+"""Ends a run that makes no progress; hang.txt has the stacks and collectives of all ranks."""
 
+import dataclasses
 import faulthandler
+import itertools
+import json
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+import torch
+from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.callbacks.hang_page import LIBRARIES, PAGE, leave_record, read_records, write_page
 from utils.callbacks.progress import Phase, Progress
 from utils.config.errors import ExitCode
+from utils.host.atomic_files import replace_text
 from utils.host.faults import place, thread_frames, waits_for_ranks
 from utils.host.machine import host_name
 from utils.host.redaction import write_error
@@ -31,6 +35,14 @@ SLOW = 3  # how many times longer the first step, evaluations, saves and the exp
 LONGEST_GAP_S = 10.0  # after a longer gap between two looks, the process itself was suspended
 OTHERS_LIMIT_S = 2.0  # to wait for the records of the other ranks
 LAST_WORDS_LIMIT_S = 15.0  # for the report, because storage or log may be what hangs
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
+PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
+# Functions of torch's flight recorder. torch's version decides which function has the collectives
+# of NCCL and of gloo.
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+MISMATCH = ": MISMATCH, ranks do different things"
+# Files of threads that are shown beside the main thread.
+_SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 
 class HangWatch(TrainerCallback):
@@ -38,44 +50,32 @@ class HangWatch(TrainerCallback):
 
     Every event of training is a beat, and a thread watches for beats. All phases except a usual
     step may take three times as long. A rank without beats gives up: it logs its stack and writes a
-    note (verdict.py) and a record (hang_page.py). A rank that is silent for half the time
-    gives up as well when another rank has given up. The verdict names the rank that the others wait
-    for. The lowest rank writes hang.txt from all records.
+    note (utils/launch/verdict.py) and a record. A rank that is silent for half the time gives up as
+    well when another rank has given up. The verdict names the rank that the others wait for. The
+    lowest rank writes hang.txt from all records.
 
-    The watch runs from ``on_train_begin`` until ``leave`` or the watch of a later run. All ranks
-    have the same events, so their counts of beats can be compared. ``hosts`` has the host name of
-    each rank.
+    The watch runs from ``on_train_begin`` until ``leave``. All ranks have the same events, so their
+    counts of beats can be compared. ``hosts`` has the host name of each rank.
     """
 
-    current: ClassVar["HangWatch | None"] = None  # the watch of this process
-    ending = threading.Lock()  # held from giving up to the end of the process
-
     def __init__(
-        self,
-        timeout_s: float,
-        hosts: Sequence[str],
-        output_dir: Path,
-        progress: Progress,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        end: Callable[[int], object] = os._exit,
-    ):
+        self, timeout_s: float, hosts: Sequence[str], output_dir: Path, progress: Progress, *,
+        clock: Callable[[], float] = time.monotonic, end: Callable[[int], object] = os._exit,
+    ):  # fmt: skip
         self.timeout_s, self.hosts, self.output_dir = timeout_s, hosts, output_dir
         self.progress, self.clock, self.end = progress, clock, end
         self.rank = self.step = self.beats = self.beats_seen = 0
         self.silent_s, self.looked = 0.0, clock()
+        self.left = threading.Event()
+        self.ending = threading.Lock()  # held from giving up to the end of the process
 
     @override
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start to watch."""
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if not self.timeout_s:
             return
         self.rank, self.began = args.process_index, time.time()
         self._beat(args, state)
         self.thread = threading.get_ident()
-        HangWatch.current = self
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
     def _beat(self, *event: Any, **_: Any) -> None:
@@ -88,14 +88,13 @@ class HangWatch(TrainerCallback):
     on_pre_optimizer_step = on_optimizer_step = on_log = on_evaluate = on_save = _beat
     on_prediction_step = on_train_end = _beat
 
-    @classmethod
-    def leave(cls) -> None:
+    def leave(self) -> None:
         """Stop watching.
 
         If this rank is giving up, block until the process ends, so that the hang is reported.
         """
-        with cls.ending:
-            cls.current = None
+        with self.ending:
+            self.left.set()
 
     def look(self) -> float:
         """Return the time without a beat as a share of the allowed time; 1 and more is a hang.
@@ -113,14 +112,14 @@ class HangWatch(TrainerCallback):
         return self.silent_s / (self.timeout_s * (1 if usual else SLOW))
 
     def _watch(self) -> None:
-        while HangWatch.current is self:
+        while not self.left.wait(min(1.0, self.timeout_s / 20)):
             hangs = self.look() >= 1
             others = [] if self.silent_s < self.timeout_s / 2 else _notes()
             if hangs or any(note.kind == "hung" for note in others):
                 with self.ending:
-                    self._give_up()
+                    if not self.left.is_set():
+                        self._give_up()
                 return
-            time.sleep(min(1.0, self.timeout_s / 20))
 
     def _give_up(self) -> None:
         """Report where this rank hangs and which rank is at fault, then end the process."""
@@ -137,18 +136,15 @@ class HangWatch(TrainerCallback):
         known = {"beats": self.beats, "waiting": waits_for_ranks(frames)}
         note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
         self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
-        # No error of the storage or of torch's recorder may keep this process from ending.
-        self._try(lambda: leave_record(self.output_dir, note, self.progress.phase))
-        self._try(self._judge)
+        phase = self.progress.phase
+        for action in (lambda: leave_record(self.output_dir, note, phase), self._judge):
+            try:
+                action()
+            except Exception as error:  # storage, torch's recorder: the run ends all the same
+                self._say(f"{PAGE} is not written, or without this rank: {error!r}")
         limit.cancel()
         faulthandler.cancel_dump_traceback_later()
         self.end(ExitCode.LOST_RANK)
-
-    def _try(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # storage, torch's recorder: the run ends all the same
-            self._say(f"{PAGE} is not written, or without this rank: {error!r}")
 
     def _judge(self) -> None:
         """Write the verdict on all ranks' records and notes. The lowest rank writes hang.txt."""
@@ -181,3 +177,108 @@ def _notes() -> list[Note]:
         return read_notes()
     except OSError:
         return []  # judge without notes, as if there were no directory
+
+
+def leave_record(output_dir: Path, note: Note, phase: str) -> None:
+    """Write this rank's note, phase, threads' stacks and last collectives. Raises OSError."""
+    stacks = {}
+    for thread in threading.enumerate():
+        lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
+        if thread.name == "MainThread" or any(line.startswith(_SHOWN) for line in lines):
+            # Leave out the frames in which Python starts the thread.
+            stacks[thread.name] = list(itertools.dropwhile(lambda line: line[0] in "/<", lines))
+    dumps = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMPS]
+    traces = [json.loads(dump(True, False)) for dump in dumps if dump]
+    entries = [entry for trace in traces for entry in trace.get("entries", [])]
+    unlike = {json.dumps(entry): entry for entry in entries if not entry["is_p2p"]}
+    entries = sorted(unlike.values(), key=lambda entry: entry["time_created_ns"])
+    record = {
+        "note": dataclasses.asdict(note), "phase": phase, "stacks": stacks,
+        "groups": last_and_pending(entries), "collectives": entries[-200:],
+    }  # fmt: skip
+    (output_dir / FOLDER).mkdir(exist_ok=True)
+    path = output_dir / FOLDER / f"rank-{note.rank}.json"
+    replace_text(path, json.dumps(record, indent=1))
+
+
+def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+    """Return by rank the records left after `since`, a time in seconds since 1970."""
+    paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
+
+
+def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return by process group the last collective that completed and the first that did not."""
+    groups: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        backend, _, operation = entry["profiling_name"].partition(":")
+        sizes = ", ".join("x".join(map(str, size)) or "1" for size in entry["input_sizes"])
+        types = "/".join(sorted(set(entry["input_dtypes"])))
+        text = f"#{entry['collective_seq_id']} {operation} of {types} [{sizes}]"
+        group = groups.setdefault(f"{backend} group {' '.join(entry['process_group'])}", {})
+        if entry["retired"] or entry["state"] == "completed":  # gloo sets only the first
+            group["completed"] = text
+        else:
+            group.setdefault("pending", text)
+    return groups
+
+
+def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Return lines on each process group: the collective of each rank, and any mismatch."""
+    lines = []
+    for group in sorted({name for record in records.values() for name in record["groups"]}):
+        at = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}
+        pending = {stands["pending"] for stands in at.values() if "pending" in stands}
+        if not pending:
+            continue
+        # If one sequence number has several operations or sizes, the ranks do different things.
+        parted = len({text.split()[0] for text in pending}) < len(pending)
+        lines.append(f"  {group}{MISMATCH if parted else ''}")
+        texts = {
+            rank: f"in {stands.get('pending', 'none')}; completed {stands.get('completed', 'none')}"
+            for rank, stands in at.items()
+        }
+        lines += [f"    {line}" for line in _grouped(texts, hosts)]
+    return lines or ["  none that torch recorded"]
+
+
+def write_page(
+    output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
+) -> None:
+    """Write hang.txt, with one part for all ranks in the same state. Raises OSError."""
+    utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
+    if any(MISMATCH in line for line in under_way):
+        lines.append("But ranks are in different collectives, see below: that is the cause.")
+    lines += ["", "Collectives under way (all: hang/rank-N.json)", *under_way]
+    silent = dict.fromkeys(sorted(set(range(len(hosts))) - set(records)), "no record")
+    lines += [f"\n{line} (stopped, frozen or gone)" for line in _grouped(silent, hosts)]
+    states = {}
+    for rank, record in sorted(records.items()):
+        waits = "waits for other ranks" if record["note"]["waiting"] else "waits for no other rank"
+        part = [f"{record['phase']}, beat {record['note']['beats']}, {waits}"]
+        part += ["\n    ".join([f"  {name}", *stack]) for name, stack in record["stacks"].items()]
+        states[rank] = "\n".join(part)
+    lines += [f"\n{text}" for text in _grouped(states, hosts)]
+    replace_text(output_dir / PAGE, "\n".join([*lines, ""]))
+
+
+def _grouped(texts: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
+    """Return one text for all ranks that have it: `ranks 0-2, 4 on n1; rank 7 on n2: TEXT`."""
+    lines = []
+    for text in dict.fromkeys(texts.values()):
+        parts = []
+        alike = [rank for rank in texts if texts[rank] == text]
+        for host, on_host in itertools.groupby(alike, key=lambda rank: hosts[rank]):
+            spans: list[list[int]] = []
+            for rank in on_host:
+                if spans and spans[-1][-1] == rank - 1:
+                    spans[-1].append(rank)
+                else:
+                    spans.append([rank])
+            named = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
+            several = len(spans) > 1 or len(spans[0]) > 1
+            parts.append(f"rank{'s' if several else ''} {', '.join(named)} on {host}")
+        lines.append(f"{'; '.join(parts)}: {text}")
+    return lines

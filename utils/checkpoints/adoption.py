@@ -144,14 +144,21 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
     """Copy a checkpoint under a temporary name and verify the copy; return the copy's directory.
 
-    The copy must have the run and the step of the `expected` manifest.
+    The copy must have the run and the step of the `expected` manifest. Files that only this user
+    can change become hard links.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
     try:
         for name in (*read_manifest(source).files, MANIFEST):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            _copy(source / name, partial / name)
+            status = (source / name).lstat()
+            if status.st_uid == os.getuid() and not status.st_mode & 0o022:
+                with contextlib.suppress(OSError):  # another file system
+                    os.link(source / name, partial / name, follow_symlinks=False)
+                    continue
+            shutil.copyfile(source / name, partial / name, follow_symlinks=False)
+            flush(partial / name)
         problems = checkpoint_problems(partial, expected.step, expected.run_id)
     except (FileNotFoundError, DamagedCheckpointError, ConfigurationError) as error:
         problems = [str(error)]
@@ -161,14 +168,3 @@ def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
             f"{FLAG} {source}: it is not as it was committed ({problems[0]}): copy it again."
         )
     return partial
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Make a hard link to a file that only this user can change; copy any other file."""
-    status = source.lstat()
-    if status.st_uid == os.getuid() and not status.st_mode & 0o022:
-        with contextlib.suppress(OSError):  # another file system
-            os.link(source, target, follow_symlinks=False)
-            return
-    shutil.copyfile(source, target, follow_symlinks=False)
-    flush(target)

@@ -68,8 +68,10 @@ def best_checkpoint(directory: Path) -> Path | None:
     return directory.with_name(name) if CHECKPOINT_NAME.fullmatch(name) else None
 
 
-def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Manifest]]:
-    """Return the committed checkpoints of this run, newest first; reads only manifests."""
+def committed_checkpoints(
+    output_dir: Path, run_id: str | None = None
+) -> list[tuple[Path, Manifest]]:
+    """Return the committed checkpoints of a run (None: any run), newest first; reads manifests."""
     found = []
     for _, directory in numbered_checkpoints(output_dir):
         try:
@@ -79,7 +81,7 @@ def committed_checkpoints(output_dir: Path, run_id: str) -> list[tuple[Path, Man
         except (DamagedCheckpointError, OSError) as error:
             logger.warning("%s: %s; it does not count as a checkpoint", directory, error)
             continue
-        if manifest.run_id == run_id:
+        if run_id in (None, manifest.run_id):
             found.append((directory, manifest))
     return found
 
@@ -134,43 +136,36 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     all committed checkpoints are damaged, raise StorageError and move nothing: a person has to
     decide whether to train from step 0 again.
     """
-    found, damaged = _newest_whole(output_dir, run_id, tensors=not dry_run)
-    for directory in [] if dry_run else leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
-        delete(directory)
-    for directory in [] if dry_run else uncommitted_checkpoints(output_dir):
-        name = set_aside(directory, INCOMPLETE)
-        logger.warning("%s was not committed: set aside as %s", directory, name)
+    found: Path | None = None
+    damaged: dict[Path, str] = {}
+    for step, directory in numbered_checkpoints(output_dir):
+        if not (directory / MANIFEST).exists():
+            continue
+        problems = checkpoint_problems(directory, step, run_id, tensors=not dry_run)
+        if not problems:
+            found = directory
+            break
+        damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS]).rstrip(".")
+    if damaged and found is None:
+        raise StorageError(
+            [
+                *(f"{host_name()}: {directory}: {shown}." for directory, shown in damaged.items()),
+                "no committed checkpoint of this run is whole: check the storage and restore one "
+                "of them; or move them away to start again at step 0.",
+            ]
+        )
+    if not dry_run:
+        for directory in leftovers(output_dir, INCOMPLETE, DELETING, RESHARDED):
+            delete(directory)
+        for directory in uncommitted_checkpoints(output_dir):
+            name = set_aside(directory, INCOMPLETE)
+            logger.warning("%s was not committed: set aside as %s", directory, name)
+        if found is not None:
+            logger.info("resuming from %s", found)
     for directory, shown in damaged.items():
         name = "not used" if dry_run else f"set aside as {set_aside(directory, DAMAGED)}"
         logger.warning("%s is damaged (%s): %s; check the storage", directory, shown, name)
-    if found is not None and not dry_run:
-        logger.info("resuming from %s", found)
     return found
-
-
-def _newest_whole(
-    output_dir: Path, run_id: str, *, tensors: bool
-) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest undamaged checkpoint and the problems of each newer one.
-
-    Raises StorageError if all committed checkpoints are damaged.
-    """
-    damaged: dict[Path, str] = {}
-    for step, directory in numbered_checkpoints(output_dir):
-        if (directory / MANIFEST).exists():
-            problems = checkpoint_problems(directory, step, run_id, tensors=tensors)
-            if not problems:
-                return directory, damaged
-            damaged[directory] = "; ".join(problems[:SHOWN_PROBLEMS]).rstrip(".")
-    if not damaged:
-        return None, damaged
-    raise StorageError(
-        [
-            *(f"{host_name()}: {path}: {problems}." for path, problems in damaged.items()),
-            "no committed checkpoint of this run is whole: check the storage and restore one of "
-            "them; or move them away to start again at step 0.",
-        ]
-    )
 
 
 def checkpoint_problems(

@@ -256,29 +256,23 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         number, committed = content["format"], content.get("checkpoint")
-        as_written = text == _text(committed)
+        if not (isinstance(number, int) and number > FORMAT):
+            if text != _text(committed):
+                raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
+            files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
+            manifest = Manifest(**committed, files=files)
+            paths_inside(directory, [MANIFEST, *files], path)
+            if MANIFEST in files or not _has_its_types(manifest):
+                raise TypeError("an entry has another form than Stoker writes")
+            return manifest
     except ConfigurationError as error:
         raise DamagedCheckpointError(error.problems[0]) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
-    if isinstance(number, int) and number > FORMAT:
-        raise ConfigurationError(
-            f"{path} has format {number}, a later version of Stoker wrote it (this one knows "
-            f"{FORMAT}): update, or name another --output_dir."
-        )
-    if not as_written:
-        raise DamagedCheckpointError(f"{MANIFEST} is not as it was written")
-    try:
-        files = {name: FileRecord(**record) for name, record in committed.pop("files").items()}
-        manifest = Manifest(**committed, files=files)
-        paths_inside(directory, [MANIFEST, *files], path)
-        if MANIFEST in files or not _has_its_types(manifest):
-            raise TypeError("an entry has another form than Stoker writes")
-    except ConfigurationError as error:
-        raise DamagedCheckpointError(error.problems[0]) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error})") from error
-    return manifest
+    raise ConfigurationError(
+        f"{path} has format {number}, a later version of Stoker wrote it (this one knows {FORMAT}):"
+        " update, or name another --output_dir."
+    )
 
 
 def _has_its_types(manifest: Manifest) -> bool:

@@ -6,7 +6,6 @@ manifest has their digests. A file that is missing, unreadable or different from
 damaged: its copy is read instead, and the next start writes the file again.
 """
 
-import contextlib
 import datetime
 import json
 import logging
@@ -18,7 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoints.discovery import DAMAGED, numbered_checkpoints, set_aside
+from utils.checkpoints.discovery import (
+    DAMAGED,
+    committed_checkpoints,
+    numbered_checkpoints,
+    set_aside,
+)
 from utils.checkpoints.files import (
     CONFIG,
     FINAL,
@@ -37,9 +41,12 @@ from utils.host.journal_file import LATEST
 
 logger = logging.getLogger(__name__)
 
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+# Errors that a damaged file raises.
+FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+WRONG = {
+    CONFIG: "is not as the first start wrote it",
+    PROVENANCE: "is not as earlier starts wrote it",
+}
 
 
 def _is_name(value: Any) -> bool:
@@ -57,33 +64,27 @@ def _are_texts(value: Any) -> bool:
 
 def _is_time(value: Any) -> bool:
     """Check that the value is unix seconds or an ISO time."""
-    try:
-        if isinstance(value, str):
-            value = datetime.datetime.fromisoformat(value).timestamp()
-        return 0 <= value <= LATEST
-    except (TypeError, ValueError, OverflowError):
-        return False
+    if isinstance(value, str):
+        value = datetime.datetime.fromisoformat(value).timestamp()
+    return 0 <= value <= LATEST
 
 
-# The check of each field that Stoker reads from an entry of provenance.json. A field may be null.
-_START: dict[str, Any] = {
-    "time": _is_time, "script": _is_text, "argv": _are_texts, "python": _is_text,
-    "resumed_from": _is_text, "git": {"commit": _is_text}, "weights_from": {"path": _is_text},
+# The type or check of each field that Stoker reads from an entry of provenance.json. A field may be
+# null.
+START: dict[str, Any] = {
+    "time": _is_time, "script": str, "argv": _are_texts, "python": str, "resumed_from": str,
+    "git": {"commit": str}, "weights_from": {"path": str},
     "launch": {
-        "strategy": _is_text, "world_size": _is_count, "hosts": _are_texts, "devices": _are_texts,
-        "launcher": _is_text,
+        "strategy": str, "world_size": _is_count, "hosts": _are_texts, "devices": _are_texts,
+        "launcher": str,
     },
     "slurm": {
         "job_id": _is_name, "array_job_id": _is_name, "array_task_id": _is_name,
-        "job_name": _is_text, "partition": _is_text, "nodes": _is_count, "restart_count": _is_count,
+        "job_name": str, "partition": str, "nodes": _is_count, "restart_count": _is_count,
         "submit_time": _is_time, "start_time": _is_time,
     },
     "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},
 }  # fmt: skip
-_WRONG = {
-    CONFIG: "is not as the first start wrote it",
-    PROVENANCE: "is not as earlier starts wrote it",
-}
 
 
 class RunRecord:
@@ -116,9 +117,8 @@ class RunRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the first start."""
-        text = self.config or "{}"
-        return {name: value for name, (value, _) in load_mapping(text).items()}
+        """The settings of the first start; empty for a lost file if `lenient`."""
+        return {name: value for name, (value, _) in load_mapping(self.config or "{}").items()}
 
     @property
     def config(self) -> str | None:
@@ -149,7 +149,7 @@ class RunRecord:
         """
         for name, problem in self.damage.items():
             path = self.directory / name
-            content = self._config[0] or ""
+            content = self.config or ""
             if name == PROVENANCE:
                 content = json.dumps(self._provenance[0], indent=2) + "\n"
             kept = f" (the damaged one is {set_aside(path, DAMAGED)})" if path.exists() else ""
@@ -164,15 +164,13 @@ class RunRecord:
             try:
                 files = read_manifest(checkpoint).files
                 digests = file_digests(checkpoint / name for name in names)
-            except (DamagedCheckpointError, ConfigurationError, OSError):
+                whole = digests == [files[name].sha256 for name in names]
+                _parse_config((checkpoint / RECORD / CONFIG).read_text(encoding="utf-8"))
+                _parse_provenance((checkpoint / RECORD / PROVENANCE).read_text(encoding="utf-8"))
+            except (DamagedCheckpointError, ConfigurationError, OSError, *FAULTS):
                 continue  # a resume reports what is wrong with this checkpoint
-            if digests != [files[name].sha256 if name in files else None for name in names]:
-                continue
-            copies = RunRecord(checkpoint / RECORD)
-            config, _ = copies._read(CONFIG, _parse_config)
-            provenance, _ = copies._read(PROVENANCE, _parse_provenance)
-            if config is not None and provenance is not None:
-                return copies.directory
+            if whole:
+                return checkpoint / RECORD
         return None
 
     @cached_property
@@ -208,24 +206,21 @@ class RunRecord:
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
         """Return the parsed file (None if damaged), and the problem to report if a copy is used."""
         try:
-            return parse((self.directory / name).read_text(encoding="utf-8")), _WRONG[name]
+            return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
         except OSError as error:
             return None, f"cannot be read ({error.strerror})"
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return None, f"{_WRONG[name]} ({error})"
+        except FAULTS as error:
+            return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
         """Return a lost file's problem with advice; raise ConfigurationError unless `lenient`."""
-        run, weights = self.directory, None
-        for _, checkpoint in reversed(numbered_checkpoints(run)):
-            with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
-                read_manifest(checkpoint)
-                weights = checkpoint
+        run = self.directory
+        weights = [checkpoint for checkpoint, _ in committed_checkpoints(run)]
         if (run / FINAL).is_dir():
-            weights = run / FINAL
+            weights.insert(0, run / FINAL)
         then = f"`mv {shlex.quote(str(run))} {shlex.quote(f'{run}.damaged')}` and start again"
-        if weights is not None:
-            then = f"start a new run from its weights: --init_from {weights} with another"
+        if weights:
+            then = f"start a new run from its weights: --init_from {weights[0]} with another"
             then += " --output_dir"
         problem += f", and no checkpoint here has a whole copy: put a backup of it back, or {then}."
         if self.lenient:
@@ -254,6 +249,14 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
             shutil.copyfile(output_dir / name, checkpoint / RECORD / name)
 
 
+def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of the last start: the first start's settings with all later changes."""
+    settings = RunRecord(run_dir).settings
+    for start in starts:
+        settings |= start.get("changed") or {}
+    return settings
+
+
 def _parse_config(text: str) -> str:
     """Return the text of a config.yaml; raises ValueError if it is no valid YAML mapping."""
     load_mapping(text)
@@ -261,31 +264,25 @@ def _parse_config(text: str) -> str:
 
 
 def _parse_provenance(text: str) -> dict[str, Any]:
-    """Return the content of a provenance.json; raises ValueError, KeyError or TypeError."""
+    """Return the content of a provenance.json; raises one of FAULTS."""
     content: dict[str, Any] = json.loads(text)
     starts, run_id = content["starts"], content.get("run_id")
     if run_id is not None and not RUN_ID.fullmatch(run_id):
         raise ValueError("its run_id is no name of a file")
     if not isinstance(starts, list):
         raise ValueError("its starts are no list")
-    if not all(isinstance(start, dict) and _fits(start, _START) for start in starts):
+    if not all(isinstance(start, dict) and _fits(start, START) for start in starts):
         raise ValueError("a start has fields of other types")
     return content
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Check a value's type. `shape` is a check, or a mapping with a shape for each field."""
+    """Check a value: `shape` is a type, a check, or a mapping with a shape for each field."""
     if value is None:
         return True
+    if isinstance(shape, type):
+        return isinstance(value, shape)
     if callable(shape):
         return bool(shape(value))
     fields = shape.items()
     return isinstance(value, dict) and all(_fits(value.get(name), each) for name, each in fields)
-
-
-def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the last start: the first start's settings with all later changes."""
-    settings = RunRecord(run_dir).settings
-    for start in starts:
-        settings |= start.get("changed") or {}
-    return settings

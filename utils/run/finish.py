@@ -10,10 +10,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from utils.callbacks.evaluation import EarlyStopping, Samples
 from utils.callbacks.journal import Journal
 from utils.callbacks.live import LiveView
-from utils.callbacks.memory import MemoryMonitor
+from utils.callbacks.memory import MemoryMonitor, memory_page
 from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
-from utils.callbacks.out_of_memory import memory_page
 from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.progress import Phase, Progress
 from utils.callbacks.stop import StopWatch

@@ -33,8 +33,7 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.record import RunRecord
-from utils.checkpoints.staging import BackgroundWriter, remove_leftovers
-from utils.checkpoints.store import Checkpoints
+from utils.checkpoints.store import BackgroundWriter, Checkpoints, remove_leftovers
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
 from utils.config.launch_settings import strategy_variables
 from utils.config.recipes import MASKED_NOTE, dump_yaml

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
@@ -20,8 +20,17 @@ from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
-from utils.training.resume_state import Stateful
 from utils.training.smoothing import AveragedWeights
+
+
+class Stateful(Protocol):
+    """A collaborator of the trainer with values that a resumed run needs."""
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values for the next checkpoint by unique names; collective over ranks."""
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore from the values of all collaborators. They are empty at a run's first start."""
 
 
 class DataEpochs(TrainerCallback):
@@ -32,9 +41,7 @@ class DataEpochs(TrainerCallback):
     """
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Count. At the run's last step Trainer's own epoch ends, so Trainer logs and saves."""
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)

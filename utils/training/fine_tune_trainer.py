@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py, for all weights or LoRA. pretrain.py does not import TRL."""
+"""The trainer of sft_train.py: full fine-tuning or LoRA. pretrain.py does not import TRL."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         callbacks: Callbacks,
     ):
         adapters = get_peft_config(plan.adapters.model) if plan.adapters else None
-        if adapters is not None:
-            _train_new_tokens(adapters, model)
+        if adapters is not None and (new := getattr(model, "new_tokens", None)):
+            adapters.trainable_token_indices = _new_vectors(adapters, model, list(new)) or None
         # SFTTrainer inspects one record of a datasets.Dataset. Training does not read it.
         dataset = load_from_disk(str(data.train.datasets[0].path))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
@@ -49,18 +49,14 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         """Write no model card: config.yaml and provenance.json describe a run directory."""
 
 
-def _train_new_tokens(adapters: Any, model: Any) -> None:
-    """Let LoRA train the vectors of tokens that are new to the model, in embedding and head."""
-    new = getattr(model, "new_tokens", None)
-    if not new:
-        return
+def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
+    """Return the `new` tokens by the layers in which LoRA trains them: embedding and head."""
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())
     whole = adapters.modules_to_save or ()
-    names = {
+    return {
         name: list(new)
         for name, module in model.named_modules()
         if any(module is layer for layer in layers) and name.rpartition(".")[2] not in whole
     }
-    adapters.trainable_token_indices = names or None

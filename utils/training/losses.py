@@ -16,12 +16,17 @@ from transformers import TrainerState, TrainingArguments
 from utils.data.loader import Batch
 from utils.host.collectives import gathered
 from utils.model.loss_head import RouterTerm, balance_loss
-from utils.training.resume_state import rank_share
 
 # Names in each checkpoint.
 UNLOGGED_BY_SOURCE, UNLOGGED_BALANCE = "unlogged_source_losses", "unlogged_aux_loss"
 
 logger = logging.getLogger(__name__)
+
+
+def rank_share(sums: list[float], args: TrainingArguments) -> float:
+    """Return this rank's sum, or the mean of all sums if the number of ranks has changed."""
+    same = len(sums) == args.world_size
+    return sums[args.process_index] if same else sum(sums) / len(sums)
 
 
 class SourceLosses:

@@ -1,11 +1,18 @@
 """AdamW that computes in float32 and keeps its states, and the weights, in fewer bits.
 
+In 8 bits, an element of a moment is a short float, scaled so that the largest of its block is 1
+(block-wise quantization: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
+arXiv 2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment
+has 5 bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it
+(Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+
 Each tensor is viewed as (rows, unit). A unit is a block of 8-bit codes, or one element. `update`
 takes AdamW's step on some rows, with torch's fused kernel or with a compiled formula. The random
 words for rounding repeat after a period of elements; each period has a multiplier for its words.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,22 +26,26 @@ from torch.optim import AdamW
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from utils.training.low_precision_states import (
-    SCALE,
-    State,
-    block_size,
-    moment,
-    multipliers,
-    noise,
-    random_words,
-    round_into,
-)
+from utils.data.order import mix
 
+BLOCKS = range(256, 63, -1)  # sizes in elements; scales of smaller blocks would add more than 6 %
+FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) save too little, as in bitsandbytes
+SCALE = "_scale"  # suffix of the name of a moment's scales, one scale for each block of codes
+BITS_LOST = 20  # of float32 in 8 bits: 3 bits of mantissa are left
+MANTISSA_BITS_LOST = 16  # of float32 in bfloat16
+# Elements after which the random words repeat.
+PERIODS = {"cpu": 2**15}  # a period with its temporary tensors stays in the cache
+PERIOD_ELSEWHERE = 2**22  # few kernel launches; temporary tensors of 16 MiB
+_ONE = 0x3F800000 >> BITS_LOST  # the bits of 1.0 in float32 that are not lost
+_LARGEST = {torch.int8: 127, torch.uint8: 255}
+_TINY = 1e-30  # least scale, so that a block of zeros can be divided by its scale
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_SCALES = MOMENTS[0] + SCALE  # torch's AdamW has no state of this name
 # Periods per compiled call. The host needs 0.1 ms for a call, as long as a GPU for 2**25 elements.
 COMPILED_PERIODS = 8
 KINDS_COMPILED = 64  # at most; torch allows eight graphs of a function by default
+# Tensors by name: weight, gradient, moments, and the scales of moments in 8 bits.
+State = dict[str, Tensor]
 Group = dict[str, Any]
 Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
@@ -69,7 +80,13 @@ class LowPrecisionAdamW(AdamW):
         self.steps += 1
         if not self.spans:
             self._cut_into_spans()
-        table = self._noise_multipliers()
+        # This step's noise multipliers, (3, periods) int32, copied without waiting for the device.
+        numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
+        table = torch.from_numpy(multipliers(self.seed, self.steps, *self.keys, numbers))
+        device = self._weights()[0].device
+        if device.type == "cuda":
+            table = table.pin_memory()
+        table = table.to(device, non_blocking=True)
         for group in self.param_groups:
             trained = [weight for weight in group["params"] if weight.grad is not None]
             if not trained:
@@ -79,8 +96,8 @@ class LowPrecisionAdamW(AdamW):
                     self.state[weight].update(self._new_state(weight))
             steps = [self.state[weight]["step"] for weight in trained]
             torch._foreach_add_(steps, 1)
-            numbers = step_numbers(group, steps) if self.compiled else steps
-            for weight, its_numbers in zip(trained, numbers, strict=True):
+            taken = step_numbers(group, steps) if self.compiled else steps
+            for weight, its_numbers in zip(trained, taken, strict=True):
                 self._update(weight, group, its_numbers, table)
 
     def _weights(self) -> list[Tensor]:
@@ -101,7 +118,7 @@ class LowPrecisionAdamW(AdamW):
 
     def _update(self, weight: Tensor, group: Group, numbers: Tensor, table: Tensor) -> None:
         assert weight.grad is not None
-        unit, rounding = _unit(weight), self.stochastic_rounding
+        unit, rounding = block_size(weight.shape) or 1, self.stochastic_rounding
         rows = _in_rows({"weight": weight, "gradient": weight.grad, **self.state[weight]}, unit)
         words = random_words(weight.device, unit)
         for span in self.spans[weight]:
@@ -123,7 +140,7 @@ class LowPrecisionAdamW(AdamW):
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
-            unit, spans = _unit(weight), self.spans.setdefault(weight, [])
+            unit, spans = block_size(weight.shape) or 1, self.spans.setdefault(weight, [])
             rows = len(random_words(weight.device, unit))
             first = _first_element(weight) // unit
             end = first + _local(weight).numel() // unit
@@ -138,15 +155,6 @@ class LowPrecisionAdamW(AdamW):
                 spans.append(Span(slice(start - first, stop - first), *place, on_device))
             keys += [(index, at * unit) for at in range(first // rows * rows, end, rows)]
         self.keys = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
-
-    def _noise_multipliers(self) -> Tensor:
-        """Return this step's multipliers, (3, periods) int32, without waiting for the device."""
-        numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
-        table = torch.from_numpy(multipliers(self.seed, self.steps, *self.keys, numbers))
-        device = self._weights()[0].device
-        if device.type == "cuda":
-            table = table.pin_memory()
-        return table.to(device, non_blocking=True)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -167,7 +175,8 @@ class LowPrecisionAdamW(AdamW):
             return saved
         assert not isinstance(weight, DTensor), "sharded states are loaded as they were saved"
         state["step"].copy_(saved["step"])
-        new, old = (_in_rows(each, _unit(weight)) for each in (state, saved))
+        unit = block_size(weight.shape) or 1
+        new, old = (_in_rows(each, unit) for each in (state, saved))
         for name in MOMENTS:
             round_into(moment(old, name).clone(), new, name, None)
         return state
@@ -278,10 +287,6 @@ def _in_rows(tensors: State, unit: int) -> State:
     }
 
 
-def _unit(weight: Tensor) -> int:
-    return block_size(weight.shape) or 1
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -293,3 +298,85 @@ def _first_element(weight: Tensor) -> int:
     mesh, placements = weight.device_mesh, weight.placements
     _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
     return offset[0] * (weight.numel() // weight.shape[0]) if offset else 0
+
+
+def block_size(shape: Sequence[int]) -> int | None:
+    """Return the number of elements in a block. Blocks lie inside rows, so sharding cuts no block.
+
+    Return None for a tensor that is too small for 8 bits, or if no block size divides its rows.
+    """
+    if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
+        return None
+    return next((size for size in BLOCKS if shape[-1] % size == 0), None)
+
+
+def moment(part: State, name: str) -> Tensor:
+    """Return a moment or the weight in float32. A float32 tensor is returned without a copy."""
+    kept, scales = part[name], part.get(name + SCALE)
+    if scales is None:
+        return kept.float()
+    short = kept.int()
+    signs = short.sign()
+    short = short.abs_().add_(_ONE - _LARGEST[kept.dtype]).bitwise_left_shift_(BITS_LOST)
+    return short.view(torch.float32).mul_(signs).mul_(scales.unsqueeze(-1))
+
+
+def round_into(
+    values: Tensor, part: State, name: str, random: Callable[[int], Tensor] | None
+) -> None:
+    """Round float32 values (rows, unit) into `part[name]`; overwrites `values`.
+
+    `random(bits)` returns int32 noise below 2**bits. Without it, values are rounded to the
+    nearest. Values that bfloat16 can hold do not change, including infinities and torch's NaNs.
+    """
+    kept, scales = part[name], part.get(name + SCALE)
+    if scales is not None:
+        _encode(values, kept, scales, 2 ** (BITS_LOST - 1) if random is None else random(BITS_LOST))
+    elif kept is not values:
+        if kept.dtype != torch.float32 and random is not None:
+            lost = MANTISSA_BITS_LOST
+            values.view(torch.int32).add_(random(lost)).bitwise_and_(-(2**lost))
+        kept.copy_(values)
+
+
+def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
+    """Write (blocks, block) values as int8 codes with a sign, or as uint8 codes without a sign."""
+    torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
+    scales.clamp_(min=_TINY)
+    values.div_(scales.unsqueeze(-1))
+    largest, signed = _LARGEST[codes.dtype], codes.dtype == torch.int8
+    signs = values.sign() if signed else None
+    short = values.abs_().view(torch.int32).add_(added).bitwise_right_shift_(BITS_LOST)
+    short.sub_(_ONE - largest).clamp_(0 if signed else 1, largest)
+    codes.copy_(short if signs is None else short.mul_(signs.int()))
+
+
+@functools.cache
+def random_words(device: torch.device, unit: int) -> Tensor:
+    """Return an odd random int32 for each element of a period, (rows, unit).
+
+    The numbers are the same on every device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    words = torch.empty(PERIODS.get(device.type, PERIOD_ELSEWHERE), dtype=torch.int32)
+    words.random_(-(2**31), 2**31 - 1, generator=generator)
+    rows = len(words) // unit
+    table = words[: rows * unit].view(rows, unit).bitwise_or(1).to(device)
+    torch._dynamo.mark_static(table)  # let compiled code depend on this shape
+    return table
+
+
+def multipliers(*keys: int | np.ndarray) -> np.ndarray:
+    """Return pseudo-random odd int32 numbers that depend on the keys; uint64 arrays broadcast."""
+    state = np.zeros(1, dtype=np.uint64)
+    for key in keys:
+        state = mix(state + np.asarray(key, dtype=np.uint64))
+    return ((state >> np.uint64(32)).astype(np.int64) - 2**31 | 1).astype(np.int32)
+
+
+def noise(words: Tensor, factors: Tensor, bits: int) -> Tensor:
+    """Return int32 noise below 2**bits: the high bits of each word times its factor.
+
+    This is multiplicative hashing. Words and factors are odd, so all products are equally likely.
+    """
+    return (words * factors).bitwise_right_shift_(32 - bits).bitwise_and_(2**bits - 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from utils.config.errors import ConfigurationError
@@ -46,9 +46,7 @@ class InheritedOptimizer(TrainerCallback):
         self.path = directory / OPTIMIZER
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
         saved = torch.load(self.path, map_location="cpu", weights_only=True)
         fresh = optimizer.state_dict()

@@ -3,23 +3,28 @@
 An evaluation finds a new best step. The checkpoint of that step becomes the best checkpoint when it
 is saved. An exception is a checkpoint that only an interruption asked for: an uninterrupted run
 would not have it, and both runs must end alike.
+
+On the same number of ranks, each rank continues its random states exactly. Another number of ranks
+cuts the batch into other micro-batches, so dropout masks cannot continue exactly. All ranks then
+get new states by (seed, step, rank): a repeated resume gives the same bits, and no two ranks or
+starts draw the same numbers.
 """
 
 import logging
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -29,7 +34,7 @@ from typing_extensions import override
 from utils.callbacks.progress import Phase
 from utils.callbacks.stop import EvaluationInterrupted
 from utils.checkpoints.discovery import best_checkpoint
-from utils.checkpoints.files import OWN_STATE
+from utils.checkpoints.files import OWN_STATE, read_manifest
 from utils.checkpoints.record import copy_record
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError
@@ -37,7 +42,7 @@ from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
 from utils.model.finished_model import set_generation_settings
 from utils.training.callbacks import Callbacks
-from utils.training.resume_state import load_random_states, rank_share, save_random_states
+from utils.training.losses import rank_share
 from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -52,9 +57,7 @@ class RestoreAtBegin(TrainerCallback):
         self.restore = restore
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         self.restore(kwargs["train_dataloader"])
 
 
@@ -254,7 +257,6 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's RNG states and its EMA weights."""
         save_random_states(Path(output_dir), self.args)
         if self.callbacks.average is not None:
             self.callbacks.average.save(Path(output_dir))
@@ -271,7 +273,6 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore this rank's RNG states, or derive new ones on another number of ranks."""
         if checkpoint is not None:
             load_random_states(Path(checkpoint), self.args, self.state.global_step)
 
@@ -308,3 +309,50 @@ class SavingTrainer(Trainer):
                 "is another model's or another Stoker's. Give final/ to a new run (--init_from)."
             )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+
+def save_random_states(directory: Path, args: TrainingArguments) -> None:
+    """Save this rank's RNG states as plain numbers and tensors, under Trainer's file name.
+
+    Only the state of the rank's own device is saved. Trainer saves the states of all devices of the
+    node by device number, which is wrong on a node with other devices.
+    """
+    kind, words, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), *rest),
+        "cpu": torch.get_rng_state(),
+    }
+    if args.device.type != "cpu":
+        states["device"] = torch.get_device_module(args.device).get_rng_state(args.device)
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save(states, directory / _file_name(args))
+
+
+def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> None:
+    """Restore this rank's RNG states, or derive new states if the number of ranks has changed."""
+    ranks = read_manifest(checkpoint).world_size
+    if ranks != args.world_size:
+        keys = [args.seed, step, args.process_index]
+        words = np.random.SeedSequence(keys).generate_state(4, np.uint32).tolist()
+        random.seed(words[0])
+        np.random.seed(words[1])
+        torch.manual_seed(words[2] << 32 | words[3])  # seeds all devices
+        logger.info(
+            "the checkpoint is of %d ranks, now there are %d: random states (dropout) are new, by "
+            "seed %d, step %d and rank; samples and global batches stay the same",
+            ranks, args.world_size, args.seed, step,
+        )  # fmt: skip
+        return
+    path = checkpoint / _file_name(args)
+    states = torch.load(path, map_location="cpu", weights_only=True)
+    kind, words, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["cpu"])
+    if args.device.type != "cpu":
+        torch.get_device_module(args.device).set_rng_state(states["device"], args.device)
+
+
+def _file_name(args: TrainingArguments) -> str:
+    return "rng_state.pth" if args.world_size == 1 else f"rng_state_{args.process_index}.pth"

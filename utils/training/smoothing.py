@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint, is_initialized
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from typing_extensions import override
 
 FOLDER = "ema"  # in a checkpoint
@@ -37,9 +37,7 @@ class AveragedWeights(TrainerCallback):
         return {AVERAGED: self.steps}
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Begin with a copy of the weights, or continue the checkpoint's average."""
         trained = [each for each in kwargs["model"].named_parameters() if each[1].requires_grad]
         self.weights = [_local(weight) for _, weight in trained]

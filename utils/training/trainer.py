@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
 
 from utils.callbacks.evaluation import FinishedEarlyError
-from utils.callbacks.out_of_memory import memory_page
+from utils.callbacks.memory import memory_page
 from utils.callbacks.progress import Phase
 from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
@@ -214,27 +214,24 @@ class PackedTrainer(SavingTrainer):
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train. Write a page if memory runs out. Finish the checkpoint that is being written."""
-        with memory_page(self):
-            return self._train(*args, **kwargs)
-
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
         gc.freeze()  # else each full collection scans all imported objects, 0.25 s
-        try:
-            return super().train(*args, **kwargs)
-        except EvaluationInterrupted:  # before the first step; the resumed run evaluates again
-            self.callback_handler.on_train_end(self.args, self.state, self.control)
-        except FinishedEarlyError:
-            return self._finalize_training(None, 0, time.time())
-        except BaseException:
+        with memory_page(self):
             try:
-                self.checkpoints.finish()
-            except Exception as error:  # raise the first error, not this one
-                logger.error("the last checkpoint was not committed: %s", error)
-            self.callbacks.watchdog.leave()
-            raise
-        finally:
-            self.checkpoints.close()
-            gc.unfreeze()
+                return super().train(*args, **kwargs)
+            except EvaluationInterrupted:  # before the first step; the resumed run evaluates again
+                self.callback_handler.on_train_end(self.args, self.state, self.control)
+            except FinishedEarlyError:
+                return self._finalize_training(None, 0, time.time())
+            except BaseException:
+                try:
+                    self.checkpoints.finish()
+                except Exception as error:  # raise the first error, not this one
+                    logger.error("the last checkpoint was not committed: %s", error)
+                self.callbacks.watchdog.leave()
+                raise
+            finally:
+                self.checkpoints.close()
+                gc.unfreeze()
 
     @override
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

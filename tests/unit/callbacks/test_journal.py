@@ -94,9 +94,7 @@ def test_all_starts_read_as_one_series_without_duplicates(tmp_path):
     write(tmp_path, [(0, {"eval_loss": 9.0}), (1, {"loss": 9.0})])  # the next start begins anew
     write(tmp_path, [(step, {"loss": float(step)}) for step in (1, 2, 3, 4, 5)])
     with path.open("a") as file:
-        file.write(
-            '{"event": "train", "st'
-        )  # killed while it wrote a line; the last checkpoint is of step 3
+        file.write('{"event": "train", "st')  # killed here; the last checkpoint is of step 3
     before = path.read_text()
     splits = [(3, {"eval_a_loss": 1.0}), (3, {"eval_b_loss": 2.0})]
     write(tmp_path, splits, start_step=3)
@@ -118,6 +116,9 @@ ON_A_GPU = {
     ],
 }  # fmt: skip
 FIRST = {"data_wait_s": 0.0123, "first_step_time_s": 41.23, "graphs_compiled": 2}
+SLOWEST = {"event": "train", "step": 5, "max_steps": 9, "step_time_s": 1.0, "slowest_rank": 3,
+           "slowest_host": "n2"}  # fmt: skip
+SHARES = "step 5/9       1 s/step  eta 4s"
 FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
 
 
@@ -135,6 +136,9 @@ FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
          60, "eval a  loss  3.2000  perplexity 24.53  (step 5)"),
         ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
          60, "finished at step 800 after 4m31s  mean loss 2.5000"),
+        (SLOWEST | {"slowest_cost": 0.03}, None, SHARES),
+        (SLOWEST | {"slowest_cost": 0.08}, None,
+         f"{SHARES}  rank 3 on n2 is slowest: the others wait 8% of a step for it"),
     ],
 )  # fmt: skip
 def test_an_event_is_one_readable_line(line, limit_s, text):

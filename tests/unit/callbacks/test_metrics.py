@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from utils.callbacks import stragglers
-from utils.callbacks.journal import readable_line
-from utils.callbacks.metrics import Throughput
-from utils.callbacks.stragglers import OwnTime, slowest_rank
+from utils.callbacks import metrics
+from utils.callbacks.metrics import OwnTime, Throughput, slowest_rank
 from utils.data.loader import TokenCounts
 
 
@@ -73,7 +71,7 @@ def test_forward_and_backward_passes_of_training_are_a_ranks_own_time(monkeypatc
     clock = SimpleNamespace(now=100.0)
     clock.perf_counter = lambda: clock.now
     clock.pass_by = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(stragglers, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     model = Tiny(clock)
     own = OwnTime(model, torch.device("cpu"))
     for _ in range(2):
@@ -87,7 +85,7 @@ def test_forward_and_backward_passes_of_training_are_a_ranks_own_time(monkeypatc
 
 def test_sharded_ranks_time_a_product(monkeypatch):
     kind = SimpleNamespace(value="FSDP")
-    monkeypatch.setattr(stragglers, "PartialState", lambda: SimpleNamespace(distributed_type=kind))
+    monkeypatch.setattr(metrics, "PartialState", lambda: SimpleNamespace(distributed_type=kind))
     own = OwnTime(torch.nn.Module(), torch.device("cpu"))
     seconds, product_s = own.take()
     assert seconds == 0 < product_s < 1
@@ -107,17 +105,6 @@ def test_sharded_ranks_time_a_product(monkeypatch):
 def test_the_slowest_rank_is_the_one_with_most_to_do_by_itself(ranks, slowest, cost):
     figures = {"slowest_rank": slowest, "slowest_cost": pytest.approx(cost)}
     assert slowest_rank(ranks) == figures
-
-
-def test_a_cost_below_three_percent_is_no_remark():
-    line = {
-        "event": "train", "step": 5, "max_steps": 9, "step_time_s": 1.0, "slowest_rank": 3,
-        "slowest_host": "n2",
-    }  # fmt: skip
-    assert "slowest" not in readable_line(line | {"slowest_cost": 0.03})
-    assert readable_line(line | {"slowest_cost": 0.08}).endswith(
-        "  rank 3 on n2 is slowest: the others wait 8% of a step for it"
-    )
 
 
 def test_evaluation_and_saving_are_left_out():

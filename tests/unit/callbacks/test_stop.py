@@ -8,7 +8,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from utils.callbacks.progress import Progress
-from utils.callbacks.stop import Deadline, EvaluationInterrupted, StopWatch
+from utils.callbacks.stop import Deadline, StopWatch
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 
@@ -117,48 +117,29 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, monkeypatch, 
 
 
 def test_rank_0_gives_its_own_reason_and_a_stop_outweighs_a_save(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     ranks = Ranks(tmp_path, monkeypatch, ranks=2)
     for name in ("STOP", "SAVE"):
         (tmp_path / name).touch()
-    with caplog.at_level(logging.INFO):
-        ranks.step()
-        ranks.signals[1] = "SIGTERM"
-        ranks.step()
+    ranks.step()
+    ranks.signals[1] = "SIGTERM"
+    ranks.step()
     assert ranks.stopped == [True, True]
-    (record,) = caplog.records
-    assert record.message == f"stopping after step 2: {tmp_path / 'STOP'}"
+    said = f"stopping after step 2: {tmp_path / 'STOP'}"
+    assert [record.message for record in caplog.records] == [said]
     assert not list(tmp_path.iterdir())
 
 
-def test_all_ranks_interrupt_an_evaluation_at_the_same_batch(tmp_path, monkeypatch):
-    ranks = Ranks(tmp_path, monkeypatch, ranks=2)
-    ranks.step(evaluate=True)
-    ranks.event("on_prediction_step", 1.0)
-    ranks.signals[1] = "SIGTERM"
-    ranks.event("on_prediction_step", 1.0)
-    for watch, *event in ranks.each():
-        with pytest.raises(EvaluationInterrupted):
-            watch.on_prediction_step(*event)
-        assert watch.stopped
-        assert watch.state() == {"evaluation_due": True}
-        assert watch.unscheduled_save
-    assert ranks.stopped == ranks.saves == [True, True]
-
-
 def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
-    tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch
 ):
     monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
-    with caplog.at_level(logging.INFO):
-        ranks = Ranks(tmp_path, monkeypatch, ranks=2, end_time=6000.0)
-    assert caplog.text.count("time limit: ends at") == 1
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2, end_time=6000.0)
     deadline = ranks.watches[0].deadline
     assert ranks.watches[1].deadline is None, "it is for rank 0"
     assert deadline.ends_at == 2000.0
     ranks.event("on_prediction_step")  # eval_on_start
     ranks.step(400.0)  # compiles
-    assert deadline.reason(2000 - 30 - 1.5 * 5 - 0.1) is None
-    assert deadline.reason(2000 - 30 - 1.5 * 5 + 0.1) is not None
     ranks.step(2.0)
     for name, seconds in (("on_log", 3.0), ("on_prediction_step", 4.0), ("on_evaluate", 1.0)):
         ranks.event(name, seconds)
@@ -168,22 +149,6 @@ def test_the_time_limit_counts_steps_batches_and_saves_but_not_the_first_step(
     for seconds, stopped in ((2.5, False), (1.0, False), (1.0, True)):  # they agree a step later
         ranks.step(seconds)
         assert ranks.stopped == [stopped] * 2
-
-
-def test_all_ranks_save_when_the_last_checkpoint_is_too_old(tmp_path, monkeypatch, caplog):
-    ranks = Ranks(tmp_path, monkeypatch, ranks=2, save_minutes=1)
-    saved = []
-    with caplog.at_level(logging.INFO):
-        for step in range(1, 25):
-            ranks.step(10.0)
-            assert len(set(ranks.saves)) == 1
-            if ranks.saves[0]:
-                saved.append(step)
-                assert ranks.watches[0].unscheduled_save
-                ranks.event("on_save", 1.0)
-    assert saved == [7, 14, 21]  # they agree one step later
-    first = "saving at step 7, then continuing: 1 minutes since the last checkpoint"
-    assert caplog.text.count(first) == 1
 
 
 def test_one_save_is_one_checkpoint_and_a_failure_to_look_is_logged_once(

@@ -82,20 +82,16 @@ def test_a_manifest_is_read_as_written_and_any_change_is_found(tmp_path):
         read_manifest(tmp_path)
 
 
-STRATEGIES = ["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-ALIKE = {("single", "ddp"), ("ddp", "single"), ("zero1", "zero2"), ("zero2", "zero1")}
-
-
-def test_a_checkpoint_is_loaded_under_a_strategy_that_writes_alike(tmp_path):
-    for written in STRATEGIES:
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_a_checkpoint_is_loaded_under_a_strategy_that_writes_alike(strategy, tmp_path):
+    alike = {"single": "ddp", "ddp": "single", "zero1": "zero2", "zero2": "zero1"}.get(strategy)
+    for written in ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3"):
         write_manifest(tmp_path, dataclasses.replace(MANIFEST, strategy=written))
-        for strategy in STRATEGIES:
-            if strategy == written or (written, strategy) in ALIKE:
-                check_layout(tmp_path, strategy)
-                continue
-            words = f"under {written} and cannot be loaded under {strategy}: "
-            with pytest.raises(ConfigurationError, match=words):
-                check_layout(tmp_path, strategy)
+        if written in (strategy, alike):
+            check_layout(tmp_path, strategy)
+            continue
+        with pytest.raises(ConfigurationError, match=f"cannot be loaded under {strategy}: "):
+            check_layout(tmp_path, strategy)
 
 
 def test_a_commit_holds_every_file_and_none_that_no_rank_wrote(tmp_path, caplog):
@@ -108,7 +104,7 @@ def test_a_commit_holds_every_file_and_none_that_no_rank_wrote(tmp_path, caplog)
     (write_files(tmp_path, 4) / "rng_state_7.pth").touch()
     with pytest.raises(StorageError, match=r"no rank wrote \(rng_state_7\.pth\)"):
         store(tmp_path).commit(4, tokens=0)
-    assert not store(tmp_path).is_committed(4)
+    assert not (tmp_path / "checkpoint-4" / "manifest.json").exists()
 
 
 def test_a_best_checkpoint_that_is_damaged_or_not_torchs_is_not_loaded(tmp_path):

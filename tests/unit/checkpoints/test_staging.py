@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from utils.checkpoints import staging
-from utils.checkpoints.staging import PREFIX, BackgroundWriter, remove_leftovers
+from utils.checkpoints import store
+from utils.checkpoints.store import PREFIX, BackgroundWriter, remove_leftovers
 
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "MEMORY", tmp_path)
+    monkeypatch.setattr(store, "MEMORY", tmp_path)
     return tmp_path
 
 
@@ -49,13 +49,13 @@ def test_what_is_not_ours_is_left_alone(memory, tmp_path, monkeypatch):
     assert (target / "inner").exists()
     assert len(list(memory.iterdir())) == 3
     (memory / f"{PREFIX}theirs").mkdir()
-    monkeypatch.setattr(staging.os, "getuid", lambda: 4242)
+    monkeypatch.setattr(store.os, "getuid", lambda: 4242)
     remove_leftovers()
     assert (memory / f"{PREFIX}theirs").exists()
-    monkeypatch.setattr(staging, "memory_room_bytes", lambda: 17)
-    assert staging.free_bytes() == 17, "the job's memory, not the node's"
-    monkeypatch.setattr(staging, "MEMORY", Path("/no/such/directory"))
-    assert staging.free_bytes() == 0
+    monkeypatch.setattr(store, "memory_room_bytes", lambda: 17)
+    assert store.free_bytes() == 17, "the job's memory, not the node's"
+    monkeypatch.setattr(store, "MEMORY", Path("/no/such/directory"))
+    assert store.free_bytes() == 0
     remove_leftovers()
 
 
@@ -67,7 +67,7 @@ def test_each_staged_file_is_copied_by_one_rank(monkeypatch):
         ["rng_state_0.pth", "extra", "own"],
     ]
     expected = [["model.safetensors", "rng_state_0.pth"], ["rng_state_1.pth", "extra"], ["own"]]
-    monkeypatch.setattr(staging, "on_every_rank", lambda _action, _group: staged)
+    monkeypatch.setattr(store, "on_every_rank", lambda _action, _group: staged)
     writers = [BackgroundWriter("run-1", rank) for rank in range(3)]
     assert [writer.own_files(Path()) for writer in writers] == expected
 
@@ -87,7 +87,7 @@ def test_each_node_needs_room_for_what_its_own_ranks_write(
     rooms, short_of_room, monkeypatch, caplog
 ):
     answers = iter([rooms, ["rank 0's directory", *rooms[1:]]])
-    monkeypatch.setattr(staging, "on_every_rank", lambda _: next(answers))
+    monkeypatch.setattr(store, "on_every_rank", lambda _: next(answers))
     directory = BackgroundWriter("run-1", 0).open(7, rooms[0][1], 1000)
     assert directory == ("rank 0's directory" if short_of_room is None else None)
     said = f"is written before training continues: {short_of_room} has "

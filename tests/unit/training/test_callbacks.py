@@ -4,7 +4,6 @@ import typing
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from transformers import TrainerCallback
 
 from utils.training.callbacks import Callbacks
@@ -44,11 +43,3 @@ def test_what_the_settings_leave_out_is_none():
     )
     callbacks = make_callbacks(**optional)
     assert None not in [*callbacks.in_order(), *callbacks.stateful()]
-
-
-@pytest.mark.parametrize("package", ["callbacks", "training", "runs"])
-def test_no_callback_is_found_by_its_type(package):
-    for path in (ROOT / "utils" / package).glob("*.py"):
-        text = path.read_text()
-        for search in ("callback_handler.callbacks", "isinstance(callback", "hasattr(callback"):
-            assert search not in text, f"{path} searches callbacks: {search}"

@@ -1,15 +1,29 @@
-"""AdamW with states in fewer bits: equal to torch's AdamW in float32, close to it otherwise."""
+"""AdamW with states in fewer bits: equal to torch's AdamW in float32, close to it otherwise.
+
+Stochastic rounding is unbiased, depends only on its keys, and keeps representable values.
+"""
 
 import itertools
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tiny import compiled_graphs
 from torch import nn
 
 from utils.training import low_precision_adam
-from utils.training.low_precision_adam import LowPrecisionAdamW
-from utils.training.low_precision_states import PERIODS, moment, random_words
+from utils.training.low_precision_adam import (
+    PERIODS,
+    SCALE,
+    LowPrecisionAdamW,
+    block_size,
+    moment,
+    multipliers,
+    noise,
+    random_words,
+    round_into,
+)
 from utils.training.optimizer import _misfit
 
 # Weights with blocks of 256, 192 and 1 elements. Some are longer than a noise period of 2**11
@@ -20,8 +34,8 @@ LOW = ["bfloat16", "int8"]
 COMPILED = pytest.param(True, marks=pytest.mark.slow)  # a compiler runs
 
 
-@pytest.fixture(autouse=True)
-def small_periods_and_nothing_compiled(monkeypatch):
+@pytest.fixture
+def small_periods(monkeypatch):
     """Make noise periods small, so that weights have several spans, and compile nothing."""
     monkeypatch.setitem(PERIODS, "cpu", 2**11)
     torch._dynamo.reset()
@@ -59,6 +73,7 @@ def take(optimizer, steps: range) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize(
     ("kept_as", "bytes_", "tolerance"),
     [("float32", 8, 0), ("bfloat16", 4, 1e-2), ("int8", 2, 0.1)],
@@ -76,6 +91,7 @@ def test_it_is_torchs_own_in_float32_and_near_it_in_fewer_bytes(kept_as, bytes_,
     assert sum(v.nbytes for v in state.values()) / weight.numel() == pytest.approx(bytes_, rel=0.02)
 
 
+@pytest.mark.usefixtures("small_periods")
 def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_random():
     """Rounded to the nearest, each update of 0.001 is lost, because 1 has neighbours 0.004 away."""
     moved = {}
@@ -90,6 +106,7 @@ def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_ra
     assert moved[True] == pytest.approx(0.1, rel=0.02)
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("kept_as", LOW)
 def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     parameter = nn.Parameter(torch.ones(16, 256))
@@ -104,6 +121,7 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     assert (second / expected).mean() == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kept_as"), [(torch.float32, "float32"), (torch.bfloat16, "int8")]
@@ -124,6 +142,7 @@ def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
         assert same.double().mean() > 0.999
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kept_as", "compiled"),
@@ -146,6 +165,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype, compi
     assert all(same) is (kept_as == "float32" and dtype == torch.float32)
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("compiled", [False, COMPILED])
 @pytest.mark.parametrize("kept_as", LOW)
 def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch):
@@ -170,6 +190,7 @@ def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch)
     assert torch.equal(torch.cat(shards), stepped(slice(0, rows)))
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("compiled", [False, COMPILED])
 def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(compiled):
     parameters = weights(torch.bfloat16)
@@ -185,6 +206,7 @@ def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(comp
     assert compiled_graphs() == graphs
 
 
+@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("kept_as", ["float32", *LOW])
 @pytest.mark.parametrize("before", ["torch", *LOW])
 def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept_as):
@@ -206,3 +228,92 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
             assert difference < (0.1 if "int8" in (before, kept_as) else 0.01)
     if before == "int8":
         assert "in 8 bits: set optim_states" in _misfit(saved, reference.state_dict(), reference)
+
+
+CPU = torch.device("cpu")
+COUNT = 2**15
+REPEATS = 1000
+
+
+def noise_of(shape: torch.Size, *keys: int):
+    (factor,) = multipliers(*keys[:-1], np.array(keys[-1:], dtype=np.uint64)).tolist()
+    return partial(noise, random_words(CPU, 1)[: shape.numel(), 0].view(shape), factor)
+
+
+def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return the rounded values: at random by the keys, or to the nearest without keys."""
+    if kind != torch.bfloat16:
+        values = values.view(-1, 256)
+    part = {"m": torch.empty(values.shape, dtype=kind)}
+    if kind != torch.bfloat16:
+        part["m" + SCALE] = torch.empty(len(values))
+    round_into(values.clone(), part, "m", noise_of(values.shape, *keys) if keys else None)
+    return moment(part, "m").view(-1)
+
+
+def test_the_mean_of_many_roundings_is_the_number_itself():
+    values = torch.rand(4096, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    mean = sum(rounded(values, 7, step).double() for step in range(REPEATS)) / REPEATS
+    gap = torch.exp2(values.abs().log2().floor() - 7)  # the gap between the two bfloat16 neighbours
+    share = values.abs() / gap % 1
+    spread = gap * (share * (1 - share)).sqrt()
+    errors = ((mean - values) / spread * REPEATS**0.5)[share * (1 - share) > 1e-3]
+    # If each rounding is independent and unbiased, these errors are standard normal.
+    assert errors.mean().abs() < 0.1
+    assert errors.std() == pytest.approx(1, abs=0.05)
+    assert errors.abs().max() < 5
+
+
+def test_noise_is_independent_and_that_of_the_first_start():
+    values = torch.full((COUNT,), 1 + 2**-9)  # a quarter of the way to the next bfloat16
+    up = (rounded(values, 1, 2, 3) > 1).double()
+    assert up.mean() == pytest.approx(0.25, abs=0.01)
+    for distance in (1, 2, 64, 256, 384):
+        together = (up[distance:] * up[:-distance]).mean()
+        assert together == pytest.approx(0.25**2, abs=0.01), distance
+    first = noise_of(values.shape, 1, 2, 3)(16)
+    # Compare with constants: the numbers must be the same for checkpoints of older versions.
+    assert first[:4].tolist() == [12434, 28981, 23699, 1304]
+    for keys in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
+        assert (first == noise_of(values.shape, *keys)(16)).double().mean() < 0.001
+    blocks, elements = random_words(CPU, 192).view(-1), random_words(CPU, 1).view(-1)
+    assert torch.equal(blocks, elements[: len(blocks)])
+
+
+def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour():
+    exact = torch.randn(COUNT).bfloat16().float()
+    assert torch.equal(rounded(exact, 5), exact)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    assert torch.equal(rounded(special, 5).nan_to_num(9), special.nan_to_num(9))
+    values = torch.randn(COUNT)
+    assert ((rounded(values, 5) - values).abs() <= values.abs() * 2**-7).all()
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8])
+def test_eight_bits_keep_a_sixteenth_at_worst_and_nothing_is_lost_on_average(kind):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    values = values if kind == torch.int8 else values.square()
+    large = values.abs() > values.abs().max() * 1e-4
+    nearest = rounded(values, kind=kind)
+    assert ((nearest - values) / values)[large].abs().max() <= 1 / 16 + 1e-6
+    mean = sum(rounded(values, step, kind=kind).double() for step in range(REPEATS)) / REPEATS
+    errors = ((mean - values) / values)[large]
+    assert errors.abs().max() < 0.01
+    assert errors.mean().abs() < 5e-4
+
+
+def test_the_largest_of_a_block_is_exact_and_a_second_moment_never_becomes_zero():
+    values = torch.full((512,), 1e-12)
+    values[3], values[300] = 3.7, 1e-3
+    for kind in (torch.int8, torch.uint8):
+        result = rounded(values, kind=kind)
+        assert result[3] == 3.7
+        assert result[300] == torch.tensor(1e-3)
+        assert bool((result > 0).all()) is (kind == torch.uint8)
+    assert torch.equal(rounded(torch.zeros(512), 1, kind=torch.int8), torch.zeros(512))
+
+
+def test_blocks_divide_rows_so_that_shards_of_rows_keep_them_whole():
+    shapes = {(1000, 384): 192, (4096, 4096): 256, (8, 100, 64): 64}
+    shapes |= dict.fromkeys([(4096,), (10, 256), (400, 33)])
+    assert {shape: block_size(shape) for shape in shapes} == shapes
