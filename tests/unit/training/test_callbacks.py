@@ -1,14 +1,12 @@
 """The named callbacks of a run: each one acts on events, is saved, and adds its figures."""
 
 import typing
-from pathlib import Path
 from unittest import mock
 
 from transformers import TrainerCallback
 
 from utils.training.callbacks import Callbacks
 
-ROOT = Path(__file__).parents[3]
 # The class of each field.
 KINDS = {
     name: (typing.get_args(hint) or (hint,))[0]
@@ -35,11 +33,8 @@ def test_no_callback_is_forgotten():
     for name in measuring:
         getattr(callbacks, name).metrics.return_value = {name: 1.0}
     assert callbacks.metrics().keys() == measuring
-
-
-def test_what_the_settings_leave_out_is_none():
     optional = dict.fromkeys(
         ("inherited", "early_stopping", "average", "profiler", "balance", "source_losses")
     )
-    callbacks = make_callbacks(**optional)
+    callbacks = make_callbacks(**optional)  # the settings leave them out
     assert None not in [*callbacks.in_order(), *callbacks.stateful()]

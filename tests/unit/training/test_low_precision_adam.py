@@ -34,7 +34,7 @@ LOW = ["bfloat16", "int8"]
 COMPILED = pytest.param(True, marks=pytest.mark.slow)  # a compiler runs
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_periods(monkeypatch):
     """Make noise periods small, so that weights have several spans, and compile nothing."""
     monkeypatch.setitem(PERIODS, "cpu", 2**11)
@@ -73,7 +73,6 @@ def take(optimizer, steps: range) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize(
     ("kept_as", "bytes_", "tolerance"),
     [("float32", 8, 0), ("bfloat16", 4, 1e-2), ("int8", 2, 0.1)],
@@ -91,7 +90,6 @@ def test_it_is_torchs_own_in_float32_and_near_it_in_fewer_bytes(kept_as, bytes_,
     assert sum(v.nbytes for v in state.values()) / weight.numel() == pytest.approx(bytes_, rel=0.02)
 
 
-@pytest.mark.usefixtures("small_periods")
 def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_random():
     """Rounded to the nearest, each update of 0.001 is lost, because 1 has neighbours 0.004 away."""
     moved = {}
@@ -106,7 +104,6 @@ def test_small_updates_of_bfloat16_weights_add_up_only_if_they_are_rounded_at_ra
     assert moved[True] == pytest.approx(0.1, rel=0.02)
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("kept_as", LOW)
 def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     parameter = nn.Parameter(torch.ones(16, 256))
@@ -121,7 +118,6 @@ def test_a_second_moment_decays_by_a_thousandth_a_step(kept_as):
     assert (second / expected).mean() == pytest.approx(1, rel=0.02)
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kept_as"), [(torch.float32, "float32"), (torch.bfloat16, "int8")]
@@ -142,7 +138,6 @@ def test_compiled_it_is_the_same_step_but_for_float32_rounding(dtype, kept_as):
         assert same.double().mean() > 0.999
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kept_as", "compiled"),
@@ -165,7 +160,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kept_as, dtype, compi
     assert all(same) is (kept_as == "float32" and dtype == torch.float32)
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("compiled", [False, COMPILED])
 @pytest.mark.parametrize("kept_as", LOW)
 def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch):
@@ -190,7 +184,6 @@ def test_shards_of_rows_are_rounded_as_the_whole(kept_as, compiled, monkeypatch)
     assert torch.equal(torch.cat(shards), stepped(slice(0, rows)))
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("compiled", [False, COMPILED])
 def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(compiled):
     parameters = weights(torch.bfloat16)
@@ -206,7 +199,6 @@ def test_a_missing_gradient_is_left_alone_and_another_step_compiles_nothing(comp
     assert compiled_graphs() == graphs
 
 
-@pytest.mark.usefixtures("small_periods")
 @pytest.mark.parametrize("kept_as", ["float32", *LOW])
 @pytest.mark.parametrize("before", ["torch", *LOW])
 def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept_as):
@@ -231,13 +223,14 @@ def test_the_moments_of_an_earlier_stage_are_taken_over_in_any_type(before, kept
 
 
 CPU = torch.device("cpu")
-COUNT = 2**15
+WORDS = random_words(CPU, 1)[:, 0]  # in periods of the usual size
+COUNT = len(WORDS)
 REPEATS = 1000
 
 
 def noise_of(shape: torch.Size, *keys: int):
     (factor,) = multipliers(*keys[:-1], np.array(keys[-1:], dtype=np.uint64)).tolist()
-    return partial(noise, random_words(CPU, 1)[: shape.numel(), 0].view(shape), factor)
+    return partial(noise, WORDS[: shape.numel()].view(shape), factor)
 
 
 def rounded(values: torch.Tensor, *keys: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
