@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -111,9 +110,8 @@ def test_an_honest_one_is_taken_with_its_best_also_through_links_of_the_user(the
 
 @pytest.mark.parametrize(
     "name",
-    ["../../../victim.txt", "../../victim.txt", "run/../../../victim.txt", "{root}/victim.txt",
-     "a\\b", "a\nb", "a\0b", "", ".", "./optimizer.pt", "OPTIMIZER.pt", "Manifest.json",
-     "manifest.json"],
+    ["../../../victim.txt", "run/../../../victim.txt", "{root}/victim.txt", "", "OPTIMIZER.pt",
+     "Manifest.json", "manifest.json"],
 )  # fmt: skip
 def test_a_manifest_that_names_what_is_not_in_its_folder_is_refused(name, theirs, tmp_path):
     (tmp_path / "victim.txt").write_text("intact")
@@ -126,50 +124,21 @@ def test_a_manifest_that_names_what_is_not_in_its_folder_is_refused(name, theirs
     assert resume_point(theirs.parent, RUN) == theirs.with_name("checkpoint-4")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "link",
-        "folder link",
-        "pipe",
-        "manifest",
-        "pipe for a manifest",
-        "record",
-        "unlisted record",
-        "journal",
-    ],
-)
-def test_links_and_pipes_are_refused_before_they_are_read(kind, theirs, tmp_path):
-    (outside := tmp_path / "outside").mkdir()
-    for name in ("optimizer.pt", "config.yaml", "__0_0.distcp", "metrics.jsonl"):
-        (outside / name).write_bytes(b"secret")
-    shards, path = theirs / "pytorch_model_fsdp_0", theirs / "optimizer.pt"
-    if kind == "link":
-        path.unlink()
-        path.symlink_to(outside / "optimizer.pt")
-    elif kind == "folder link":
-        shutil.rmtree(shards)
-        shards.symlink_to(outside)
-    elif kind == "pipe":
-        path.unlink()
-        os.mkfifo(path)
-    elif kind == "manifest":
-        (theirs / "manifest.json").rename(outside / "manifest.json")
-        (theirs / "manifest.json").symlink_to(outside / "manifest.json")
-    elif kind == "pipe for a manifest":
-        (theirs / "manifest.json").unlink()
-        os.mkfifo(theirs / "manifest.json")
-    elif "record" in kind:
-        if kind == "unlisted record":
-            files = read_manifest(theirs).files.items()
-            kept = {name: record for name, record in files if name != "run/config.yaml"}
-            vouch(theirs, step=6, files=kept)
-        (theirs / "run" / "config.yaml").unlink()
-        (theirs / "run" / "config.yaml").symlink_to(outside / "config.yaml")
-    else:
-        (theirs.parent / "metrics.jsonl").unlink()
-        (theirs.parent / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
-    refused(theirs, "is no path inside")
+@pytest.mark.parametrize("kind", ["file", "manifest", "record", "unlisted record", "journal"])
+def test_links_are_refused_before_they_are_read(kind, theirs, tmp_path):
+    """tests/unit/host/test_files.py has other kinds of files."""
+    path = {
+        "file": theirs / "optimizer.pt",
+        "manifest": theirs / "manifest.json",
+        "journal": theirs.parent / "metrics.jsonl",
+    }.get(kind, theirs / "run" / "config.yaml")
+    if kind == "unlisted record":
+        files = read_manifest(theirs).files.items()
+        kept = {name: record for name, record in files if name != "run/config.yaml"}
+        vouch(theirs, step=6, files=kept)
+    path.rename(tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    refused(theirs, "is a link")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +189,7 @@ def test_a_file_that_others_may_change_is_copied_and_others_are_linked(theirs):
     assert not checkpoint_problems(mine / "checkpoint-6", 6, RUN)
 
 
-@pytest.mark.parametrize(
-    "named", ["..", "/a/..", "/", "/etc", "checkpoint-4/..", "checkpoint-4x", 3, ["a"], None, ""]
-)
+@pytest.mark.parametrize("named", ["..", "/a/..", "/", "checkpoint-4x", 3, ["a"], None, ""])
 def test_the_best_checkpoint_is_one_beside_or_none(named, theirs):
     (theirs / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": named}))
     vouch(theirs, step=6)
