@@ -25,7 +25,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         data: RunData,
         callbacks: Callbacks,
     ):
-        adapters = get_peft_config(plan.adapters.model) if plan.adapters else None
+        adapters: Any = get_peft_config(plan.adapters.model) if plan.adapters else None
         if adapters is not None and (new := getattr(model, "new_tokens", None)):
             adapters.trainable_token_indices = _new_vectors(adapters, model, list(new)) or None
         # SFTTrainer inspects one record of a datasets.Dataset. Training does not read it.
