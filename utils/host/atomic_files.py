@@ -108,7 +108,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove directories of `locked_directory` that this user's ended processes left; list them."""
+    """Remove the locked directories of this user's ended processes; return their paths."""
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed

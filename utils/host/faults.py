@@ -140,6 +140,6 @@ def _storage_fault(error: BaseException) -> str | None:
 
 
 def _of_a_library(error: BaseException) -> bool:
-    """Check whether the error's type allows to search its text: others may quote a user's text."""
+    """Check whether an error may come from a library; other errors may quote a user's text."""
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

@@ -133,7 +133,7 @@ class RunOwner:
 
     @property
     def gone(self) -> bool:
-        """Whether the owner is known to have ended: replaced, or its process here has ended."""
+        """Whether the owner has ended for certain: replaced, or its process is gone from here."""
         if self.replaced or self.machine != _machine():
             return self.replaced
         try:
@@ -279,7 +279,7 @@ def _machine() -> str:
 
 
 def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield the newest owner's number and file, now and after each change, until WATCH_S pass."""
+    """Yield the newest number and owner now and after each change; end after a silent WATCH_S."""
     newest, until = None, math.inf
     while time.monotonic() < until:
         found = _newest(folder)
@@ -305,7 +305,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _read_owner(folder: Path, number: int) -> RunOwner | None:
-    """Return the owner in a file of this number, None if the file is damaged. Raises OSError."""
+    """Return the owner of this number, None if its file is damaged. Raises OSError."""
     path = folder / f"owner-{number}"
     text, beat = path.read_bytes(), path.stat().st_mtime
     try:

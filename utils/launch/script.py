@@ -277,7 +277,7 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
     """Show an error of all ranks, or of this rank alone; return its exit code."""
     for level, text in error.report:
         logger.log(level, "%s", text)
-    problems = error.problems
+    problems = [redact(problem) for problem in error.problems]  # before they are split into lines
     first = problems[0].splitlines()[0]
     leave_note(
         error.ending, error.exit_code, first if error.kind in first else f"{error.kind}: {first}"
