@@ -187,7 +187,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def describe_fault(error: Exception) -> str:
-    """Return the words of the Hub's client or of `datasets`, and what to do.
+    """Return the message of the Hub's client or of `datasets`, with advice.
 
     Raises `error` again if it is not about the Hub.
     """
@@ -206,11 +206,10 @@ def describe_fault(error: Exception) -> str:
     known = errors.HfHubHTTPError | errors.DryRunError | FileNotFoundError | ValueError
     if not isinstance(error, known):
         raise error
+    if isinstance(error, errors.GatedRepoError) or "gated dataset" in text:
+        return f"{text}. Put the HF_TOKEN of an account that has accepted its terms into .env"
     if isinstance(error, errors.RepositoryNotFoundError | DatasetNotFoundError):
-        text += (
-            ". A local path must exist. A gated or private repository needs, in .env, the HF_TOKEN "
-            "of an account that has accepted its terms"
-        )
+        return "no such local path, and no such name on the Hub; private ones need HF_TOKEN in .env"
     return text
 
 

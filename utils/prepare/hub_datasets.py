@@ -86,7 +86,7 @@ class HubCache:
 
     begun_with: the commits that earlier work in the output folder has read, by `HubDataset.key`.
     All shards and later starts read these commits, even if the dataset has changed since.
-    commits: those that `cached_files` has found.
+    commits: the commits that `cached_files` has found in the cache, by the same keys.
     """
 
     def __init__(self, arguments: PreparationArguments):

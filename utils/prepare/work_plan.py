@@ -154,7 +154,7 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 def _find_sources(
     arguments: PreparationArguments, cache: HubCache, remarks: Remarks
 ) -> list[tuple[Source, list[SourceFile]]]:
-    """Return each source with its files; remark files that would be trained on twice."""
+    """Return each source with its files; add a problem for each file that is given twice."""
     if arguments.chat_template is not None and not Path(arguments.chat_template).is_file():
         remarks.problems.append(f"chat_template: {arguments.chat_template}: no such file")
     found = []
@@ -244,7 +244,7 @@ def _decide_formats(
 ) -> tuple[list[RowSettings], bool]:
     """Return how to read each source, and whether any are chats.
 
-    Remarks every source of an unknown format, or of other documents than the first source.
+    Adds a problem for each source of an unknown format, or of other documents than the first one.
     """
     rows: list[RowSettings] = []
     decided_by, is_chat = "", False
@@ -335,7 +335,10 @@ def _row_format(record: Record, source: Source, wanted: str, on_bad_row: str) ->
 def _check_first_record(
     record: Record, read: RowSettings, source: Source, on_bad_row: str, remarks: Remarks
 ) -> None:
-    """Remark which columns are read; ConfigurationError for a row that is faulty or misread."""
+    """Add a line about the columns that are read.
+
+    Raises ConfigurationError for a faulty row, and for a row that would be read wrongly.
+    """
     path = record.location.path
     if problem := misreading(record.fields, source):
         raise ConfigurationError(f"{record.location}: {problem}")
