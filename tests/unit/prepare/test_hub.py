@@ -41,10 +41,6 @@ def recipe(tmp_path):
     return written
 
 
-def described(folder: Path) -> dict:
-    return json.loads((folder / "stoker.json").read_text())
-
-
 def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
     hub, preparer, recipe, tmp_path
 ):
@@ -62,7 +58,7 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
     assert "are free" in told.split("downloaded:")[0], "size and room come before"
 
     commit = hub.repositories["datasets/HuggingFaceTB/smoltalk"].refs["main"]
-    origin = described(tmp_path / "a/train")["preparation"]
+    origin = samples.description(tmp_path / "a/train")["preparation"]
     assert origin["sources"]["hub"] == {"HuggingFaceTB/smoltalk@main": commit}
     first = next(iter(origin["sources"]["first_files"]))
     assert first == f"hf://datasets/HuggingFaceTB/smoltalk@{commit}/data/all/{data[2][9:]}"
@@ -92,8 +88,8 @@ def test_a_dataset_is_fetched_by_name_once_and_found_without_a_network(
         alone.close()
         assert code == 0, told
         assert ("Could not reach the Hub" in told) == (not extra), "a job does not try"
-        found = described(tmp_path / f"b{len(extra)}/train")
-        assert found["fingerprint"] == described(tmp_path / "a/train")["fingerprint"]
+        found = samples.description(tmp_path / f"b{len(extra)}/train")
+        assert found["fingerprint"] == samples.description(tmp_path / "a/train")["fingerprint"]
         assert found["preparation"]["settings_sha256"] == origin["settings_sha256"]
 
 
@@ -123,7 +119,7 @@ def test_revisions_files_and_splits_that_a_source_names(hub, preparer, recipe, t
         code, told = preparer("--config", recipe(source), "--output_dir", tmp_path / name)
         assert code == 0, told
         assert len(datasets.load_from_disk(str(tmp_path / name / "train"))) == number, name
-        found = described(tmp_path / name / "train")["preparation"]["sources"]["hub"]
+        found = samples.description(tmp_path / name / "train")["preparation"]["sources"]["hub"]
         assert commit is None or list(found.values()) == [commit], name
         assert ("converted only the first 5 GB" in told) == (name == "partial")
         if name == "one":
@@ -142,9 +138,8 @@ def test_shards_and_later_starts_stay_with_the_commit_they_began_with(
     assert preparer(*words, "--shard", "1/2")[0] == 0
     code, told = preparer(*words, "--merge", 2)
     assert code == 0, told
-    assert list(described(tmp_path / "out/train")["preparation"]["sources"]["hub"].values()) == [
-        began
-    ]
+    origin = samples.description(tmp_path / "out/train")["preparation"]["sources"]
+    assert list(origin["hub"].values()) == [began]
     assert len(samples.rows(tmp_path / "out/train")) == 42
     assert "already prepared" in preparer(*words)[1]
     assert preparer(*words[:2], "--output_dir", tmp_path / "next")[0] == 0
