@@ -17,10 +17,13 @@ from utils.prepare.chat_templates import PROBE, ChatTemplate
 from utils.prepare.rows import ChatDocument, document_fields
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FAILS = "it does not turn text into tokens"
+# verbose: the warning that a text is longer than the model's maximum; packing splits texts.
+IDS_ALONE = dict.fromkeys(("return_attention_mask", "return_token_type_ids", "verbose"), False)
 # Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
 CUTS_SEARCHED_CHARACTERS = 1 << 16  # a cut is searched this far before the end of a piece
@@ -75,26 +78,14 @@ class SpecialTokens:
         return bool(np.isin(ids, [*self.before, *self.behind, self.end]).all())
 
 
-def _encoded(
-    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool
-) -> "BatchEncoding":
-    with foreign(f"the tokenizer {tokenizer.name_or_path}", "it does not turn text into tokens"):
-        return tokenizer(
-            list(texts),
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # silences "longer than the model's maximum": packing splits texts
-            **options,
-        )
-
-
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special_tokens: bool = False
 ) -> list[np.ndarray]:
     """Return the ids of each text."""
     if not texts:
         return []  # a tokenizer takes no empty list
-    encoded = _encoded(tokenizer, texts, add_special_tokens=special_tokens)
+    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
+        encoded = tokenizer(list(texts), add_special_tokens=special_tokens, **IDS_ALONE)
     return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
@@ -104,8 +95,9 @@ def encode_with_offsets(
     """Yield the ids of each text, and each token's start and stop in characters, (tokens, 2)."""
     if not texts:
         return
-    options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    encoded = _encoded(tokenizer, texts, **options)
+    options = IDS_ALONE | {"add_special_tokens": False, "return_offsets_mapping": True}
+    with foreign(f"the tokenizer {tokenizer.name_or_path}", TOKENIZER_FAILS):
+        encoded = tokenizer(list(texts), **options)
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         yield np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 

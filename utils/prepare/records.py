@@ -271,9 +271,9 @@ def _read_parquet(part: FilePart, columns: Sequence[str] | None) -> Records:
 
 def _read_datasets(part: FilePart, columns: Sequence[str] | None) -> Records:
     dataset = _load_folder(part.file.path)
-    names = [name for name in dataset.column_names if columns is None or name in columns]
-    left_out = tuple(name for name in dataset.column_names if name not in names)
-    dataset = dataset.select_columns(names).select(range(part.start, part.stop))
+    names = dataset.column_names
+    left_out = tuple(name for name in names if columns is not None and name not in columns)
+    dataset = dataset.remove_columns(list(left_out)).select(range(part.start, part.stop))
     row = part.start
     for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
         yield from _rows(table, part.file.path, row, left_out)
