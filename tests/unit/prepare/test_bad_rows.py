@@ -1,6 +1,8 @@
-"""Rows that cannot be used are named or skipped, never silently."""
+"""Rows that cannot be used are named, in the words of the user's file, or skipped and counted."""
 
+import json
 import logging
+import re
 from collections import Counter
 
 import preparation_samples as samples
@@ -9,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.prepare.rows import RowSettings, parse_document
+from utils.config.preparation import COLUMNS
+from utils.prepare.rows import RowSettings, detect_formats, parse_document, renamed
+from utils.prepare.tokenization import DocumentTokenizer
 from utils.prepare.values import BadRow, Location, Record
 
 BAD_LINES = {
@@ -45,32 +49,6 @@ def test_a_split_that_is_left_without_documents_is_named(tmp_path, prepare):
     for fraction, empty in ((1e-9, "validation"), (1 - 1e-9, "train")):
         with pytest.raises(ConfigurationError, match=f"^- {empty}: no document is left .*fraction"):
             prepare("out", sources=[source], validation_fraction=fraction)
-
-
-CHAT = samples.chat("q", "a")["messages"]
-TYPO = {"role": "assitant", "content": "a"}
-PICTURE = {"role": "user", "content": [{"type": "image_url"}, {"type": "text"}]}
-UNUSABLE = [
-    ("text", {"text": "a\ud800"}, "invalid_utf8: half a surrogate pair at character 1"),
-    ("messages", {"messages": [{"role": "user"}]}, "missing_field: has no 'content'"),
-    ("messages", {"messages": [TYPO]}, "unknown_role: known are assistant"),
-    ("messages", {"messages": [CHAT[1] | {"tool_calls": [1]}]}, "wrong_type: without 'name'"),
-    ("messages", {"messages": [PICTURE]}, "not_text: text alone"),
-    ("sharegpt", {"conversations": [{"from": "x", "value": "y"}]}, "unknown_role: known are human"),
-    ("prompt_completion", {}, "missing_field: no 'prompt' and no 'completion'"),
-    ("prompt_completion", {"prompt": "a", "completion": " "}, "empty: 'completion' has no text"),
-]
-
-
-@pytest.mark.parametrize(("document_format", "fields", "problem"), UNUSABLE)
-def test_a_record_that_cannot_be_used_says_why(document_format, fields, problem):
-    record = Record(fields, Location("a.jsonl", "line", 3))
-    found = parse_document(record, RowSettings(document_format))
-    assert isinstance(found, BadRow)
-    reason, words = problem.split(": ")
-    assert found.reason == reason
-    assert str(found).startswith("a.jsonl:3: ")
-    assert words in str(found)
 
 
 def test_only_the_completion_has_to_answer():
@@ -117,3 +95,163 @@ def test_what_is_not_read_and_chats_that_end_unanswered_are_counted(
     assert "3 chats end with a message that is not the assistant's" in caplog.text
     notes = samples.description(folder / "train")["preparation"]["sources"]
     assert notes["without_last_answer"] == 3
+
+
+# --- the names in error messages are those in the user's file
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+# Stoker's names of columns and keys. An error message may have one only if the row has it.
+OURS = {*COLUMNS, "role", "content", "from", "value"} - {"system"}  # "system" is also a role
+
+
+def turn(**keys):
+    """Return the chat TURNS, with other keys for its answer."""
+    return [TURNS[0], keys]
+
+
+def shared(**keys):
+    return [SHARED[0], keys]
+
+
+def calls(*, of):
+    return [*TURNS, {"role": "assistant", "content": "b", of: [1]}]
+
+
+# (columns, a good row, the bad row's other values (None: no such column), the expected message).
+# fmt: off
+TEXT = ("body=text", {"body": "some words"})
+CHAT = ("dialog=messages persona=system kw=chat_template_kwargs fns=tools", {"dialog": TURNS})
+SHAREGPT = ("", {"conversations": SHARED})
+SHAREGPT_COLUMNS = ("talk=conversations", {"talk": SHARED})
+ALPACA = ("", {"instruction": "i", "output": "o"})
+QUESTIONS = ("question=instruction answer=output note=input past=history",
+             {"question": "i", "answer": "o"})
+PAIR = ("", {"prompt": "p", "completion": "c"})
+PAIR_COLUMNS = ("question=prompt answer=completion persona=system",
+                {"question": "p", "answer": "c"})
+CHAT_PAIR = ("ask=prompt say=completion past=history", {"ask": TURNS[:1], "say": TURNS[1:]})
+CASES = [
+    (*TEXT, {"body": 7}, "'body' must be a string"),
+    (*TEXT, {"body": None, "x": "y"}, "no 'body'.*columns found: x"),
+    (*TEXT, {"body": " "}, "'body' has no text"),
+    (*TEXT, {"body": "a\ud800"}, "'body' holds half"),
+    (*TEXT, {"body": "<|endoftext|>"}, "'body' has special tokens alone"),
+    (*TEXT, {"body": "<image>", "image": "a.png"}, "'image'"),
+    (*TEXT, {"body": None, "text": None, "bodies": "x"}, "columns found: bodies"),
+    (*CHAT, {"dialog": None, "conversation": []}, "no 'dialog'.*columns found: conversation"),
+    (*CHAT, {"dialog": 7}, "'dialog' must be a list"),
+    (*CHAT, {"dialog": []}, "'dialog' has no messages"),
+    (*CHAT, {"dialog": turn(role="assistant", content=7)}, "'content' of message 1 of 'dialog'"),
+    (*CHAT, {"dialog": turn(role="assistant")}, "message 1 of 'dialog' has no 'content'"),
+    (*CHAT, {"dialog": turn(role="assistant", text=7)}, "'text' of message 1 of 'dialog'"),
+    (*CHAT, {"dialog": turn(role="sytem", content="x")}, "role 'sytem'; known are system"),
+    (*CHAT, {"dialog": turn(content="x")}, "message 1 of 'dialog' has no 'role'"),
+    (*CHAT, {"dialog": turn(role="assistant", content="")}, "'dialog'"),
+    (*CHAT, {"dialog": turn(role="user", content="x")}, "no message of 'dialog' is the assistant"),
+    (*CHAT, {"dialog": [{"user": 7, "bot": "x"}]}, "'user' of message 0 of 'dialog'"),
+    (*CHAT, {"dialog": [{"question": "q", "bot": ["x", 1]}]}, "message 0 of 'dialog'"),
+    (*CHAT, {"dialog": calls(of="function_call")}, "message 2 of 'dialog'"),
+    (*CHAT, {"persona": 7}, "'persona' must be a string"),
+    (*CHAT, {"dialog": [{"role": "system", "content": "x"}, *TURNS], "persona": "y"},
+     "'persona' and"),
+    (*CHAT, {"kw": 1}, "'kw'.*give a mapping"),
+    (*CHAT, {"kw": {"enable_thinking": "False"}}, "'kw'.*write false without"),
+    (*CHAT, {"fns": "none"}, "'fns' must be a list"),
+    (*CHAT, {"functions": "none"}, "'functions' must be a list"),
+    (*CHAT, {"functions": ["{}"], "fns": ['{"name": 1}']}, "'fns' and 'functions' differ"),
+    (*CHAT, {"system_prompt": "x", "persona": "y"}, "'persona' and 'system_prompt'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "gpt"})}, "has no 'value'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "value": 7})}, "'value' of message 1"),
+    (*SHAREGPT, {"conversations": shared(**{"from": 7, "value": "x"})}, "'from' of message 1"),
+    (*SHAREGPT, {"conversations": shared(value="x")}, "has no 'from'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "you", "value": "x"})}, "the role 'you'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "words": "x"})},
+     "'words' is not read: write 'value'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "value": ""})}, "of 'conversations'"),
+    (*SHAREGPT, {"conversations": SHARED[:1]}, "of 'conversations' is the assistant"),
+    (*SHAREGPT, {"system_prompt": 7}, "'system_prompt'"),
+    (*SHAREGPT, {"conversations": [{"from": "system", "value": "y"}], "system_prompt": "x"},
+     "'system_prompt' and"),
+    (*SHAREGPT_COLUMNS, {"talk": None, "conversations": 7, "x": 1}, "no 'talk'"),
+    (*SHAREGPT_COLUMNS, {"talk": 7}, "'talk' must be a list"),
+    (*ALPACA, {"output": ""}, "'output' has no text"),
+    (*ALPACA, {"instruction": ["x"]}, "'instruction' must be"),
+    (*ALPACA, {"history": [1]}, "of 'history' must be an object"),
+    (*QUESTIONS, {"answer": " "}, "'answer' has no text"),
+    (*QUESTIONS, {"answer": 7}, "'answer' must be"),
+    (*QUESTIONS, {"note": 7}, "'note' must be"),
+    (*QUESTIONS, {"past": [1]}, "message 0 of 'past'"),
+    (*QUESTIONS, {"past": [["x", ""]]}, "of 'past'"),
+    (*QUESTIONS, {"answer": None, "reply": "x"}, "no 'answer'.*columns found: question, reply"),
+    (*PAIR, {"completion": "<|endoftext|>"}, "'completion' has special"),
+    (*PAIR, {"tools": [{"name": "f"}]}, "'tools' go with messages"),
+    (*PAIR_COLUMNS, {"answer": "<|endoftext|>"}, "'answer' has special"),
+    (*PAIR_COLUMNS, {"answer": ""}, "'answer' has no text"),
+    (*PAIR_COLUMNS, {"answer": TURNS[1:]}, "'question' must be a list of messages, as 'answer' is"),
+    (*PAIR_COLUMNS, {"persona": "x"}, "'persona' go"),
+    (*PAIR_COLUMNS, {"system_prompt": "x"}, "'system_prompt' go"),
+    (*PAIR_COLUMNS, {"functions": [{"name": "f"}]}, "'functions' go"),
+    (*PAIR_COLUMNS, {"question": None, "ask": "x"}, "no 'question'.*columns found: answer, ask"),
+    (*CHAT_PAIR, {"past": [["x", "y"]]}, "'past' goes into the messages of 'ask'"),
+    (*CHAT_PAIR, {"say": ["x"]}, "'say' must be"),
+    (*CHAT_PAIR, {"say": turn(role="assistant", content="")}, "of 'say'"),
+    (*CHAT_PAIR, {"say": TURNS[:1]}, "no message of 'say' is the assistant"),
+    (*CHAT_PAIR, {"ask": [{"role": "user"}]}, "message 0 of 'ask' has no 'content'"),
+]
+# fmt: on
+
+
+REASONS = {  # the names under which some of these rows are counted
+    "'body' must be a string": "wrong_type",
+    "no 'body'.*columns found: x": "missing_field",
+    "'body' has no text": "empty",
+    "'body' holds half": "invalid_utf8",
+    "'image'": "not_text",
+    "role 'sytem'; known are system": "unknown_role",
+    "'persona' and": "two_systems",
+}
+
+
+@pytest.mark.parametrize(("columns", "good", "bad", "named"), CASES)
+def test_a_row_that_cannot_be_used_is_named_by_its_own_columns(columns, good, bad, named):
+    row = {name: value for name, value in (good | bad).items() if value is not None}
+    pairs = tuple(tuple(pair.split("=")) for pair in columns.split())
+    (row_format,) = detect_formats(renamed(good, pairs))
+    record = Record(row, Location("a.jsonl", "line", 3))
+    found = parse_document(record, RowSettings(row_format, pairs))
+    if not isinstance(found, BadRow):
+        (found,) = DocumentTokenizer(samples.tiny_tokenizer())([found])
+    message = str(found)
+    assert re.search(rf"^a\.jsonl:3: .*{named}", message, re.DOTALL), message
+    assert REASONS.get(named, found.reason) == found.reason
+    ours = [word for word in OURS if re.search(rf"['\"]{word}['\"]", message)]
+    assert all(word in json.dumps(row) for word in ours), message
+
+
+PLANNED = [
+    ("body=text", {"bodies": "x"}, "--columns names body.*columns: bodies"),
+    ("", {"utterance": ["x"]}, r"no known format \(columns: utterance\)"),
+    ("question=prompt", {"question": ["x"], "other": 1}, r"no known format \(columns: other, q"),
+    ("question=instruction answer=output --format alpaca", {"prompt": "p", "completion": "c"},
+     "the format alpaca needs question and answer"),
+    ("q=prompt a=completion --format prompt_completion", {"q": "p", "a": 7}, "'a' must be"),
+    ("said=conversations", {"said": [{"from": "gpt"}]}, "message 0 of 'said' has no 'value'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "row", "named"), PLANNED)
+def test_the_first_row_is_named_by_its_own_columns(tmp_path, prepare, given, row, named):
+    columns, _, row_format = given.partition("--format ")
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(ConfigurationError, match=rf"a\.jsonl:1: .*{named}"):
+        prepare(
+            "out", sources=[source], columns=columns.split(), format=row_format.strip() or "auto"
+        )
+
+
+def test_columns_of_a_recipe_are_named_as_the_file_names_them(tmp_path, prepare):
+    source = samples.write_jsonl(tmp_path / "a.jsonl", [{"body": "words"}, {"body": 7}])
+    entry = {"path": str(source), "columns": {"body": "text"}}
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:2: 'body' must be a string"):
+        prepare("out", sources=[entry])
