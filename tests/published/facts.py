@@ -49,11 +49,12 @@ PER_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_ty
 
 @dataclass(frozen=True)
 class Published:
-    """A model: its config.json (without the version), tokenizer and generation_config.json.
+    """A model: its config.json, tokenizer and generation_config.json.
 
-    tokens: special tokens with their published ids. layers: the layers that the small model keeps.
-    cut: small sizes that `small_config` cannot derive. packs: whether documents can be packed. why:
-    the reason if they cannot.
+    config: without the version, and without values that transformers' configuration class of the
+    model has by default. tokens: special tokens with their published ids. layers: the layers that
+    the small model keeps. cut: small sizes that `small_config` cannot derive. packs: whether
+    documents can be packed. why: the reason if they cannot.
     """
 
     name: str
@@ -147,15 +148,3 @@ LLAMA3 = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|eom_id|>": 
 QWEN = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 GEMMA = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<start_of_turn>": 105, "<end_of_turn>": 106}
 GPT2 = {"<|endoftext|>": 50256}
-
-# Settings that the configurations of many models share.
-COMMON = dict(attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, use_cache=True)
-UNTIED = COMMON | dict(tie_word_embeddings=False, torch_dtype="bfloat16")
-PLAIN = dict(initializer_range=0.02, tie_word_embeddings=False, use_cache=True)
-GROUPED = COMMON | dict(
-    num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-05, torch_dtype="bfloat16",
-)  # fmt: skip
-GEMMA_CONFIG = dict(
-    attention_bias=False, attention_dropout=0.0, bos_token_id=2, head_dim=256,
-    hidden_activation="gelu_pytorch_tanh", pad_token_id=0, rms_norm_eps=1e-06, use_cache=True,
-)  # fmt: skip
