@@ -35,12 +35,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("name runs, or a folder with --all")
     if given.sync and (given.json or given.watch is not None):
         parser.error("--sync uploads and ends: leave out --json and --watch")
+    from utils.observe.status_lines import display, show_runs, sync_wandb
+
     if given.sync:
-        from utils.observe.wandb_sync import sync_wandb
-
         return sync_wandb(given.runs, given.all)
-    from utils.observe.status_lines import display, show_runs
-
     return display(partial(show_runs, given.runs, given.all, given.json), given.watch)
 
 

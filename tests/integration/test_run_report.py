@@ -58,7 +58,7 @@ def opened(chromium):
 
 def test_a_run_writes_its_page_when_it_ends(run):
     page = (run / "report.html").read_text()
-    assert "Finished at step 6 of 6." in page
+    assert "Finished at step 6 of 6: final/ holds the model." in page
     assert f"{tiny.losses(run)[-1]:.4g}" in page
     assert f"{tiny.evaluations(run, 'heldout')[6]:.4g}" in page
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
@@ -145,7 +145,7 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
     page.wait_for_function("document.documentElement.scrollWidth <= 400")
     assert page.locator(".plot svg").first.bounding_box()["width"] <= 400
     bare = opened(run / "report.html", java_script_enabled=False)
-    assert "Finished at step 6 of 6." in bare.locator("body").inner_text()
+    assert "Finished at step 6 of 6: final/ holds the model." in bare.locator("body").inner_text()
 
 
 def test_runs_are_compared(opened, run, tmp_path):
@@ -177,7 +177,7 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     for launched, trouble, code, words in (
         (True, "kill:0:9", 76, "no last word: it was killed"),
         (False, "raise:0:3", 1, "RuntimeError: the batch is spoilt"),
-        (False, "raise:0:99", 0, "Finished at step 6 of 6."),  # after the last step
+        (False, "raise:0:99", 0, "Finished at step 6 of 6: final/ holds"),  # after the last step
     ):
         env = quiet_environment(python | {"STOKER_TEST_TROUBLE": trouble})
         if launched:
@@ -193,7 +193,7 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
         page = (run / "report.html").read_text()
         assert words in page
         assert f"report: {run}/report.html" in shown
-        assert ("The same command resumes it from checkpoint-" in page) == (code > 0)
+        assert ("Next: resume: " in page) == (code > 0)
     killed, failed, finished = told.read_text().splitlines()
     assert killed.startswith(f"failed|failed {run}  rank 0 on "), killed
     assert failed.startswith(f"failed|failed {run}  RuntimeError: the batch is spoilt ("), failed

@@ -1,11 +1,9 @@
 """Runs from outside, without torch: what status.py and report.py read, judge and show.
 
-history         the one reader of a run directory: starts, log lines, checkpoints, pages, damage
-endings         the state of a start or a run: the evidence, and its words for status.py, report.py
-run_state       the values that status.py shows of a run and of its job in Slurm's queue
-status_lines    one run in lines, many in a table, or JSON; redrawn on request
-columns, ranks  figures of log lines as arrays, and the points of a chart; memory of each rank
-findings        where the hours went, loss spikes, settings that differ
-charts, page    the series of each chart, also for --png; page.html (Jinja2) with page.js
-wandb_sync      uploads what wandb recorded offline
+history       the one reader of a run directory: starts, log lines, checkpoints, pages, damage
+endings       the state of a start or a run: the evidence, and its words for status.py, report.py
+run_state     the values that status.py shows of a run and of its job in Slurm's queue
+status_lines  runs as lines, a table or JSON, redrawn on request; upload of wandb's offline records
+findings      where the hours went, loss spikes, waits and memory of ranks, settings that differ
+charts, page  the series of each chart, also for --png; page.html (Jinja2) with page.js
 """

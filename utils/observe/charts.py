@@ -10,15 +10,23 @@ import numpy as np
 
 from utils.config.errors import ConfigurationError
 from utils.host.journal_file import duration, printable
-from utils.observe.columns import column, thinned
-from utils.observe.findings import Spike
+from utils.observe.findings import (
+    DEVICE,
+    PHASES,
+    Line,
+    Point,
+    Spike,
+    column,
+    memory_table,
+    slowest,
+    thinned,
+)
 from utils.observe.history import History
-from utils.observe.ranks import DEVICE, Point, memory_series, slowest
 
 POINTS = 1600  # in a series, two for each of 800 pixels; several runs share twice as many
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
 NAMED = 3  # slowest ranks with their own series
-Line = Mapping[str, Any]
+FULLEST = 6  # ranks with their own series of memory
 Chart = dict[str, Any]
 
 # Charts of training logs: title, unit, label by key, whether the scale is logarithmic at first.
@@ -170,17 +178,31 @@ def charts_of(
         _chart("Loss of each source", f"nats per token{mean}", of_sources),
         _chart("Token accuracy", "share of the tokens in evaluations", right),
     ]
-    by_rank = [
-        curves.series(name, "gib", own, "line" if own[0]["event"] == "train" else "points")
-        for name, own in memory_series(memory).items()
-    ]
     what = "device, peak since the last line" if DEVICE in keys else "host, resident"
+    by_rank = _memory(curves, memory if memory_table(memory) else ())
     charts.append(_chart("Memory by rank and phase", f"GiB, {what}", by_rank))
     charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
     for title, unit, names, log in groups:
         lines = [curves.series(name, key) for key, name in names.items() if key in keys]
         charts.append(_chart(title, unit, lines, log=log))
     return [chart for chart in charts if chart["lines"]]
+
+
+def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
+    """Return the series of the fullest ranks in training, and of all ranks in each other phase."""
+    by_name: dict[str, list[Line]] = {}
+    for point in points:
+        train = point["event"] == "train"
+        name = point["rank"] if train else f"{PHASES[point['event']]}, each rank"
+        by_name.setdefault(name, []).append(point)
+    ranks = [name for name, own in by_name.items() if own[0]["event"] == "train"]
+    highest = {name: max(point["gib"] for point in by_name[name]) for name in ranks}
+    others = sorted(ranks, key=lambda name: -highest[name])[FULLEST:]
+    return [
+        curves.series(name, "gib", own, "line" if name in ranks else "points")
+        for name, own in by_name.items()
+        if name not in others
+    ]
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:

@@ -84,8 +84,10 @@ def steps_not_finite(run: History, start: Start) -> list[int]:
     return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
 
 
-def pages_of_a_failure(run: History) -> list[Page]:
-    """Return the pages that the last start wrote because it failed, so no page of a profile."""
+def pages_of_a_failure(run: History, end: End) -> list[Page]:
+    """Return the pages that the last start wrote because it failed; none if it did not fail."""
+    if end.word not in ("failed", "interrupted"):
+        return []
     since = run.starts[-1].began if run.starts else 0.0
     return [page for page in run.pages if page.time >= since and "/" not in page.name]
 
@@ -112,42 +114,28 @@ def start_in_words(run: History, start: Start) -> str:
 
 
 def run_in_words(run: History) -> tuple[str, str]:
-    """Return the state of a run and its next step, in words for the head of the report."""
-    end, of = end_of_run(run), run.max_steps
-    where = f"step {run.last_step or 0:,}" + (f" of {of:,}" if of else "")
-    if end.word == "finished":
-        return f"Finished at {where}.", f"The model is in {FINAL}/."
-    if end is End.NO_MODEL:
-        return f"Trained to {where}, but {FINAL}/ is not there.", _resumes(run)
-    if end is End.ALIVE:
-        left = run.time_left_s()
-        return f"Running: {where}.", f"About {duration(left)} remain." if left else ""
-    if end is End.STOPPED:
-        return f"Stopped at {where}.", _resumes(run)
-    cause = start_in_words(run, run.starts[-1])
-    return f"{end.word.capitalize()} at {where}: {cause}.", _resumes(run)
-
-
-def _resumes(run: History) -> str:
-    then = "There is no committed checkpoint: the same command starts from the beginning"
-    if run.checkpoints:
-        then = f"The same command resumes it from checkpoint-{run.checkpoints[0].step}"
-    if steps_not_finite(run, run.starts[-1]):
-        then += ", and fails at the same step again if data and settings stay as they are"
-    return f"{then}."
+    """Return the state of a run with its cause, and what to do next, for the report."""
+    end = end_of_run(run)
+    where = f"step {run.last_step or 0:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
+    why = evidence_in_words(run, end, None)
+    if end.word in ("failed", "interrupted"):
+        why = start_in_words(run, run.starts[-1])
+    left = run.time_left_s() if end is End.ALIVE else None
+    remain = f"About {duration(left)} remain. " if left else ""
+    return f"{end.word.capitalize()} at {where}: {why}.", f"{remain}Next: {advice(run, end, None)}"
 
 
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
-    """Return the evidence for a run's state, in words for its first line in status.py."""
+    """Return the evidence for a run's state in words."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
     if end is End.QUEUED and job:
         return f"job {job.id} is in the queue: {job.reason}"
     if end is End.NO_MODEL:
-        return f"trained to step {step}, but {run.path / FINAL} is not there"
+        return f"trained to step {step}, but {FINAL}/ is not there"
     if end.word == "finished" and end is not End.FINISHING:
         early = run.max_steps and step and step < run.max_steps
         ended = f"early stopping at step {step}; " if early else ""
-        return f"{ended}{run.path / FINAL} holds the model"
+        return f"{ended}{FINAL}/ holds the model"
     if end is End.STOPPED:
         saved = run.checkpoints and run.checkpoints[0].step == step
         return f"at step {step} {'with a checkpoint' if saved else 'before a save'}"
@@ -174,14 +162,6 @@ def cause_in_words(run: History, end: End) -> str | None:
     return evidence_in_words(run, end, None)
 
 
-def refusal_in_words(run: History) -> str | None:
-    """Return why the newest start was refused; None if it was not."""
-    if run.refused is None:
-        return None
-    ago = duration(max(run.refused.age_s, 0.0))
-    return f"{run.refused.error or 'a start ended before training'} ({ago} ago)"
-
-
 def advice(run: History, end: End, job: Job | None) -> str:
     """Return what to do next, with the command."""
     where = shlex.quote(str(run.path))
@@ -193,8 +173,8 @@ def advice(run: History, end: End, job: Job | None) -> str:
         return f"squeue --start --job={job.id} tells when it may start, scancel {job.id} ends it"
     if end.word == "finished":
         return f"python chat.py {where}"
-    before, pages = "", pages_of_a_failure(run) if end.word in ("failed", "interrupted") else []
-    if any(page.name.startswith("out-of-memory") for page in pages):
+    before = ""
+    if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         before = "change what the page says helps most, then "
     elif end is End.NOT_FINITE:
         before = "the same settings fail at the same step; change what the log says, then "
@@ -203,21 +183,19 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 def _command(run: History) -> str:
     """Return the command of the last start, as far as it is known."""
-    start = run.record.starts[-1] if run.record.starts else None
-    if start is None:
+    if not run.entry:
         return "the same command again"
-    words, slurm = shlex.join(start.get("argv") or ["..."]), start.get("slurm")
-    launch = start.get("launch") or {}
+    words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")
+    launch = run.entry.get("launch") or {}
+    ranks = int(launch.get("world_size") or 1)
     if slurm:
         nodes = max(int(slurm.get("nodes") or 1), 1)
         options = f"--nodes={nodes} " if nodes > 1 else ""
         if launch.get("devices") not in (None, ["cpu"]):
-            options += f"--gpus-per-node={int(launch.get('world_size') or 1) // nodes} "
+            options += f"--gpus-per-node={ranks // nodes} "
         if slurm.get("partition"):
             options += f"--partition={shlex.quote(slurm['partition'])} "
         script = "multinode_job.sh" if nodes > 1 else "train_job.sh"
         return f"slurm/submit.sh {options}[OPTIONS] slurm/{script} {words}"
-    if launch.get("launcher"):
-        return f"{launch['launcher']} {words}"
-    ranks = launch.get("world_size", 1)
-    return f"python {words}" if ranks == 1 else f"accelerate launch [OPTIONS] {words}"
+    alone = "python" if ranks == 1 else "accelerate launch [OPTIONS]"
+    return f"{launch.get('launcher') or alone} {words}"

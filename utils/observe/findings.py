@@ -1,4 +1,4 @@
-"""Findings about a run: where its hours went, loss spikes, settings that differ."""
+"""Findings about a run: where its hours went, loss spikes, waits and memory of ranks, settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.observe.columns import column, number
+from utils.host.journal_file import FILE_NAME, read_line
 from utils.observe.endings import end_of_start
 from utils.observe.history import History, Start
 
@@ -27,18 +27,40 @@ HOURS = (
     ("between", "Between starts"),
     ("other", "Everything else"),
 )
+PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
+DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
+READ = 4000  # values that are read for a phase, lines times ranks; at least forty lines are read
+Line = Mapping[str, Any]
+Point = dict[str, Any]
 
 
-@dataclass
-class Spike:
-    """Consecutive logs with a loss far above earlier ones; loss and grad_norm are the peak's."""
+def number(value: Any) -> float | None:
+    """Return a logged value as a float; None for other types, which a user's hook may log."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return None
 
-    step: int
-    last_step: int
-    loss: float
-    before: float  # median of the previous logs
-    score: float
-    grad_norm: float | None
+
+def column(lines: Sequence[Line], key: str) -> np.ndarray:
+    """Return a figure of each line as float64; NaN if a line lacks the figure."""
+    values = [line.get(key) for line in lines]
+    try:
+        return np.array(values, dtype=float)
+    except (TypeError, ValueError):  # a user's hook logged something else
+        return np.array([number(value) for value in values], dtype=float)
+
+
+def thinned(values: np.ndarray, points: int) -> np.ndarray:
+    """Return ascending indices of about `points` values: the lowest and highest of equal parts."""
+    if len(values) <= points:
+        return np.arange(len(values))
+    size = -(-len(values) * 2 // points)
+    parts = np.full((-(-len(values) // size), size), np.nan)
+    parts.flat[: len(values)] = values
+    first, missing = np.arange(len(parts)) * size, np.isnan(parts)
+    lowest = first + np.where(missing, np.inf, parts).argmin(axis=1)
+    highest = first + np.where(missing, -np.inf, parts).argmax(axis=1)
+    return np.unique(np.concatenate([[0, len(values) - 1], lowest, highest]))
 
 
 def where_the_hours_went(run: History) -> dict[str, float]:
@@ -48,29 +70,25 @@ def where_the_hours_went(run: History) -> dict[str, float]:
     failed or interrupted start and its end.
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
-    for index, start in enumerate(run.starts):
-        before = _before(start, run.starts[index - 1].ended if index else None)
-        for key, seconds in before.items():
-            spent[key] += seconds
+    since = None
+    for start in run.starts:
         known = _seconds_of(start)
-        if start.trained is not None:
-            known["startup"] = start.trained - start.began
-            if end_of_start(run, start).word in ("interrupted", "failed"):
-                known["lost"] += start.ended - max(
-                    [start.trained, *(line["time"] for line in start.lines)]
-                )
-        else:
-            known["startup"] = start.ended - start.began
-        for key, seconds in known.items():
-            spent[key] += seconds
-        spent["other"] += max(0.0, start.ended - start.began - sum(known.values()))
+        known["startup"] = (start.trained or start.ended) - start.began
+        if start.trained and end_of_start(run, start).word in ("interrupted", "failed"):
+            times = [start.trained, *(line["time"] for line in start.lines)]
+            known["lost"] += start.ended - max(times)
+        known["other"] = max(0.0, start.ended - start.began - sum(known.values()))
+        for seconds in (known, _seconds_before(start, since)):
+            for key, value in seconds.items():
+                spent[key] += value
+        since = start.ended
     return spent
 
 
-def _before(start: Start, since: float | None) -> dict[str, float]:
+def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
     """Return the seconds between the previous start, or the job's submission, and this start.
 
-    The keys are from HOURS. All seconds are "between" if provenance.json lacks the job's times.
+    All seconds are "between" if provenance.json lacks the job's times.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
@@ -100,7 +118,19 @@ def _seconds_of(start: Start) -> dict[str, float]:
     return spent | {"lost": sum(float(np.sum(times * undone)) for _, times, undone in found)}
 
 
-def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
+@dataclass
+class Spike:
+    """Consecutive logs with a loss far above earlier ones; loss and grad_norm are the peak's."""
+
+    step: int
+    last_step: int
+    loss: float
+    before: float  # median of the previous logs
+    score: float
+    grad_norm: float | None
+
+
+def spikes(lines: Sequence[Line]) -> list[Spike]:
     """Return losses that are far above the previous WINDOW logs, in robust deviations.
 
     Consecutive logs are one spike. A loss that is not finite always counts.
@@ -122,47 +152,99 @@ def spikes(lines: Sequence[Mapping[str, Any]]) -> list[Spike]:
         scores = (losses[first : first + BLOCK] - middle) / spread
         for index in (np.flatnonzero(~(scores < SPIKE_SCORE)) + first).tolist():
             line, loss = kept[index], float(losses[index])
-            score = float((loss - middle) / spread)
-            begin = line["step"]
+            step, score = line["step"], float((loss - middle) / spread)
+            spike = Spike(step, step, loss, middle, score, line.get("grad_norm"))
             if index == previous + 1:
-                before, previous = found.pop(), index
-                begin = before.step
-                if loss <= before.loss:
-                    found.append(replace(before, last_step=line["step"]))
-                    continue
-            norm, previous = line.get("grad_norm"), index
-            found.append(Spike(begin, line["step"], loss, middle, score, norm))
+                before = found.pop()
+                higher = spike if loss > before.loss else before
+                spike = replace(higher, step=before.step, last_step=step)
+            found.append(spike)
+            previous = index
     return found
 
 
-def set_settings(run: History) -> list[dict[str, Any]]:
-    """Return the settings that are not defaults, with the source that the first start recorded."""
-    first = next((start.entry for start in run.starts if "given" in start.entry), None)
-    given: Mapping[str, str] = first["given"] if first else {}
-    return [
-        {"name": name, "value": run.settings.get(name), "source": source}
-        for name, source in given.items()
-        if name in run.settings
+def memory_by_rank(run: History) -> list[Point]:
+    """Return the memory of each rank at some lines of each phase, the extremes included.
+
+    A point has event, step, hours, rank (its name), key (the figure), gib, and `left`: the GiB that
+    its device had left, None if unknown.
+    """
+    key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
+    points: list[Point] = []
+    for event in PHASES if run.trained else ():
+        lines = [line for line in run.lines if line["event"] == event]
+        count = max(40, READ // len(_ranks_of(run, run.trained[:1])[0] or "1"))
+        lines = [lines[index] for index in thinned(column(lines, key), count).tolist()]
+        for line, ranks in zip(lines, _ranks_of(run, lines), strict=True):
+            for one in ranks:
+                gib, left = number(one.get(key)), number(one.get("memory_headroom_gib"))
+                name = f"rank {one.get('rank')} ({one.get('host')})"
+                place = {"event": event, "step": line["step"], "hours": line["hours"]}
+                points.append({**place, "rank": name, "key": key, "gib": gib, "left": left})
+    return [point for point in points if point["gib"] is not None]
+
+
+def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
+    """Read the memory of each rank from lines of the journal."""
+    with (run.path / FILE_NAME).open("rb") as file:
+        whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
+    return [(line or {}).get("memory_by_rank", []) for line in whole]
+
+
+def memory_table(points: Sequence[Point]) -> list[Point]:
+    """Return each phase's point with the most memory, and the median of all ranks at its step."""
+    rows = []
+    for event, phase in PHASES.items():
+        if own := [point for point in points if point["event"] == event]:
+            top = max(own, key=lambda point: float(point["gib"]))
+            then = sorted(point["gib"] for point in own if point["step"] == top["step"])
+            rows.append(top | {"phase": phase, "median": then[len(then) // 2]})
+    # No table for one rank in one phase: the figures and charts of the whole run show its memory.
+    return rows if len({point["rank"] for point in points}) > 1 or len(rows) > 1 else []
+
+
+def slowest(line: Line) -> str:
+    """Return the name of the rank that the others waited for since the last line."""
+    return f"rank {line['slowest_rank']} ({line.get('slowest_host')})"
+
+
+def stragglers(run: History) -> list[dict[str, Any]]:
+    """Return the ranks that the others waited for, with seconds and shares; costliest first.
+
+    `slowest_cost` is the share of a step's time that the other ranks lose by waiting.
+    """
+    steps, times, shares = (
+        np.nan_to_num(column(run.trained, key)) for key in ("step", "step_time_s", "slowest_cost")
+    )
+    seconds = times * np.diff(steps, prepend=0)
+    costs: dict[str, list[float]] = {}
+    for line, cost in zip(run.trained, (shares * seconds).tolist(), strict=True):
+        if "slowest_rank" in line:
+            costs.setdefault(slowest(line), []).append(cost)
+    whole, logs = float(seconds.sum()) or 1.0, sum(map(len, costs.values()))
+    rows = [
+        {"name": name, "seconds": sum(own), "share": sum(own) / whole, "logs": len(own) / logs}
+        for name, own in costs.items()
     ]
+    return sorted(rows, key=lambda row: -float(row["seconds"]))
 
 
 def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:
     """Return the settings and facts that differ between the runs, with the value of each run."""
-    facts = [_facts(run) | run.settings for run in runs]
+    facts = []
+    for run in runs:
+        launch, git = run.entry.get("launch") or {}, run.entry.get("git") or {}
+        versions = (run.entry.get("versions") or {}).items()
+        known = {
+            "script": run.entry.get("script"), "code": git.get("commit"),
+            "processes": launch.get("world_size"), "strategy": launch.get("strategy"),
+            "devices": sorted(set(launch.get("devices") or [])),
+            **{f"version of {name}": version for name, version in versions},
+        }  # fmt: skip
+        facts.append(known | run.settings)
     names = dict.fromkeys(name for each in facts for name in each if name not in OWN_SETTINGS)
     rows = [(name, [each.get(name) for each in facts]) for name in names]
     return [(name, values) for name, values in rows if any(one != values[0] for one in values)]
-
-
-def _facts(run: History) -> dict[str, Any]:
-    entry = next((start.entry for start in reversed(run.starts) if start.entry), {})
-    launch, git = entry.get("launch") or {}, entry.get("git") or {}
-    versions = {f"version of {name}": at for name, at in (entry.get("versions") or {}).items()}
-    return {
-        "script": entry.get("script"), "code": git.get("commit"),
-        "processes": launch.get("world_size"), "strategy": launch.get("strategy"),
-        "devices": sorted(set(launch.get("devices") or [])), **versions,
-    }  # fmt: skip
 
 
 def figures(run: History) -> dict[str, Any]:

@@ -135,6 +135,11 @@ class History:
         return [line for line in self.lines if line["event"] == "train"]
 
     @cached_property
+    def entry(self) -> Mapping[str, Any]:
+        """The last start's entry in provenance.json; empty if there is none."""
+        return next((start.entry for start in reversed(self.starts) if start.entry), {})
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings in force: the first start's settings with all changes accepted since."""
         settings: dict[str, Any] = redacted(self.record.settings)
@@ -196,13 +201,18 @@ def read_run(path: Path, *, whole: bool = True) -> History:
     read_log = cache(_text) if whole else lambda _: ""
     grouped = _grouped(lines, entries)
     starts = [_with_cause(path, one, read_log) for one in _with_ends(grouped, owners)]
+    # The last line of each event, split and step that was not rolled back.
+    counted: dict[tuple[Any, ...], Line] = {}
+    for start in starts:
+        for line in (line for line in start.lines if not line["lost"]):
+            counted[line["event"], line.get("split"), line["step"]] = line
     limits = [line["max_steps"] for line in [*first[:1], *lines] if "max_steps" in line]
     return History(
         path=path,
         record=record,
         starts=tuple(starts),
         refused=refused,
-        lines=_that_count(starts),
+        lines=tuple(counted.values()),
         first_lines=first,
         skipped_lines=skipped_lines,
         max_steps=limits[-1] if limits else None,
@@ -343,15 +353,6 @@ def _text(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):  # another user's file, or an impossible name
         return path.read_text("utf-8", "replace")
     return ""
-
-
-def _that_count(starts: Sequence[Start]) -> tuple[Line, ...]:
-    """Return the lines that were not rolled back, the last one of each event, split and step."""
-    kept: dict[tuple[Any, ...], Line] = {}
-    for start in starts:
-        lines = [line for line in start.lines if not line["lost"]]
-        kept |= {(line["event"], line.get("split"), line["step"]): line for line in lines}
-    return tuple(kept.values())
 
 
 def _read_checkpoints(path: Path, whole: bool, damaged: list[str]) -> Iterator[Manifest]:

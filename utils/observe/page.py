@@ -18,7 +18,7 @@ from utils.host.atomic_files import replace_text
 from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.journal_file import counted, duration
 from utils.host.redaction import redact
-from utils.observe import findings, ranks
+from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
 from utils.observe.endings import end_of_run, end_of_start, run_in_words, start_in_words
 from utils.observe.history import History, read_run
@@ -116,19 +116,20 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
 
 def _facts_of_one(run: History) -> dict[str, Any]:
     """Return the facts for the words and tables of one run."""
-    memory = ranks.memory_by_rank(run)
+    memory = findings.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     samples = [line for line in run.lines if line["event"] == "samples"]
+    given = (start.entry["given"] for start in run.starts if start.entry.get("given"))
     return {
         "title": run.name, "now": time.time(), "run": run, "shown": SHOWN,
-        "entry": next((start.entry for start in reversed(run.starts) if start.entry), {}),
+        "given": next(given, {}),
         "end": end_of_run(run), "ending": run_in_words(run),
         "figures": findings.figures(run), "starts": _start_rows(run),
         "names_of_hours": findings.HOURS, "seconds": seconds,
         "whole_s": sum(seconds.values()) or 1.0,
-        "memory": memory, "fullest": ranks.memory_table(memory),
-        "stragglers": ranks.stragglers(run), "spikes": findings.spikes(run.trained),
-        "samples": samples[::-1], "settings": findings.set_settings(run),
+        "memory": memory, "fullest": findings.memory_table(memory),
+        "stragglers": findings.stragglers(run), "spikes": findings.spikes(run.trained),
+        "samples": samples[::-1],
     }  # fmt: skip
 
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from utils.checkpoints.files import CONFIG, PROVENANCE
 from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError
-from utils.host.journal_file import FILE_NAME
+from utils.host.journal_file import FILE_NAME, duration
 from utils.launch.slurm import time_limit_s
 from utils.observe.endings import (
     End,
@@ -22,9 +21,8 @@ from utils.observe.endings import (
     end_of_run,
     evidence_in_words,
     pages_of_a_failure,
-    refusal_in_words,
 )
-from utils.observe.history import History, Line, read_run, unix_s
+from utils.observe.history import Line, read_run, unix_s
 
 STATES = ("running", "waiting", "failed", "stopped", "finished")
 LINES = 5  # training logs; their median is the speed
@@ -110,70 +108,55 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
             f"there. Jobs of yours in the queue: {', '.join(waiting) or 'none'}."
         )
     run, now = read_run(directory, whole=False), time.time()
-    job = _job_of(run, jobs)
+    start = run.starts[-1] if run.starts else None
+    ids = [owner.job for owner in (start and start.owner, run.refused) if owner]
+    ids += [start.job.get("job_id")] if start else []
+    job = next((jobs[each] for each in ids if each and each in jobs), None)
     end = end_of_run(run, job)
     state = {"interrupted": "failed"}.get(end.word, end.word)
-    pages = pages_of_a_failure(run) if state == "failed" else []
+    refused = None
+    if run.refused is not None:
+        why = run.refused.error or "a start ended before training"
+        refused = f"{why} ({duration(max(run.refused.age_s, 0.0))} ago)"
+    last, recent = (run.trained[-1] if run.trained else {}), run.trained[-LINES:]
+    first = [line for line in run.first_lines if "tokens_per_s" in line][:LINES]
+    known = recent and first and first[-1]["step"] < recent[0]["step"]  # no overlap
+    slowest = None
+    if "slowest_rank" in last:
+        name = f"rank {last['slowest_rank']} on {last.get('slowest_host')}"
+        slowest = name, _median("slowest_cost", recent) or 0.0
+    saved = run.checkpoints[0] if run.checkpoints else None
     return RunStatus(
         run=str(directory),
         state="running" if end is End.FINISHING else state,
         because=evidence_in_words(run, end, job),
         step=run.last_step,
         max_steps=run.max_steps,
+        tokens=last.get("tokens_seen"),
+        loss=last.get("loss"),
         evaluations={
             split: (found[-1].loss, found[-1].step) for split, found in run.evaluations().items()
         },
+        tokens_per_s=_median("tokens_per_s", recent),
+        tokens_per_s_at_start=_median("tokens_per_s", first) if known else None,
+        mfu=_median("mfu", recent),
+        memory_peak_gib=last.get("memory_peak_gib"),
+        memory_left_gib=last.get("memory_headroom_gib", last.get("memory_free_gib")),
+        slowest=slowest,
         left_s=run.time_left_s(),
         logged_ago_s=None if run.last_logged is None else max(now - run.last_logged, 0.0),
+        saved_step=saved.step if saved else None,
+        saved_ago_s=max(now - (unix_s(saved.time) or now), 0.0) if saved else None,
+        saved_bytes=saved.size_bytes if saved else None,
         starts=len(run.record.starts),
         job=job,
         error=cause_in_words(run, end),
-        pages=[str(directory / page.name) for page in pages],
+        pages=[str(directory / page.name) for page in pages_of_a_failure(run, end)],
         advice=advice(run, end, job),
         damaged=[f"{directory}/{text}" for text in run.damaged],
         skipped_lines=run.skipped_lines,
-        refused=refusal_in_words(run),
-        **_figures(run),
-        **_newest_save(run, now),
+        refused=refused,
     )
-
-
-def _job_of(run: History, jobs: Mapping[str, Job]) -> Job | None:
-    """Return the job of the last start or of the refused start; None if it is not in the queue."""
-    last = run.starts[-1] if run.starts else None
-    ids = [owner.job for owner in (last and last.owner, run.refused) if owner]
-    ids += [last.job.get("job_id")] if last else []
-    return next((jobs[each] for each in ids if each and each in jobs), None)
-
-
-def _figures(run: History) -> dict[str, Any]:
-    """Return the figures of the last training logs, and the speed at the start of the run."""
-    last, recent = (run.trained[-1] if run.trained else {}), run.trained[-LINES:]
-    first = [line for line in run.first_lines if line["event"] == "train"]
-    first = [line for line in first if "tokens_per_s" in line][:LINES]
-    known = recent and first and first[-1]["step"] < recent[0]["step"]  # no overlap
-    slowest = None
-    if "slowest_rank" in last:
-        name = f"rank {last['slowest_rank']} on {last.get('slowest_host')}"
-        slowest = name, _median("slowest_cost", recent) or 0.0
-    return {
-        "tokens": last.get("tokens_seen"),
-        "loss": last.get("loss"),
-        "tokens_per_s": _median("tokens_per_s", recent),
-        "tokens_per_s_at_start": _median("tokens_per_s", first) if known else None,
-        "mfu": _median("mfu", recent),
-        "memory_peak_gib": last.get("memory_peak_gib"),
-        "memory_left_gib": last.get("memory_headroom_gib", last.get("memory_free_gib")),
-        "slowest": slowest,
-    }
-
-
-def _newest_save(run: History, now: float) -> dict[str, Any]:
-    if not run.checkpoints:
-        return {}
-    newest = run.checkpoints[0]
-    ago = max(now - (unix_s(newest.time) or now), 0.0)
-    return {"saved_step": newest.step, "saved_ago_s": ago, "saved_bytes": newest.size_bytes}
 
 
 def _median(name: str, lines: Sequence[Line]) -> float | None:

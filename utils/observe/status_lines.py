@@ -1,7 +1,8 @@
-"""The state of runs as lines, a table or JSON, shown once or repeatedly."""
+"""What status.py does: shows runs as lines, a table or JSON, and uploads wandb's records."""
 
 import dataclasses
-import itertools
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from utils.checkpoints.files import readable
+from utils.config.errors import ConfigurationError
 from utils.host.journal_file import counted, duration, printable, strict_json
+from utils.host.redaction import load_env_file, redact
 from utils.observe.endings import Job
 from utils.observe.run_state import STATES, RunStatus, queued_jobs, read_status, runs_below
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # columns of output into a file or a pipe
+CUT_OFF = "incomplete record"  # wandb's message about a record without an end
 
 
 def show_runs(
@@ -29,15 +33,15 @@ def show_runs(
     if directories and all_in is None:
         runs = [read_status(Path(directory), jobs) for directory in directories]
         if as_json:
-            return _json(runs)
-        return Group(*itertools.chain.from_iterable(map(_lines, runs)))
+            return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
+        return Group(*map(_lines, runs))
     folder = Path(all_in or "runs")
     none_yet = all_in is None and not folder.is_dir()  # show waiting jobs
     runs = [read_status(path, jobs) for path in ([] if none_yet else runs_below(folder))]
     names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
     runs.sort(key=lambda run: (STATES.index(run.state), run.run))
     if as_json:
-        return _json(runs)
+        return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
     known = {run.job.id for run in runs if run.job}
     others = [job for job in jobs.values() if job.id not in known]
     if not runs and not others:
@@ -64,32 +68,45 @@ def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> 
         return 0
 
 
-def _json(runs: Sequence[RunStatus]) -> str:
-    return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
-
-
-def _lines(run: RunStatus) -> list[Text]:
+def _lines(run: RunStatus) -> Text:
     head = Text.assemble(
         (printable(run.run), "bold"), "  ", (run.state, COLOURS[run.state]),
         f"  {printable(run.because)}",
     )  # fmt: skip
     lines = {
-        "progress": _progress(run), "left": _time_left(run), "speed": _speed(run),
-        "slowest": _slowest(run), "memory": _memory(run), "loss": _losses(run),
-        "saved": _saved(run), "job": _job(run), "error": run.error, "page": ", ".join(run.pages),
-        "refused": run.refused or "", "damaged": "\n".join(map(printable, run.damaged)),
-        "next": run.advice,
+        "progress": _progress(run),
+        "left": _time_left(run),
+        "speed": "", "slowest": "", "memory": "", "loss": "",
+        "saved": "no checkpoint yet",
+        "job": f"start {run.starts}" if run.starts > 1 else "",
+        "error": run.error, "page": ", ".join(run.pages), "refused": run.refused,
+        "damaged": "\n".join(run.damaged), "next": run.advice,
     }  # fmt: skip
-    shown = [
-        Text.assemble((f"  {name:<10}", "dim"), (_shown(text), "red" if name == "error" else ""))
-        for name, text in lines.items()
-        if text
-    ]
-    return [head, *shown]
-
-
-def _shown(text: str) -> str:
-    return "\n".join(map(printable, text.splitlines()))
+    if run.tokens_per_s:
+        mfu = f", MFU {run.mfu:.1%}" if run.mfu else ""
+        then = run.tokens_per_s_at_start
+        before = f" (at the start {then:,.0f})" if then else ""
+        lines["speed"] = f"{run.tokens_per_s:,.0f} tokens/s{mfu}{before}"
+    if run.slowest and run.slowest[1] > 0.01:
+        name, cost = run.slowest
+        lines["slowest"] = f"{name}: the other ranks wait for it {cost:.1%} of each step"
+    memory = [("{:.1f} GiB at its peak", run.memory_peak_gib), ("{:.1f} left", run.memory_left_gib)]
+    lines["memory"] = ", ".join(text.format(gib) for text, gib in memory if gib is not None)
+    losses = [] if run.loss is None else [f"{run.loss:.4f}"]
+    for name, (loss, step) in run.evaluations.items():
+        losses.append(f"{name} {loss:.4f} (step {step:,})")
+    lines["loss"] = ", ".join(losses)
+    if run.saved_step is not None:
+        size, ago = readable(run.saved_bytes or 0), duration(run.saved_ago_s or 0)
+        lines["saved"] = f"checkpoint-{run.saved_step}, {ago} ago, {size}"
+    if run.job is not None:
+        lines["job"] = f"{run.job.id} ({run.job.name}): {run.job.state}, start {run.starts}"
+    for name, text in lines.items():
+        if text:
+            shown = "\n".join(map(printable, text.splitlines()))
+            colour = "red" if name == "error" else ""
+            head.append_text(Text.assemble("\n", (f"  {name:<10}", "dim"), (shown, colour)))
+    return head
 
 
 def _progress(run: RunStatus) -> str:
@@ -113,46 +130,6 @@ def _time_left(run: RunStatus) -> str:
     return f"{text}; the job's time limit ends in {duration(limit)}: {ends}"
 
 
-def _speed(run: RunStatus) -> str:
-    now, then = run.tokens_per_s, run.tokens_per_s_at_start
-    if not now:
-        return ""
-    mfu = f", MFU {run.mfu:.1%}" if run.mfu else ""
-    return f"{now:,.0f} tokens/s{mfu}" + (f" (at the start {then:,.0f})" if then else "")
-
-
-def _slowest(run: RunStatus) -> str:
-    name, cost = run.slowest or ("", 0.0)
-    return f"{name}: the other ranks wait for it {cost:.1%} of each step" if cost > 0.01 else ""
-
-
-def _memory(run: RunStatus) -> str:
-    parts = [("{:.1f} GiB at its peak", run.memory_peak_gib), ("{:.1f} left", run.memory_left_gib)]
-    return ", ".join(text.format(gib) for text, gib in parts if gib is not None)
-
-
-def _losses(run: RunStatus) -> str:
-    parts = [] if run.loss is None else [f"{run.loss:.4f}"]
-    parts += [
-        f"{name} {loss:.4f} (step {step:,})" for name, (loss, step) in run.evaluations.items()
-    ]
-    return ", ".join(parts)
-
-
-def _saved(run: RunStatus) -> str:
-    if run.saved_step is None or run.saved_ago_s is None:
-        return "no checkpoint yet"
-    size = readable(run.saved_bytes or 0)
-    return f"checkpoint-{run.saved_step}, {duration(run.saved_ago_s)} ago, {size}"
-
-
-def _job(run: RunStatus) -> str:
-    starts = f"start {run.starts}" if run.starts else ""
-    if run.job is None:
-        return starts if run.starts > 1 else ""
-    return f"{run.job.id} ({run.job.name}): {run.job.state}, {starts}"
-
-
 def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence[Job]) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
     for name in ("run", "state", "step", "%", "loss", "eval", "tokens/s", "left", "saved", "job"):
@@ -160,12 +137,10 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     table.add_column("what", ratio=1, overflow="fold")
     for run in runs:
-        named = len(run.evaluations) > 1
-        losses = [
-            f"{name} {loss:.4f}" if named else f"{loss:.4f}"
-            for name, (loss, _) in run.evaluations.items()
-        ]
-        saved = "" if run.saved_ago_s is None else duration(run.saved_ago_s)
+        losses = [f"{name} {loss:.4f}" for name, (loss, _) in run.evaluations.items()]
+        if len(losses) == 1:
+            losses = [losses[0].rpartition(" ")[2]]
+        left = None if run.state == "finished" else run.left_s
         table.add_row(
             Text(printable(names[run.run])), Text(run.state, COLOURS[run.state]),
             "" if run.step is None else f"{run.step:,}",
@@ -173,8 +148,9 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
             "" if run.loss is None else f"{run.loss:.4f}",
             losses[0] if losses else "",
             f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "",
-            "" if run.left_s is None or run.state == "finished" else duration(run.left_s),
-            saved, run.job.id if run.job else "",
+            "" if left is None else duration(left),
+            "" if run.saved_ago_s is None else duration(run.saved_ago_s),
+            run.job.id if run.job else "",
             Text(printable((run.error or run.because).splitlines()[0])),
         )  # fmt: skip
     for job in others:
@@ -182,3 +158,58 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         table.add_row("", Text("waiting" if job.state == "PENDING" else "job", "yellow"),
                       *[""] * 7, job.id, Text(what))  # fmt: skip
     return table
+
+
+def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
+    """Upload the records of all starts that are not uploaded yet, each into its run.
+
+    Returns an exit code. The record of a running start is left for later, because wandb accepts a
+    file only once. The record of a killed start is uploaded as far as it is complete; `wandb sync`
+    alone would upload it again at each call, and never reach later starts. The key is WANDB_API_KEY
+    (from the environment or `.env`) or a login. Raises ConfigurationError if wandb refuses one.
+    """
+    runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
+    load_env_file()
+    done, left = 0, []
+    for run in runs:
+        found = run.glob("wandb/offline-run-*/run-*.wandb")
+        files = sorted(file for file in found if not _marker(file).exists())  # the latest last
+        if files and read_status(run, {}).state == "running":
+            _say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
+        for file in files:
+            if _upload(file):
+                done += 1
+            else:
+                left.append(str(file))
+    if left:
+        raise ConfigurationError(
+            f"wandb did not take {', '.join(left)}, as it says above. It needs WANDB_API_KEY in "
+            "the environment or .env, or `wandb login`, and a server in reach."
+        )
+    _say(f"wandb: {done} uploaded, nothing left")
+    return 0
+
+
+def _marker(file: Path) -> Path:
+    return file.with_name(f"{file.name}.synced")
+
+
+def _upload(file: Path) -> bool:
+    words = [sys.executable, "-m", "wandb", "sync", str(file)]
+    online = {**os.environ, "WANDB_MODE": "online"}  # jobs are offline
+    cut_off = False
+    with subprocess.Popen(
+        words, env=online, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            _say(line.rstrip())
+            cut_off = cut_off or CUT_OFF in line
+    if cut_off:
+        _say("wandb: this start was killed while it recorded; what is complete is uploaded")
+        _marker(file).touch()
+    return _marker(file).exists()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{redact(text)}\n")
+    sys.stdout.flush()

@@ -21,7 +21,7 @@ from utils.config.errors import ConfigurationError
 from utils.host import run_lock
 from utils.host.run_lock import _machine
 from utils.launch import verdict
-from utils.observe import history, run_state, status_lines, wandb_sync
+from utils.observe import history, run_state, status_lines
 from utils.observe.endings import Job
 from utils.observe.page import write_pages
 from utils.observe.run_state import queued_jobs, read_status, runs_below
@@ -114,7 +114,7 @@ STEPS = [started(), *map(trained, range(10, 60, 10)), evaluated(50)]
         ("finished early", ELSEWHERE, True, 9, {"event": "summary"}, {}, "finished",
          "early stopping at step 50; "),
         ("finished, in a job of more", ELSEWHERE, True, 9, {"event": "summary"}, RUNNING,
-         "finished", "final holds"),
+         "finished", "final/ holds"),
         ("writes final/", ELSEWHERE, False, 2, {"event": "summary"}, RUNNING, "running", "process"),
         ("died at the end", ELSEWHERE, False, 300, {"event": "summary"}, {}, "failed", "no sign"),
     ],
@@ -164,7 +164,7 @@ def refused(run, job=None, *, number=2, since="2026-01-01 09:00:00+00:00", age_s
         ("killed", False, None, {}, "failed", "process 4711 on n9 is gone: killed"),
         ("failed", True, None, {}, "failed", "its last start ended early"),
         ("stopped", True, {"event": "stopped"}, {}, "stopped", "at step 50 with a checkpoint"),
-        ("finished", True, {"event": "summary"}, {}, "finished", "final holds the model"),
+        ("finished", True, {"event": "summary"}, {}, "finished", "final/ holds the model"),
         ("waits", False, None, WAITING, "waiting", "job 7 is in the queue: Priority"),
         ("died at the end", False, {"event": "summary"}, {}, "failed", "is gone: killed"),
     ],
@@ -288,6 +288,7 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
 def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, launch, command):
     run = make_run(tmp_path / "run", owner=ELSEWHERE, left=True)
     start = {"argv": ["pretrain.py", "--seed", "1"], "slurm": slurm, "launch": launch}
+    start["time"] = "2026-01-01T00:00:01+00:00"
     (run / "provenance.json").write_text(json.dumps({"run_id": "a", "starts": [start]}))
     assert read_status(run, {}).advice == f"start again: {command} pretrain.py --seed 1"
 
@@ -327,7 +328,7 @@ def test_of_a_run_that_records_just_now_the_starts_before_are_uploaded(
             (folder / "run-a.wandb").touch()
         records[name] = sorted(run.rglob("*.wandb"))
     done = []
-    monkeypatch.setattr(wandb_sync, "_upload", lambda file: not done.append(file))
+    monkeypatch.setattr(status_lines, "_upload", lambda file: not done.append(file))
     with pytest.raises(SystemExit):
         status.main(["--sync", "--watch"])
     assert status.main(["--all", str(tmp_path), "--sync"]) == 0
@@ -367,7 +368,7 @@ def test_a_damaged_run_is_shown_and_the_damage_named(damage, tmp_path):
 def shown(*runs):
     console = Console(file=io.StringIO(), width=200)
     for run in runs:
-        console.print(status_lines.Group(*status_lines._lines(run)), soft_wrap=True)
+        console.print(status_lines._lines(run), soft_wrap=True)
     return console.file.getvalue()
 
 
