@@ -250,12 +250,12 @@ def test_what_cannot_be_published_is_refused_with_what_to_type(hub, publish, fin
     found = "it holds what looks like a token"
     cases = [
         ("run me/x", "", "HF_WRITE_TOKEN=hf_... (cp .env.example .env"),
-        ("run me/x", "hf_wr" + "x" * 20, "401 (Invalid username or password.): the token"),
+        ("run me/x", "hf_wr" + "x" * 20, "401 (Invalid username or password.): is the token"),
         ("run other/x", TOKEN, "is other you or an organization of yours"),
         ("run a/b/c", TOKEN, "is no name on the Hub, give OWNER/NAME"),
-        ("run me/x --adapter", TOKEN, "it was no LoRA run: leave --adapter out"),
-        ("run/final me/x", TOKEN, "is a part of a run: give run."),
-        ("hf me/x", TOKEN, "no directory of a run"),
+        ("run me/x --adapter", TOKEN, "has no adapter/ yet"),
+        ("run/final me/x", TOKEN, "run/final has no final/ yet"),
+        ("hf me/x", TOKEN, "give the directory of a run (its output_dir; --adapter needs"),
         ("secret me/x", TOKEN, f"secret/final/chat_template.jinja:2: {found}"),
         ("token me/x", TOKEN, f"token/final/tokenizer.json:2: {found}"),
         ("link me/x", TOKEN, "link/final names 'vocab.json', which is no path inside"),

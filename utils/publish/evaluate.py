@@ -88,7 +88,12 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
         done = subprocess.run(command, env=environment, check=False)
         written = sorted(Path(made).rglob("results_*.json"))
         if done.returncode or not written:
-            raise ConfigurationError(_failed(done.returncode, tasks))
+            fetch = ["python", *command[1:4], "--model", "dummy", "--tasks", *tasks, "--limit", "1"]
+            raise ConfigurationError(
+                f"lm_eval ended with {done.returncode}; its output above says why. Without a "
+                "network the tasks' data has to be in the cache (HF_HOME): where there is one, as "
+                f"on the login node, `{shlex.join(fetch)}` fetches it, and finds unknown names."
+            )
         replace_text(run / RESULTS, written[-1].read_text(encoding="utf-8"))
     logger.info("benchmarks: %s has all figures; publishing adds them to the card", run / RESULTS)
 
@@ -103,15 +108,6 @@ def evaluate_at_the_end(run: Path, tasks: Sequence[str]) -> None:
             "lm_eval_tasks: %s is complete but not evaluated: %s Again: %s",
             run / FINAL, "; ".join(error.problems), shlex.join(command),
         )  # fmt: skip
-
-
-def _failed(code: int, tasks: Sequence[str]) -> str:
-    fetch = ["python", "-m", "lm_eval", "run", "--model", "dummy", "--tasks", *tasks]
-    return (
-        f"lm_eval ended with {code}; what it wrote above says why. Without a network the tasks' "
-        "data has to be in the cache (HF_HOME): where there is one, as on the login node, "
-        f"`{shlex.join([*fetch, '--limit', '1'])}` fetches it, and finds names that are no task's."
-    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints.discovery import how_to_rewrite
-from utils.checkpoints.files import CONFIG, FINAL, PROCESSOR_FILES, PROVENANCE, readable
+from utils.checkpoints.files import FINAL, PROCESSOR_FILES, readable
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import foreign, read_object
@@ -113,7 +113,10 @@ def files_to_publish(
     if problem := hub_name_fault(name) or (base_model and hub_name_fault(base_model)):
         raise ConfigurationError(problem)
     if not directory.is_dir():
-        raise ConfigurationError(_why_missing(run, directory))
+        raise ConfigurationError(
+            f"{run} has no {directory.name}/ yet, which the end of a run writes: resume it first, "
+            "or give the directory of a run (its output_dir; --adapter needs a run with LoRA)."
+        )
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     allowed = [name for name in names if _matches(name, ALLOWED)]
     paths_inside(directory, allowed, f"the model in {directory}")
@@ -125,7 +128,17 @@ def files_to_publish(
     if adapter:
         with foreign(directory / ADAPTER_CONFIG, problem):
             files[ADAPTER_CONFIG] = _adapter_config(directory, base_model).encode()
-    problems = [problem for name in allowed for problem in _secrets(directory / name, files[name])]
+    problems = []
+    for file in (file for file in allowed if _matches(file, TEXTS)):
+        content = files[file]
+        raw = content if isinstance(content, bytes) else content.read_bytes()
+        for number, line in enumerate(raw.decode(errors="replace").split("\n"), start=1):
+            if redact(line) != line:
+                problems.append(
+                    f"{directory / file}:{number}: it holds what looks like a token or a password: "
+                    "remove it there (and make a new one if others could read it); nothing was "
+                    "uploaded."
+                )
     if problems:
         raise ConfigurationError(problems)
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size
@@ -166,51 +179,20 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
         ]
         api.create_commit(url.repo_id, operations, commit_message="Model trained with Stoker")
     except HfHubHTTPError as error:
-        raise ConfigurationError(_refusal(name, error)) from error
+        said = str(error.server_message or error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"{name}: the Hub answered {error.response.status_code} ({said}): is the token valid, "
+            f"has it write access ({TOKENS_PAGE}), and is {name.split('/')[0]} you or an "
+            "organization of yours? If so, try again later."
+        ) from error
     except Exception as error:  # network errors of several libraries
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigurationError(f"{name}: the upload failed: {reason}.") from error
     return str(url)
 
 
-def _refusal(name: str, error: Any) -> str:
-    code = error.response.status_code
-    said = str(error.server_message or error).strip().splitlines()[0]
-    advice = {
-        401: f"the token is not valid (any more): make a new one at {TOKENS_PAGE}",
-        403: f"this token may not write there: is {name.split('/')[0]} you or an organization of "
-        f"yours, and has the token write access ({TOKENS_PAGE})?",
-        404: f"the Hub knows no {name.split('/')[0]}, or this token does not",
-    }.get(code, "try again later")
-    return f"{name}: the Hub answered {code} ({said}): {advice}."
-
-
-def _why_missing(run: Path, directory: Path) -> str:
-    if run.name in (FINAL, ADAPTER) and (run.parent / CONFIG).is_file():
-        return f"{run} is a part of a run: give {run.parent}."
-    if not (run / PROVENANCE).is_file():
-        return f"{run} is no directory of a run (it has no {PROVENANCE})."
-    if directory.name == ADAPTER and (run / FINAL).is_dir():
-        return f"{run} has no {ADAPTER}/, it was no LoRA run: leave --adapter out."
-    return f"{run} has no {directory.name}/ yet, which the end of a run writes: resume it first."
-
-
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _secrets(path: Path, content: Path | bytes) -> list[str]:
-    """Return a problem for each line of a text that contains a secret."""
-    if not _matches(path.name, TEXTS):
-        return []
-    raw = content if isinstance(content, bytes) else content.read_bytes()
-    lines = raw.decode(errors="replace").split("\n")
-    return [
-        f"{path}:{number}: it holds what looks like a token or a password: remove it there (and "
-        "make a new one if others could read it); nothing was uploaded."
-        for number, line in enumerate(lines, start=1)
-        if redact(line) != line
-    ]
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:

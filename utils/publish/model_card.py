@@ -4,7 +4,6 @@ The records are config.yaml, provenance.json, metrics.jsonl and the descriptions
 card contains no host and no absolute path, and nothing that is not in these records.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
 from utils.config.declarations import NOTHING, shown
 from utils.data.token_dataset import TokenDataset
+from utils.host.foreign import read_object
 from utils.host.redaction import redact
 from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
 
@@ -129,6 +129,7 @@ class _Card:
         starts = RunRecord(run).starts
         self.settings, self.start = settings_in_force(run, starts), starts[-1]
         self.is_adapter = (directory / ADAPTER_CONFIG).is_file()
+        self.adapter_config = read_object(directory / ADAPTER_CONFIG) if self.is_adapter else {}
         self.fine_tuned = self.start["script"] == "sft_train.py"
         self.base, self.license = base_model(run)
 
@@ -156,32 +157,37 @@ class _Card:
         yield "| data | documents | tokens | trained on | sources |\n|---|---|---|---|---|"
         weights = train_sources(self.settings["train_data"])
         for (path, weight), dataset in zip(weights.items(), self.data, strict=True):
-            counts, label = dataset.statistics, f"`{path}`"
-            label += "" if weight is None else f", weight {weight:g}"
+            counts, files = dataset.statistics, _source_files(dataset)
+            share = counts.loss_tokens / max(counts.tokens, 1)
+            names = list(dict.fromkeys(hub_dataset(each) or Path(each).name for each in files))
+            sources = ", ".join(f"`{each}`" for each in names[:SOURCES_SHOWN]) or "not known"
+            more = len(names) - SOURCES_SHOWN
             yield (
-                f"| {label} | {counts.documents:,} | {counts.tokens:,} | "
-                f"{counts.loss_tokens / max(counts.tokens, 1):.1%} of the tokens | "
-                f"{_shown_sources(_source_files(dataset))} |"
+                f"| `{path}`{'' if weight is None else f', weight {weight:g}'} | "
+                f"{counts.documents:,} | {counts.tokens:,} | {share:.1%} of the tokens | "
+                f"{sources}{f' and {more} more' if more > 0 else ''} |"
             )
         yield "\n## Training\n"
         yield from _figures(self.run, self.step, self.start["launch"])
         yield "\n| setting | value |\n|---|---|"
-        yield from self._settings()
+        for key in SETTINGS:
+            moot = key.startswith(("lora_", "use_")) and not self.settings.get("use_peft")
+            moot |= key == "num_train_epochs" and self.settings.get("max_steps", -1) > 0
+            if not moot and (key == "seed" or self.settings.get(key) not in NOTHING):
+                yield f"| `{key}` | {shown(self.settings[key])} |"
         git = self.start.get("git") or {"commit": "unknown", "dirty": False}
         changed = ", with changed files," if git["dirty"] else ""
         yield f"\nIts last start, in a clone of Stoker at commit {git['commit']}{changed} was"
         yield f"(the run's {CONFIG} has all settings):\n"
-        yield f"```bash\n{_command(self.start)}\n```\n"
+        launch, command = self.start["launch"], ["python"]
+        if launch["world_size"] > 1:
+            config = CONFIG_FILES.get(launch["strategy"], launch["strategy"])
+            command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+            command += ["--num_processes", str(launch["world_size"])]
+        command += [self.start["script"], *self.start["argv"][1:]]
+        yield f"```bash\n{shlex.join(command)}\n```\n"
         versions = {"Python": self.start["python"], **self.start["versions"]}
         yield ", ".join(f"{each} {version}" for each, version in versions.items() if version) + "."
-
-    def _settings(self) -> Iterator[str]:
-        values = self.settings
-        for key in SETTINGS:
-            moot = key.startswith(("lora_", "use_")) and not values.get("use_peft")
-            moot |= key == "num_train_epochs" and values.get("max_steps", -1) > 0
-            if not moot and (key == "seed" or values.get(key) not in NOTHING):
-                yield f"| `{key}` | {shown(values[key])} |"
 
     def _what_it_is(self) -> str:
         given = self.settings.get("init_from") or self.settings.get("model_name_or_path")
@@ -201,26 +207,37 @@ class _Card:
         return f"{done} on the {what} of the data below, by Stoker's {script}."
 
     def _usage(self) -> Iterator[str]:
-        name, chats = self.name, (self.directory / "chat_template.jinja").is_file()
-        asked = '[{"role": "user", "content": "Why is the sky blue?"}]' if chats else '"The sky is"'
-        answer = '["generated_text"][-1]["content"]' if chats else '["generated_text"]'
-        new_tokens, unserved = self._limits()
-        if new_tokens:
+        """Yield the lines of code and commands that use the model.
+
+        What vLLM does not serve is from vllm/lora/peft_helper.py.
+        """
+        name, config = self.name, self.adapter_config
+        kinds = {
+            "modules_to_save": "layers that were trained whole",
+            "target_parameters": "weights of experts",
+            "use_dora": "DoRA",
+        }
+        unserved = " and ".join(said for key, said in kinds.items() if config.get(key))
+        serve = f"vllm serve {name}\n"
+        if self.is_adapter:
+            serve = f"vllm serve {self.base or 'BASE'} --enable-lora --lora-modules mine={name}\n"
+        if config.get("trainable_token_indices"):
+            serve = ""
             yield (
                 "It has rows of new tokens. Its base lacks them, so that neither PEFT nor vLLM "
                 f"loads it as it is: use the run's merged model, `{FINAL}/`.\n"
             )
         else:
+            asked, answer = '"The sky is"', '["generated_text"]'
+            if (self.directory / "chat_template.jinja").is_file():
+                asked = '[{"role": "user", "content": "Why is the sky blue?"}]'
+                answer += '[-1]["content"]'
             yield "```python"
             yield from self._loading()
             yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
-        serve = f"vllm serve {name}\n"
-        if self.is_adapter:
-            serve = f"vllm serve {self.base or 'BASE'} --enable-lora --lora-modules mine={name}\n"
         if unserved:
-            yield f"vLLM serves no adapter with {unserved}: serve the merged model, `{FINAL}/`.\n"
-        if unserved or new_tokens:
             serve = ""
+            yield f"vLLM serves no adapter with {unserved}: serve the merged model, `{FINAL}/`.\n"
         yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
     def _loading(self) -> Iterator[str]:
@@ -230,44 +247,20 @@ class _Card:
             yield "from transformers import pipeline\n"
             yield f'generate = pipeline("text-generation", "{name}", dtype="auto")'
             return
+        loader = "PeftModel" if self.multimodal else "AutoPeftModelForCausalLM"
         if self.is_adapter:
-            loader = "PeftModel" if self.multimodal else "AutoPeftModelForCausalLM"
             yield f"from peft import {loader}"
-        classes = ["AutoTokenizer", "pipeline"]
         if self.multimodal:
-            yield f"from transformers import {', '.join([whole, *classes])}\n"
+            yield f"from transformers import {whole}, AutoTokenizer, pipeline\n"
             base = (self.base or "BASE") if self.is_adapter else name
             yield f'model = {whole}.from_pretrained("{base}", dtype="auto")'
             if self.is_adapter:
-                yield f'model = PeftModel.from_pretrained(model, "{name}")'
+                yield f'model = {loader}.from_pretrained(model, "{name}")'
         else:
-            yield f"from transformers import {', '.join(classes)}\n"
-            yield f'model = AutoPeftModelForCausalLM.from_pretrained("{name}", dtype="auto")'
+            yield "from transformers import AutoTokenizer, pipeline\n"
+            yield f'model = {loader}.from_pretrained("{name}", dtype="auto")'
         yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
         yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
-
-    def _limits(self) -> tuple[bool, str]:
-        """Return whether an adapter has rows for new tokens, and its features that vLLM lacks.
-
-        The rules are from vllm/lora/peft_helper.py.
-        """
-        if not self.is_adapter:
-            return False, ""
-        config = json.loads((self.directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        kinds = {
-            "modules_to_save": "layers that were trained whole",
-            "target_parameters": "weights of experts",
-            "use_dora": "DoRA",
-        }
-        unserved = " and ".join(said for name, said in kinds.items() if config.get(name))
-        return bool(config.get("trainable_token_indices")), unserved
-
-
-def _shown_sources(files: Sequence[str]) -> str:
-    names = [hub_dataset(path) or Path(path).name for path in files]
-    unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - SOURCES_SHOWN} more" if len(unique) > SOURCES_SHOWN else ""
-    return ", ".join(f"`{name}`" for name in unique[:SOURCES_SHOWN]) + more or "not known"
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
@@ -289,13 +282,3 @@ def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
         for key, value in line.items():
             if line["step"] == step and re.fullmatch(r"eval_\w+_(loss|perplexity|accuracy)", key):
                 yield f"| `{key}` | {value:.4f} |"
-
-
-def _command(start: Mapping[str, Any]) -> str:
-    """Return the command line of a start without paths of this machine."""
-    launch, command = start["launch"], ["python"]
-    if launch["world_size"] > 1:
-        config = CONFIG_FILES.get(launch["strategy"], launch["strategy"])
-        command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-        command += ["--num_processes", str(launch["world_size"])]
-    return shlex.join([*command, start["script"], *start["argv"][1:]])
