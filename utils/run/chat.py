@@ -123,6 +123,7 @@ class ChatModel:
         import transformers
 
         from utils.prepare.chat_templates import ChatTemplate
+        from utils.prepare.tokenizer import end_of_turn_id
 
         # PEFT causes this warning.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
@@ -136,7 +137,13 @@ class ChatModel:
         self.template = ChatTemplate(self.tokenizer) if templated else None
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.settings = settings = self.model.generation_config
-        settings.eos_token_id = self._end_tokens()
+        known = settings.eos_token_id
+        ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
+        if templated:  # checkpoints do not list the token that ends a turn
+            slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
+            with slow, contextlib.suppress(Exception):  # templates may be unfit for training
+                ends.append(end_of_turn_id(self.tokenizer))
+        settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
         settings.pad_token_id = self.tokenizer.pad_token_id
         settings.use_cache, settings.max_length = True, None  # checkpoints have the cache off
         settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or MAX_NEW_TOKENS
@@ -152,18 +159,6 @@ class ChatModel:
             f"{self.model.dtype} on {self.model.device}; {how}; at most "
             f"{settings.max_new_tokens:,} new tokens."
         )
-
-    def _end_tokens(self) -> list[int]:
-        """Return the tokens that end an answer. Checkpoints do not list the end-of-turn token."""
-        from utils.prepare.tokenizer import end_of_turn_id
-
-        known = self.settings.eos_token_id
-        ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
-        if self.template is not None:
-            slow = limits(f"{self.path}: its chat template", RENDERING_BYTES)
-            with slow, contextlib.suppress(Exception):  # templates may be unfit for training
-                ends.append(end_of_turn_id(self.tokenizer))
-        return list(dict.fromkeys(end for end in ends if end is not None))
 
     def rendered(self, messages: Messages) -> str:
         """Return the text that the model continues. Raises ConfigurationError."""

@@ -185,7 +185,15 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
         tokenizer.chat_template = without_training_marks(template)
     tokenizer.save_pretrained(partial)
     tokenizer.chat_template = template
-    _write_card(partial, directory, trainer)
+    (partial / CARD).unlink(missing_ok=True)  # PEFT's
+    state, name = trainer.state, shown_name(directory.parent, directory.name)
+    best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
+    try:
+        data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
+        write_model_card(partial, name, directory.parent, step, data, multimodal=whole)
+    except Exception as error:  # other versions may have written the run's files
+        logger.warning("%s: no model card could be made of the run's files: %r", directory, error)
     allowed = partial.stat().st_mode & 0o666  # the permissions that the umask allows
     for file in partial.rglob("*"):  # safetensors makes files that only the owner may read
         if file.is_file():
@@ -193,16 +201,3 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)
-
-
-def _write_card(partial: Path, directory: Path, trainer: Any) -> None:
-    """Write the model card README.md in place of PEFT's. A failure is only a warning."""
-    state, name = trainer.state, shown_name(directory.parent, directory.name)
-    best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
-    step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
-    (partial / CARD).unlink(missing_ok=True)
-    try:
-        data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
-        write_model_card(partial, name, directory.parent, step, data, multimodal=whole)
-    except Exception as error:  # other versions may have written the run's files
-        logger.warning("%s: no model card could be made of the run's files: %r", directory, error)

@@ -32,8 +32,8 @@ from utils.plan.run_plan import RunPlan
 from utils.publish.evaluate import evaluate_at_the_end
 from utils.publish.hub import push_at_the_end
 from utils.run.export import export_final
-from utils.run.provenance import end_wandb
 from utils.run.start import Run
+from utils.run.trackers import end_wandb
 from utils.training.callbacks import Callbacks, DataEpochs
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
@@ -62,6 +62,11 @@ def run_callbacks(
     router, balance = plan.loss_head.router, None
     if router is not None:
         balance = ExpertBalance(router, settings.training)
+    source_losses, sources = None, [dataset.path for dataset in data.train.datasets]
+    if len(sources) > 1 and plan.loss_head.name == "fused":
+        source_losses = SourceLosses(source_names(sources), settings.training)
+    elif len(sources) > 1:
+        logger.info("loss/NAME is left out: loss_head logits tells no token's loss from another's")
     progress = Progress()
     stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
     memory = MemoryMonitor(plan.memory.sequence_bytes)
@@ -83,19 +88,8 @@ def run_callbacks(
         live=LiveView(progress, stop.limit_s),
         samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
         balance=balance,
-        source_losses=_source_losses(settings, plan, data),
+        source_losses=source_losses,
     )
-
-
-def _source_losses(settings: RunSettings, plan: RunPlan, data: RunData) -> SourceLosses | None:
-    """Return SourceLosses for a mixture. Return None with one source or without a fused head."""
-    if len(data.train.datasets) == 1:
-        return None
-    if plan.loss_head.name != "fused":
-        logger.info("loss/NAME is left out: loss_head logits tells no token's loss from another's")
-        return None
-    names = source_names([dataset.path for dataset in data.train.datasets])
-    return SourceLosses(names, settings.training)
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
@@ -109,7 +103,10 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     try:
         if not trainer.callbacks.stop.stopped:
             with memory_page(trainer):
-                _evaluate_last_step(trainer)
+                logs = [log for log in state.log_history if log["step"] == state.global_step]
+                evaluated = any(key.startswith("eval_") for log in logs for key in log)
+                if trainer.eval_dataset and not evaluated:
+                    trainer.evaluate()
                 trainer.callbacks.progress.begin(Phase.FINISH, state.global_step)
                 trainer.checkpoints.check_ownership()
                 if average is not None:
@@ -149,30 +146,17 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     Rank 0 acts, and a failure does not fail the run. The caller has released the trainer, because
     benchmarks need its memory.
     """
-    output_dir = Path(str(settings.training.output_dir))
-    asked = settings.values["push_to_hub"] or settings.run.lm_eval_tasks
-    if code == ExitCode.DONE and asked:
+    args, tasks = settings.training, settings.run.lm_eval_tasks
+    output_dir, push = Path(str(args.output_dir)), settings.values["push_to_hub"]
+    if code == ExitCode.DONE and (push or tasks):
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if launch.rank == 0:
-            _use_final(settings, output_dir)
-        else:
+        if launch.rank != 0:
             wait_until_left(output_dir)  # srun ends all nodes soon after the first one ends
+        if launch.rank == 0 and push:
+            push_at_the_end(output_dir, args.hub_model_id, args.hub_private_repo)
+        if launch.rank == 0 and tasks:
+            evaluate_at_the_end(output_dir, tasks)
     leave_run_lock(output_dir)
     return code
-
-
-def _use_final(settings: RunSettings, output_dir: Path) -> None:
-    if settings.values["push_to_hub"]:
-        hub_name, private = settings.training.hub_model_id, settings.training.hub_private_repo
-        push_at_the_end(output_dir, hub_name, private)
-    if tasks := settings.run.lm_eval_tasks:
-        evaluate_at_the_end(output_dir, tasks)
-
-
-def _evaluate_last_step(trainer: PackedTrainer) -> None:
-    last = trainer.state.global_step
-    logs = [entry for entry in trainer.state.log_history if entry["step"] == last]
-    if trainer.eval_dataset and not any(key.startswith("eval_") for log in logs for key in log):
-        trainer.evaluate()

@@ -1,4 +1,9 @@
-"""The record of settings, code and machines of each start of a run, and the setup of trackers."""
+"""The record of each start in provenance.json, and the changes of a run since its last start.
+
+config.yaml stays as the first start wrote it. Each start's entry in provenance.json has the
+settings that this start changed and digests of its inputs. An accepted change stays in force.
+Changes that make another run are refused.
+"""
 
 import contextlib
 import datetime
@@ -9,115 +14,30 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from utils.callbacks.live import fits_terminal
-from utils.checkpoints.record import RunRecord
-from utils.config.errors import ExitCode
+import torch
+from transformers import AutoConfig
+
+from utils.checkpoints.record import RunRecord, settings_in_force
+from utils.config.arguments import train_sources
+from utils.config.declarations import shown
+from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
-from utils.host.redaction import redact, redacted
+from utils.host.redaction import redacted
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
 from utils.launch.slurm import job_times
+from utils.model.architecture import causal_lm_class
+from utils.model.stages import own_checkpoint
+from utils.model.weights import base_weights, model_contents
+from utils.plan.run_data import RunData
 
 logger = logging.getLogger(__name__)
-
-
-def prepare_trackers(
-    settings: RunSettings, name: str | None, output_dir: Path, run_id: str, step: int
-) -> None:
-    """Let the trackers of `report_to` write into the run directory, as one run for all starts.
-
-    Sets their environment variables before the Trainer is made. Values that the user has set stay.
-    `name` is the run's name in the trackers. `step` is the step from which this start resumes. Only
-    rank 0 calls this.
-    """
-    place, default = output_dir.absolute(), os.environ.setdefault
-    reporters = set(settings.training.report_to or ())
-    if "trackio" in reporters:
-        default("TRACKIO_DIR", f"{place}/trackio")
-    if "tensorboard" in reporters:
-        folder = default("TENSORBOARD_LOGGING_DIR", f"{place}/tensorboard")
-        if Path(folder).is_dir():
-            from torch.utils.tensorboard import SummaryWriter
-
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps to repeat
-    if "mlflow" in reporters:
-        import mlflow
-
-        default("MLFLOW_TRACKING_URI", f"sqlite:///{place}/mlflow.db")
-        mlflow.set_experiment(default("MLFLOW_EXPERIMENT_NAME", "stoker"))
-        # MLflow chooses run ids itself. A tag finds the run that earlier starts made.
-        tags = json.loads(os.environ.get("MLFLOW_TAGS", "{}")) | {"stoker_run_id": run_id}
-        os.environ["MLFLOW_TAGS"] = json.dumps(tags)
-        tagged = f"tags.stoker_run_id = '{run_id}'"
-        for known in mlflow.search_runs(filter_string=tagged, output_format="list"):
-            default("MLFLOW_RUN_ID", known.info.run_id)
-    if "wandb" in reporters:
-        import wandb
-
-        prepare_wandb(output_dir, run_id)
-        # Trainer uses this run of wandb, and adds only its own settings.
-        config = redacted({**settings.resolved, "git": git_state(_REPOSITORY)})
-        config = json.loads(json.dumps(config, default=str))
-        wandb.init(name=name, config={"stoker": config})
-
-
-def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables. Go offline without a key or a connection to the server."""
-    ours = {
-        "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
-        "NAME": output_dir.absolute().name, "QUIET": "true",
-        "DATA_DIR": str(output_dir / "wandb"),  # of tables; by default below the home directory
-        "CONSOLE": "off" if fits_terminal() else "auto",  # it would record each redraw of LiveView
-    }  # fmt: skip
-    for name, value in ours.items():
-        os.environ.setdefault(f"WANDB_{name}", value)
-    if any(redact(word) != word for word in sys.argv):
-        # wandb uploads the command line with its metadata; there is no switch for that part alone.
-        os.environ["WANDB_X_DISABLE_META"] = "true"
-    if "WANDB_MODE" not in os.environ and (reason := _offline_reason()):
-        os.environ["WANDB_MODE"], place = "offline", os.environ["WANDB_DIR"]
-        usual, other = f"python status.py {place} --sync", f"wandb sync {place}/wandb"
-        logger.info(
-            "wandb: offline, because %s. Upload later from a machine with internet: %s",
-            reason, usual if place == ours["DIR"] else other,
-        )  # fmt: skip
-
-
-def end_wandb(report: Path, stopped: bool) -> None:
-    """Store the report in wandb, as a panel and an artifact, and mark a stopped run as preempted.
-
-    Without the mark wandb would show a stopped run as failed, because of its exit code.
-    """
-    run = getattr(sys.modules.get("wandb"), "run", None)
-    if run is not None and report.is_file():
-        run.log({"report": sys.modules["wandb"].Html(str(report), inject=False)})
-        run.log_artifact(str(report), name=f"report-{run.id}", type="report")
-    if run is not None and stopped:
-        run.mark_preempting()
-        run.finish(exit_code=ExitCode.STOPPED)
-
-
-def _offline_reason() -> str | None:
-    """Return why wandb cannot go online, or None if it can.
-
-    Without this check a node without internet waits 90 seconds and then fails in `wandb.init`.
-    """
-    import requests
-
-    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if not os.environ.get("WANDB_API_KEY") and requests.utils.get_netrc_auth(server) is None:
-        return "there is no WANDB_API_KEY (environment, .env) and no login in ~/.netrc"
-    try:
-        requests.head(server, timeout=5)  # through the proxy, if there is one
-    except requests.RequestException as error:
-        return f"{server} cannot be reached from this node ({type(error).__name__})"
-    return None
-
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
@@ -142,8 +62,6 @@ def write_provenance(
     `facts` are the caller's JSON values for the entry, besides command, code and machines. A kill
     leaves the old file or the new one. Raises ConfigurationError if the file has other contents.
     """
-    import torch
-
     devices = [launch.device]
     if launch.device == "cuda":
         devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
@@ -153,7 +71,7 @@ def write_provenance(
         "resumed_from": resumed_from,
         "argv": sys.argv,
         "python": platform.python_version(),
-        "git": git_state(_REPOSITORY),
+        "git": git_state(),
         "launch": {
             "strategy": launch.strategy,
             "world_size": launch.world_size,
@@ -177,7 +95,7 @@ def package_versions() -> dict[str, str | None]:
     return versions
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
     """Return the commit of the git repository at `folder` and whether files differ, or None."""
     if not (folder / ".git").exists():
         return None
@@ -197,3 +115,247 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if "SLURM_JOB_ID" not in environment:
         return None
     return {field: environment.get(name) for field, name in _SLURM_FIELDS.items()}
+
+
+# Settings that determine the numbers of a run: the samples and their order, the trained weights and
+# their type, and the curve of the learning rate.
+IDENTITY = frozenset({
+    "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
+    "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
+    "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant",
+})  # fmt: skip
+# Why a run cannot resume from its checkpoints with another value of a setting, even if the user
+# accepts the change. torch restores the optimizer's param_groups, so a new learning rate has no
+# effect.
+IN_THE_CHECKPOINT = {
+    name: why
+    for why, names in {
+        "hold the optimizer's old value, a new one has no effect": "learning_rate weight_decay "
+        "adam_beta1 adam_beta2 adam_epsilon optim_args",
+        "hold the optimizer's state as the old one has it": "optim optim_states",
+        "hold other tensors than the run would have": "use_peft use_dora lora_r "
+        "lora_target_modules lora_target_parameters lora_modules_to_save "
+        "pad_embeddings_to_multiple_of",
+        "hold the best value of the old one, with which nothing else compares": ""
+        "metric_for_best_model",
+    }.items()
+    for name in names.split()
+}
+WEIGHTS = ("model_name_or_path", "init_from")
+# Settings that name files: a new value may name the same contents, so the contents are compared.
+NAMES_CONTENTS = (
+    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
+)  # fmt: skip
+# Settings of a single start, not of the run.
+OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
+# Increase when a version changes the last bits of some runs, and add the new number to the sums
+# that the version changed. A key is the setting by which --accept_changes accepts the change.
+NUMERICS = 4
+CHANGED_SUMS = {
+    "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
+    "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
+}
+# Settings that depend on machine and launch by default. In a dry run they may have other values.
+LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
+
+
+class Snapshot(NamedTuple):
+    """The settings of a start, and the contents of the files that they name (see `_contents`)."""
+
+    settings: Mapping[str, Any]
+    contents: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed setting, or changed contents of the file that a setting names.
+
+    `name`: the setting. `what`: the text for the table. `dangerous`: the change needs the user's
+    consent, --accept_changes `name`. `impossible`: why the change is refused even with consent.
+    """
+
+    name: str
+    what: str
+    old: Any
+    new: Any
+    note: str = ""
+    dangerous: bool = False
+    impossible: str = ""
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"  {self.what}: {shown(self.old)} -> {shown(self.new)}{note}"
+
+    def problem(self, output_dir: Path) -> str:
+        """Return why the run does not resume with this change, and what to type."""
+        changed = f"its {self.what} is {shown(self.old)}, now it is {shown(self.new)}"
+        if self.impossible:
+            return (
+                f"{output_dir} cannot resume: {changed}, but its checkpoints {self.impossible}. "
+                "Give the old value, or take its weights into a new run: --init_from with another "
+                "--output_dir."
+            )
+        return (
+            f"{output_dir} holds another run: {changed}. Go back to the old one to resume, "
+            f"accept the new one (--accept_changes {self.name}), or name another --output_dir."
+        )
+
+
+def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
+    """Return digests of the inputs that the settings name, for provenance.json; only on rank 0."""
+    return {
+        "data": data.fingerprints(),
+        "tokenizer_sha256": data.tokenizer_sha256,
+        "model_config": model_contents(settings),
+        "base_weights": base_weights(settings),
+        "numerics": NUMERICS,
+        "versions": package_versions(),
+    }
+
+
+def _contents(
+    facts: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the contents of a start's inputs by the setting that names them; empty if unknown.
+
+    The key of the model's configuration is always model_config, and the key of its weights is
+    always model_name_or_path, even if another setting names them.
+    """
+    data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
+    held = {
+        "train_data": {"content fingerprint": data.get("train")},
+        "tokenizer_name_or_path": {"SHA-256": facts.get("tokenizer_sha256")},
+        "model_config": facts.get("model_config") or {},
+        "model_name_or_path": weights.get("sha256", weights),
+        "eval_data": {split: data[split] for split in data if split != "train"},
+        "versions": facts.get("versions") or {},
+    }
+    # This start's launch is not recorded yet: assume one that all changed sums concern.
+    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}
+    launch = facts.get("launch") or any_launch
+    low_precision = settings.get("bf16") or settings.get("fp16")
+    concerned = {
+        "use_cpu": launch.get("devices") == ["cpu"],
+        "bf16": launch.get("strategy") == "fsdp2" and low_precision,
+    }
+    # Older versions of Stoker wrote two counters, each beginning with 1.
+    older = int(facts.get("cpu_rounding", 1)) + int(facts.get("fsdp2_rounding", 1)) - 1
+    numerics = int(facts.get("numerics", older))
+    for name, (what, numbers) in CHANGED_SUMS.items():
+        if concerned[name]:
+            passed = [number for number in numbers if number <= numerics]
+            held[name] = {what: max(passed, default=1)}
+    return {name: each if any(each.values()) else {} for name, each in held.items()}
+
+
+def accepted_changes(
+    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
+) -> dict[str, Any]:
+    """Log the changes since the last start; return the entries about them for provenance.json.
+
+    `facts` are the result of `identity_facts` and the script. `resumes` means that this start
+    resumes from a checkpoint of another directory. Raises ConfigurationError for a change that the
+    checkpoints do not allow, and for one that makes another run and was not accepted.
+    """
+    starts = RunRecord(output_dir).starts
+    if not starts:
+        return {}
+    if (script := starts[-1].get("script", facts["script"])) != facts["script"]:
+        raise ConfigurationError(
+            f"{output_dir} holds a run of {script}: name another --output_dir."
+        )
+    # A setting that an older version did not have counts as its default.
+    defaults = {name: one.default for name, one in settings.values.declared.items()}
+    # Mask secrets in both, because the first start has masked them in its file.
+    old = redacted(defaults | settings_in_force(output_dir, starts))
+    new = redacted(settings.resolved)
+    resumes |= own_checkpoint(str(output_dir)) is not None
+    if settings.run.dry_run and resumes:
+        new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
+    before, now = Snapshot(old, _contents(starts[-1], old)), Snapshot(new, _contents(facts, new))
+    changes = list(compare(before, now, resumes=resumes))
+    if not changes:
+        return {}
+    table = "\n".join(map(str, changes))
+    logger.warning("changed since the last start in %s:\n%s", output_dir, table)
+    accepted = settings.run.accept_changes
+    problems = [
+        change.problem(output_dir)
+        for change in changes
+        if change.impossible or (change.dangerous and change.name not in accepted)
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+    return {
+        "changed": {change.what: new[change.what] for change in changes if change.what in new},
+        "accepted": sorted({change.name for change in changes if change.dangerous}),
+    }
+
+
+def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
+    """Yield every change. `resumes`: the run resumes from a checkpoint and does not begin anew."""
+    dangerous = set()
+    for name, new in now.settings.items():
+        old, note, impossible = before.settings.get(name, new), "", ""
+        if name in OF_THIS_START or new == old:
+            continue
+        if name in NAMES_CONTENTS:
+            note = _why_harmless(name, before, now, resumes=resumes)
+        elif name in ("max_steps", "max_tokens", "num_train_epochs"):
+            note = f"the {now.settings['lr_scheduler_type']} schedule takes its new curve"
+        elif resumes and not _as_before(name, old, new):
+            impossible = IN_THE_CHECKPOINT.get(name, "")
+        if name in IDENTITY and not note:
+            dangerous.add(name)
+        yield Change(name, name, old, new, note, name in dangerous, impossible)
+    weights = "model_name_or_path" if now.settings["init_from"] is None else "init_from"
+    config = weights if now.settings["model_config"] is None else "model_config"
+    for kind, held in before.contents.items():
+        name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
+        holds, impossible = now.contents.get(kind, {}), ""
+        if kind == "model_config" and resumes:
+            impossible = _other_shape(held, holds)
+        keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
+        if held and holds and keys and (impossible or name not in dangerous):
+            key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
+            what, ask = f"{name}: {key}", name not in ("eval_data", "versions")
+            yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
+
+
+def _other_shape(*contents: Mapping[str, Any]) -> str:
+    """Return which tensor differs in shape between the models of two configurations, or ""."""
+    if not all(contents) or contents[0] == contents[1]:
+        return ""
+    shapes = []
+    for config in (AutoConfig.for_model(**each) for each in contents):
+        with torch.device("meta"):
+            # Call the class, because from_config would shard the weights under ZeRO-3.
+            model: Any = causal_lm_class(config)(config)
+        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    for name in shapes[0] | shapes[1]:
+        was, is_now = (each.get(name, "not there") for each in shapes)
+        if was != is_now:
+            return f"have other tensors: {name} was {was} and would be {is_now}"
+    return ""
+
+
+def _as_before(name: str, old: Any, new: Any) -> bool:
+    """Return whether checkpoints fit the new value as well as the old one."""
+    if name == "metric_for_best_model":  # no metric so far, or the same metric
+        return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
+    return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
+
+
+def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
+    """Return why a changed path is harmless, or "" if this is not known."""
+    if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
+        return "the run resumes from weights of its own"  # LoRA's hold only adapters
+    if name == "train_data":
+        old, new = (train_sources(one.settings[name]) for one in (before, now))
+        if [*old.values()] != [*new.values()]:  # the mixture has other weights
+            return ""
+    kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
+    held, holds = (one.contents[kind] for one in (before, now))
+    return "the same contents" if held and held == holds else ""

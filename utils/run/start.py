@@ -60,19 +60,18 @@ from utils.model.weights import check_without_loading, published_rows, weights_d
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan, on_a_login_node, tracker_name
 from utils.publish.hub import NO_TOKEN
-from utils.run.changes import accepted_changes, identity_facts
 from utils.run.preflight import check_place, check_storage, known_files
-from utils.run.provenance import prepare_trackers, slurm_job, write_provenance
+from utils.run.provenance import accepted_changes, identity_facts, slurm_job, write_provenance
+from utils.run.trackers import prepare_trackers
 
 logger = logging.getLogger(__name__)
 
 STARTS_WITHOUT_PROGRESS = 3
 # If the Hub cache has one of these files, it has the weights of the model.
-WEIGHT_FILES = [
-    name + index
-    for name in ("model.safetensors", "pytorch_model.bin")
-    for index in ("", ".index.json")
-]
+WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,38 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     load_env_file()
     if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
         logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
-    if not settings.run.dry_run:
-        install_stop_signals()
-        launch = check_launch()
-        check_same_precision(settings, launch)
-        if settings.training.resume_from_checkpoint:
-            on_rank_0(lambda: _adopt(settings))  # before anything reads the run's first start
-        guard_loading(launch.strategy)
-        report_strategy(settings, launch)
-        settle_cpu(settings, launch)
-        return launch
+    launch = planned_launch(settings) if settings.run.dry_run else _launch(settings)
+    report_strategy(settings, launch)
+    if launch.device == "cpu" and not on_a_login_node(settings, launch):
+        keep_freed_memory(os.environ)
+        if line := settle_products():
+            logger.info("float32 products: %s", line)
+    return launch
+
+
+def _launch(settings: RunSettings) -> LaunchFacts:
+    """Check the launch of a start; adopt the checkpoint of --resume_from_checkpoint."""
+    install_stop_signals()
+    launch = check_launch()
+    check_same_precision(settings, launch)
+    args = settings.training
+    output_dir = Path(str(args.output_dir))
+
+    def adopt() -> None:
+        known_files(output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        take_run_lock(output_dir)
+        needs_best = bool(args.load_best_model_at_end)
+        adopt_checkpoint(args.resume_from_checkpoint, output_dir, needs_best=needs_best)
+
+    if args.resume_from_checkpoint:
+        on_rank_0(adopt)  # before anything reads the run's first start
+    guard_loading(launch.strategy)
+    return launch
+
+
+def planned_launch(settings: RunSettings) -> LaunchFacts:
+    """Return the launch of a dry run, which WORLD_SIZE and accelerate's variables may describe."""
     import torch
 
     world_size = settings.values.world_size
@@ -127,19 +148,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
                 "%d GPUs are visible, this dry run is of one process: start one for each with "
                 "slurm/launch_node.sh SCRIPT ...; one process is refused", gpus,
             )  # fmt: skip
-    launch = LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
-    report_strategy(settings, launch)
-    settle_cpu(settings, launch)
-    return launch
-
-
-def settle_cpu(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Set the library for products and how memory is freed, if this process trains on a CPU."""
-    if launch.device != "cpu" or on_a_login_node(settings, launch):
-        return
-    keep_freed_memory(os.environ)
-    if line := settle_products():
-        logger.info("float32 products: %s", line)
+    return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -154,16 +163,6 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
             logger.info("%s has no effect: there is one process", shown)
     elif strategy != launch.strategy:
         logger.warning("%s has no effect: the launch decides, by %s", shown, launch.strategy)
-
-
-def _adopt(settings: RunSettings) -> None:
-    args = settings.training
-    output_dir = Path(str(args.output_dir))
-    known_files(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    take_run_lock(output_dir)
-    named, needs_best = args.resume_from_checkpoint, bool(args.load_best_model_at_end)
-    adopt_checkpoint(named, output_dir, needs_best=needs_best)
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
@@ -301,27 +300,22 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     if foreign is not None:
         checkpoint = foreign.directory
     has_final = (output_dir / FINAL).exists()
+    if checkpoint is None and has_final:  # a start would train over it
+        raise ConfigurationError(
+            f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): "
+            "name another --output_dir; nothing is written over."
+        )
     if checkpoint is None:
-        if has_final:  # a start would train over it
-            raise ConfigurationError(
-                f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): "
-                "name another --output_dir; nothing is written over."
-            )
         return Run(run_id, None, False, facts)
     if "WORLD_SIZE" in settings.values.environment or not on_a_login_node(settings, launch):
         check_layout(checkpoint, launch.strategy)  # a login node does not know the launch
     refuse_code(checkpoint)
-    step = read_manifest(checkpoint).step
-    done = step >= plan.total_steps or _ended_early(settings, checkpoint)
-    return Run(run_id, str(checkpoint), has_final and done, facts)
-
-
-def _ended_early(settings: RunSettings, checkpoint: Path) -> bool:
-    """Return whether early stopping, with this start's patience, ended the run here."""
     patience = settings.run.early_stopping_patience
     text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
-    saved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {})
-    return patience is not None and saved.get(UNIMPROVED, 0) >= patience
+    unimproved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {}).get(UNIMPROVED, 0)
+    done = read_manifest(checkpoint).step >= plan.total_steps
+    done |= patience is not None and unimproved >= patience
+    return Run(run_id, str(checkpoint), has_final and done, facts)
 
 
 def check_progress(

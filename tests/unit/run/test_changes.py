@@ -12,7 +12,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.host.redaction import redacted
-from utils.run.changes import (
+from utils.run.provenance import (
     IDENTITY,
     IN_THE_CHECKPOINT,
     NUMERICS,

@@ -12,13 +12,8 @@ import requests
 
 from utils.launch.processes import LaunchFacts
 from utils.plan.run_plan import tracker_name
-from utils.run.provenance import (
-    end_wandb,
-    git_state,
-    prepare_trackers,
-    prepare_wandb,
-    write_provenance,
-)
+from utils.run.provenance import git_state, write_provenance
+from utils.run.trackers import end_wandb, prepare_trackers, prepare_wandb
 
 LAUNCH = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
