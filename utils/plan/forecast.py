@@ -265,12 +265,12 @@ def forecast_line(planner: Planner, recomputed: str, total_steps: int) -> str:
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
     return (
         f"forecast: {rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
-        f"{duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
+        f"{rough_duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
         f"({SOURCE}{network})"
     )
 
 
-def duration(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """Return a duration with the precision of a forecast: 40 minutes, 13 hours, 4 days."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:

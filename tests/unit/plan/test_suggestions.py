@@ -14,9 +14,9 @@ from utils.config.strategy import AssumedGpus
 from utils.plan.forecast import (
     Candidate,
     best_first,
-    duration,
     forecast_line,
     make_planner,
+    rough_duration,
     suggest,
 )
 from utils.plan.memory_estimate import GIB, WORKSPACE_BYTES
@@ -127,5 +127,5 @@ def test_of_two_as_fast_the_simpler_comes_first():
 
 def test_durations_are_as_exact_as_a_forecast():
     shown = {30.2: "31 seconds", 600: "10 minutes", 9000: "2.5 hours", 46_000: "13 hours"}
-    assert {seconds: duration(seconds) for seconds in shown} == shown
-    assert duration(864_000) == "10 days"
+    assert {seconds: rough_duration(seconds) for seconds in shown} == shown
+    assert rough_duration(864_000) == "10 days"
