@@ -106,7 +106,7 @@ class History:
 
     refused: the lock of the newest start, if it was refused and the run has an earlier start.
     lines: in order, without rolled-back ones. first_lines: the beginning of the file. checkpoints:
-    the committed ones, newest first. nonfinite: the contents of the nonfinite-step-N.json files.
+    committed ones, newest first. nonfinite: the contents of the nonfinite-step-N.json files.
     """
 
     path: Path
@@ -289,7 +289,9 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
             fits = [place for place in waiting if starts[place].began <= latest]
             done = line["step"] if line["event"] == "resumed" else -1
             if line["event"] in STARTS:
-                fits = [place for place in fits if _resumed_at(starts[place]) == done] or fits
+                known = {place: starts[place].entry.get("resumed_from") or "" for place in fits}
+                at = f"checkpoint-{done}" if done >= 0 else ""
+                fits = [place for place in fits if Path(known[place]).name == at] or fits
             if not fits:
                 starts.append(Start(line["time"], {}))
             current = fits[-1] if fits else len(starts) - 1
@@ -298,12 +300,6 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
             own.setdefault(current, []).append(line)
     starts = [replace(start, lines=tuple(own.get(at, ()))) for at, start in enumerate(starts)]
     return sorted(starts, key=lambda start: start.began)
-
-
-def _resumed_at(start: Start) -> int:
-    """Return the step of the checkpoint that a start resumed from, by its entry; -1 without one."""
-    step = (start.entry.get("resumed_from") or "").rpartition("checkpoint-")[2]
-    return int(step) if step.isdecimal() else -1
 
 
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
