@@ -163,16 +163,3 @@ def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
     assert started(tmp_path, run_name="mine", report_to=["mlflow"]) == "mine"
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://server"
     assert os.environ["MLFLOW_RUN_ID"] == "r7"
-
-
-def test_undone_steps_are_hidden_in_tensorboard(tmp_path, monkeypatch):
-    made = []
-    writer = mock.Mock(side_effect=lambda *place, **how: made.append((place, how)) or mock.Mock())
-    module = SimpleNamespace(SummaryWriter=writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    started(tmp_path, step=0, report_to=["tensorboard"])
-    assert not made, "a first start has none"
-    (tmp_path / "events").mkdir()
-    started(tmp_path, step=40, report_to=["tensorboard"])
-    assert made == [((str(tmp_path / "events"),), {"purge_step": 41})]
