@@ -116,6 +116,8 @@ def start_in_words(run: History, start: Start) -> str:
 def run_in_words(run: History) -> tuple[str, str]:
     """Return the state of a run with its cause, and what to do next, for the report."""
     end = end_of_run(run)
+    if end is End.FINISHING:  # the run itself writes the report
+        end = End.FINISHED
     where = f"step {run.last_step or 0:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
     why = evidence_in_words(run, end, None)
     if end.word in ("failed", "interrupted"):

@@ -101,7 +101,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     load_env_file()
     if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
         logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
-    launch = planned_launch(settings) if settings.run.dry_run else _launch(settings)
+    launch = _planned_launch(settings) if settings.run.dry_run else _launch(settings)
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):
         keep_freed_memory(os.environ)
@@ -131,7 +131,7 @@ def _launch(settings: RunSettings) -> LaunchFacts:
     return launch
 
 
-def planned_launch(settings: RunSettings) -> LaunchFacts:
+def _planned_launch(settings: RunSettings) -> LaunchFacts:
     """Return the launch of a dry run, which WORLD_SIZE and accelerate's variables may describe."""
     import torch
 
