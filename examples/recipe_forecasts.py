@@ -36,8 +36,8 @@ from utils.model.compilation import choose_compilation  # noqa: E402
 from utils.model.loss_head import LossHeadChoice  # noqa: E402
 from utils.plan.forecast import (  # noqa: E402
     Planner,
-    duration,
     make_planner,
+    rough_duration,
     rounded,
     suggest,
 )
@@ -185,8 +185,8 @@ def predicted_line(path: Path) -> str:
     found = planner.candidate(setup.launch.strategy, setup.micro_batch, choice)
     step_tokens = settings.run.global_batch_size * settings.data.sequence_length
     tokens = settings.training.max_steps * step_tokens
-    whole = f"{duration(tokens / found.tokens_per_s)} for {tokens / 1e9:,.3g} B tokens"
-    a_billion = f"{duration(1e9 / found.tokens_per_s)} for a billion tokens"
+    whole = f"{rough_duration(tokens / found.tokens_per_s)} for {tokens / 1e9:,.3g} B tokens"
+    a_billion = f"{rough_duration(1e9 / found.tokens_per_s)} for a billion tokens"
     memory_line = f"{found.total_bytes / GIB:.0f} GiB a GPU"
     if not found.counted:
         memory_line = f"over {memory_line} without activations"
