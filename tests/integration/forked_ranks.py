@@ -28,7 +28,7 @@ FOLDERS = (STRATEGIES, ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "e
 _ENVIRONMENT = threading.Lock()  # held while this process's environment is changed
 # Time that the other ranks have to end by themselves after one rank failed. On a slow machine each
 # needs many seconds.
-GRACE_S = 120
+GRACE_S = 60
 PRELOADED = (
     "accelerate", "datasets", "deepspeed", "dotenv.main", "peft", "transformers.trainer", "trl",
     "wandb", "pretrain", "sft_train", "utils.training.fine_tune_trainer", "utils.run.start",

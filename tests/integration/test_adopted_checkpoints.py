@@ -28,13 +28,12 @@ def copied(checkpoint, target):
     return target
 
 
-def test_a_copied_checkpoint_resumes_bit_for_bit(pretraining, workspace, tmp_path, capsys):
-    whole, moved, new = tmp_path / "whole", tmp_path / "elsewhere" / "mine", tmp_path / "new"
-    settings = {
-        "eval_data": f"heldout={workspace / 'heldout'}", "eval_strategy": "steps", "eval_steps": 3,
-        "async_save": "true",
-    }  # fmt: skip
-    pretrain.main(pretraining(whole, **settings))
+def test_a_copied_checkpoint_resumes_bit_for_bit(
+    pretraining, pretrained, heldout, tmp_path, capsys
+):
+    moved, new = tmp_path / "elsewhere" / "mine", tmp_path / "new"
+    settings = {**heldout, "async_save": "true"}
+    whole = pretrained(tmp_path / "whole", **settings)
     copied(whole / "checkpoint-3", moved)
     argv = pretraining(new, **settings, resume_from_checkpoint=moved)
     assert pretrain.main([*argv, "--dry_run", "true"]) == 0
@@ -59,35 +58,30 @@ def test_a_copied_checkpoint_resumes_bit_for_bit(pretraining, workspace, tmp_pat
     # The same command again finds the finished run, with only one copy of each checkpoint.
     assert pretrain.main(argv) == 0
     assert "nothing is left to do" in capsys.readouterr().out
-    assert sorted(path.name for path in new.glob("*checkpoint*")) == [
-        "checkpoint-3",
-        "checkpoint-6",
-    ]
+    assert {path.name for path in new.glob("*checkpoint*")} == {"checkpoint-3", "checkpoint-6"}
 
 
 def test_a_run_is_named_and_its_best_checkpoint_and_its_journal_come_along(
-    fine_tuning, tmp_path, capsys
+    fine_tuning, fine_tuned, tmp_path, capsys
 ):
-    whole, old = tmp_path / "whole", tmp_path / "old"
     # The held-out split is noise, so its loss grows while the model learns the chats.
     noise = np.random.default_rng(0).integers(2, tiny.VOCABULARY, (40, 20)).tolist()
     noise = tiny.save(tmp_path / "noise", tiny.masked(noise))
     settings = {
-        "eval_data": f"noise={noise}", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2,
+        "eval_data": f"noise={noise}", "eval_steps": 2, "save_steps": 2,
         "load_best_model_at_end": "true", "metric_for_best_model": "eval_noise_loss",
         "lr_scheduler_type": "constant", "learning_rate": 5e-3,
     }  # fmt: skip
-    sft_train.main(fine_tuning(whole, **settings))
-    tiny.cut(shutil.copytree(whole, old, ignore=shutil.ignore_patterns(".lock")), step=4)
+    whole = fine_tuned(tmp_path / "whole", **settings)
+    old = tiny.copied(whole, tmp_path / "old", step=4)
     state = json.loads((old / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"].endswith("checkpoint-2")
     alone = shutil.copytree(old / "checkpoint-4", tmp_path / "alone" / "checkpoint-4")
     argv = fine_tuning(tmp_path / "a", **settings, resume_from_checkpoint=alone)
     with pytest.raises(ConfigurationError, match="needs checkpoint-2 too, the best one so far"):
         sft_train.main(argv)
-    new = tmp_path / "new"
     capsys.readouterr()
-    sft_train.main(fine_tuning(new, **settings, resume_from_checkpoint=old))
+    new = fine_tuned(tmp_path / "new", **settings, resume_from_checkpoint=old)
     assert f"resuming from {new}/checkpoint-4" in capsys.readouterr().out
     tiny.assert_same_run(new, whole)
     events = [line["event"] for line in read_journal(new / "metrics.jsonl")]
@@ -95,10 +89,9 @@ def test_a_run_is_named_and_its_best_checkpoint_and_its_journal_come_along(
     assert (old / "checkpoint-4" / "manifest.json").is_file()
 
 
-def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, tmp_path):
-    whole, new = tmp_path / "whole", tmp_path / "new"
-    pretrain.main(pretraining(whole, max_steps=3))
-    checkpoint = whole / "checkpoint-3"
+def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, pretrained, tmp_path):
+    new = tmp_path / "new"
+    checkpoint = pretrained(tmp_path / "whole", max_steps=3) / "checkpoint-3"
 
     def refused(named, said, output_dir=new, **changes):
         with pytest.raises(ConfigurationError, match=said):
@@ -118,9 +111,7 @@ def test_what_is_no_whole_checkpoint_of_this_run_is_refused(pretraining, tmp_pat
     before = shutil.copytree(checkpoint, tmp_path / "older" / "checkpoint-3")
     shutil.rmtree(before / "run")
     refused(before, "copy config.yaml and provenance.json from there to")
-    other = tmp_path / "other"
-    pretrain.main(pretraining(other, max_steps=1))
-    tiny.cut(other, step=0)
+    other = tiny.cut(pretrained(tmp_path / "other", max_steps=1), step=0)
     refused(checkpoint, "holds another run, which has no checkpoint yet", output_dir=other)
     # Refusals leave nothing behind. `true` changes nothing: every start resumes from its own run.
-    assert pretrain.main(pretraining(new, max_steps=1, resume_from_checkpoint="true")) == 0
+    pretrained(new, max_steps=1, resume_from_checkpoint="true")

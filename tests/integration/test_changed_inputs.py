@@ -44,17 +44,19 @@ def test_one_token_changed_in_place_is_refused(pretraining, tmp_path, capsys):
     assert [start["resumed_from"] for start in tiny.starts(run)] == [None, f"{run}/checkpoint-3"]
 
 
-def test_other_weights_under_the_adapters_are_refused(base_model, fine_tuning, tmp_path, capsys):
+def test_other_weights_under_the_adapters_are_refused(
+    base_model, fine_tuning, fine_tuned, tmp_path, capsys
+):
     base, run = shutil.copytree(base_model, tmp_path / "base"), tmp_path / "run"
     settings = {"model_name_or_path": base, "use_peft": "true"}
-    sft_train.main(fine_tuning(run, **settings, **ONCE))
+    fine_tuned(run, **settings, **ONCE)
     weights = load_file(base / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigurationError, match=r"its model_name_or_path: model\.safetensors is"):
         sft_train.main(fine_tuning(run, **settings))
     assert capsys.readouterr().out.count("of weights once") == 2
-    sft_train.main(fine_tuning(run, **settings, accept_changes="model_name_or_path"))
+    fine_tuned(run, **settings, accept_changes="model_name_or_path")
     shown = capsys.readouterr().out
     assert "model_name_or_path: model.safetensors: " in shown
     assert "of weights once" not in shown, "the refused start has kept their digest"

@@ -1,5 +1,6 @@
 """A run with damaged records resumes bit for bit, or prints a command that works."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -13,13 +14,7 @@ import tiny
 
 import chat
 import pretrain
-from utils.checkpoints.files import (
-    CONFIG,
-    PROVENANCE,
-    FileRecord,
-    read_manifest,
-    write_manifest,
-)
+from utils.checkpoints.files import CONFIG, PROVENANCE, read_manifest, write_manifest
 from utils.checkpoints.store import Checkpoints
 from utils.config.errors import ConfigurationError
 from utils.host import run_lock
@@ -31,16 +26,14 @@ Damage = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def whole(pretraining, tmp_path_factory) -> Path:
+def whole(pretrained, tmp_path_factory) -> Path:
     """Run six uninterrupted steps with checkpoints at the third and the last."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    pretrain.main(pretraining(run))
-    return run
+    return pretrained(tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture
 def killed(whole, tmp_path, monkeypatch) -> Path:
-    """Make a copy of the same run that looks killed after its third step."""
+    """Make a copy of the same run that looks killed after its third step, with its lock."""
     monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
     return tiny.cut(shutil.copytree(whole, tmp_path / "run"), 3)
 
@@ -60,15 +53,12 @@ def entry(**fields: object) -> Damage:
     return changed(PROVENANCE, change)
 
 
-def directory(name: str) -> Damage:
-    return lambda run: (
-        (run / name).unlink(missing_ok=True),
-        (run / name / "x").mkdir(parents=True),
-    )
-
-
 def gone(name: str) -> Damage:
-    return lambda run: (run / name).unlink()
+    return lambda run: (run / name).unlink(missing_ok=True)
+
+
+def directory(name: str) -> Damage:
+    return lambda run: (gone(name)(run), (run / name / "x").mkdir(parents=True))
 
 
 # Each kind of damage, and the log's message about it.
@@ -114,7 +104,9 @@ DAMAGES: dict[str, tuple[list[Damage], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_run_with_damaged_files_resumes_to_the_bit(name, whole, killed, pretraining, caplog):
+def test_a_run_with_damaged_files_resumes_to_the_bit(
+    name, whole, killed, pretraining, pretrained, caplog
+):
     damages, said = DAMAGES[name]
     config = (killed / CONFIG).read_bytes()
     first = tiny.starts(killed)[0]
@@ -122,7 +114,7 @@ def test_a_run_with_damaged_files_resumes_to_the_bit(name, whole, killed, pretra
         damage(killed)
     read_status(killed, {})
     assert pretrain.main(pretraining(killed, dry_run="true")) == 0
-    assert pretrain.main(pretraining(killed)) == 0
+    pretrained(killed)
     for words in said:
         assert words in caplog.text
     assert tiny.weights(killed) == tiny.weights(whole)
@@ -135,7 +127,7 @@ def test_a_run_with_damaged_files_resumes_to_the_bit(name, whole, killed, pretra
     assert again == json.loads((whole / PROVENANCE).read_text())["run_id"]
 
 
-def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, monkeypatch, caplog):
+def test_a_save_restores_the_record_before_it_copies_it(pretrained, tmp_path, monkeypatch, caplog):
     """Otherwise a file that was damaged during training would replace its last intact copy."""
     run, commit = tmp_path / "run", Checkpoints.commit
 
@@ -146,7 +138,7 @@ def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, m
             (run / PROVENANCE).write_bytes(b"{")
 
     monkeypatch.setattr(Checkpoints, "commit", commit_and_damage)
-    pretrain.main(pretraining(run))
+    pretrained(run)
     assert caplog.text.count("It is restored") == 2
     for step in (3, 6):
         copies = run / f"checkpoint-{step}" / "run"
@@ -156,48 +148,45 @@ def test_a_save_restores_the_record_before_it_copies_it(pretraining, tmp_path, m
 
 def without_copies(checkpoint: Path) -> None:
     """Make a checkpoint look like one of an older version, without copies of the records."""
-    manifest = read_manifest(checkpoint)
     shutil.rmtree(checkpoint / "run")
-    kept: dict[str, FileRecord] = {
-        name: file for name, file in manifest.files.items() if not name.startswith("run/")
-    }
-    write_manifest(checkpoint, type(manifest)(**{**vars(manifest), "files": kept}))
+    manifest = read_manifest(checkpoint)
+    kept = {name: file for name, file in manifest.files.items() if not name.startswith("run/")}
+    write_manifest(checkpoint, dataclasses.replace(manifest, files=kept))
+
+
+def advice(argv: list[str], pattern: str, said: str, main=pretrain.main) -> str:
+    """Return what a refusal advises: the group of `pattern` in its message."""
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        main(argv)
+    found = re.search(pattern, str(refused.value))
+    assert found is not None, refused.value
+    return found[1]
 
 
 @pytest.mark.parametrize("name", [PROVENANCE, CONFIG])
-def test_what_the_message_says_works_where_there_is_no_copy(name, killed, pretraining, tmp_path):
+def test_what_the_message_says_works_where_there_is_no_copy(
+    name, killed, pretraining, pretrained, tmp_path
+):
     (killed / name).write_bytes(b"{")
     without_copies(killed / "checkpoint-3")
-    with pytest.raises(ConfigurationError, match="no checkpoint here has a whole copy") as refused:
-        pretrain.main(pretraining(killed))
-    weights = re.search(r"--init_from (\S+) with another --output_dir", str(refused.value))
-    assert weights is not None
-    fresh = {"init_from": weights[1], "model_config": None}
-    assert pretrain.main(pretraining(tmp_path / "fresh", **fresh, max_steps=1)) == 0
+    argv, said = pretraining(killed), "no checkpoint here has a whole copy"
+    weights = advice(argv, r"--init_from (\S+) with another --output_dir", said)
+    pretrained(tmp_path / "fresh", init_from=weights, model_config=None, max_steps=1)
     shutil.rmtree(killed / "checkpoint-3")
-    with pytest.raises(ConfigurationError, match="no checkpoint here has a whole copy") as refused:
-        pretrain.main(pretraining(killed))
-    command = re.search("`(mv .*?)`", str(refused.value))
-    assert command is not None
-    subprocess.run(shlex.split(command[1]), check=True)
-    assert pretrain.main(pretraining(killed, max_steps=1)) == 0
+    subprocess.run(shlex.split(advice(argv, "`(mv .*?)`", said)), check=True)
+    pretrained(killed, max_steps=1)
 
 
-def test_a_damaged_final_is_written_again_as_the_message_says(whole, pretraining, tmp_path):
+def test_a_damaged_final_is_written_again_as_the_message_says(
+    whole, pretraining, pretrained, tmp_path
+):
     run = shutil.copytree(whole, tmp_path / "my run")
-    weights = (run / "final" / "model.safetensors").read_bytes()
+    weights = tiny.weights(run)
     (run / "final" / "config.json").write_bytes(b"{")
     (run / "final" / "model.safetensors").write_bytes(weights[:-9])
-    for look in (
-        lambda: chat.main([str(run), "--prompt", "t1", "--device", "cpu"]),
-        lambda: pretrain.main(
-            pretraining(tmp_path / "next", init_from=run, model_config=None, dry_run="true")
-        ),
-    ):
-        with pytest.raises(ConfigurationError, match="start the run again") as refused:
-            look()
-    command = re.search("`(rm .*?)`", str(refused.value))
-    assert command is not None
-    subprocess.run(shlex.split(command[1]), check=True)
-    assert pretrain.main(pretraining(run)) == 0
-    assert (run / "final" / "model.safetensors").read_bytes() == weights
+    asked = [str(run), "--prompt", "t1", "--device", "cpu"]
+    next_run = pretraining(tmp_path / "next", init_from=run, model_config=None, dry_run="true")
+    for argv, main in ((asked, chat.main), (next_run, pretrain.main)):
+        command = advice(argv, "`(rm .*?)`", "start the run again", main)
+    subprocess.run(shlex.split(command), check=True)
+    assert tiny.weights(pretrained(run)) == weights

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, IdeficsConfig, MusicgenConfig
 
 import pretrain
-import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model.architecture import causal_lm_class, outside_text
 from utils.model.probe import build_probe_model, probe_config
@@ -28,13 +27,13 @@ PROCESSOR = {
 }  # fmt: skip
 
 
+ROWS = tiny.masked(tiny.documents(3, seed=5))
+
+
 @pytest.fixture(scope="module")
-def heldout(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("data") / "heldout", tiny.masked(rows()))
-
-
-def rows() -> list[list[int]]:
-    return tiny.documents(3, seed=5)
+def evaluated(tmp_path_factory) -> dict[str, object]:
+    data = tiny.save(tmp_path_factory.mktemp("data") / "heldout", ROWS)
+    return {"eval_data": f"heldout={data}", "eval_steps": 3, "max_steps": 3, "save_steps": 2}
 
 
 def make_base(name: str, directory: Path) -> Path:
@@ -49,25 +48,16 @@ def make_base(name: str, directory: Path) -> Path:
 def plain_loss(directory: Path) -> float:
     """Return transformers' mean loss of the held-out answers, one document at a time."""
     model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
-    total, count = 0.0, 0
-    for ids, mask in zip(*tiny.masked(rows()).values(), strict=True):
-        row, trained = torch.tensor([ids]), torch.tensor([mask]).bool()
-        with torch.no_grad():
-            loss = model(input_ids=row, labels=row.where(trained, -100)).loss
-        total, count = total + loss.item() * sum(mask[1:]), count + sum(mask[1:])
-    return total / count
+    return tiny.plain_loss(model, ROWS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_for_images_trains_on_text(name, fine_tuning, heldout, tmp_path):
-    base, run = make_base(name, tmp_path / "base"), tmp_path / "run"
-    settings = {
-        "model_name_or_path": base, "max_steps": 3, "save_steps": 2, "eval_on_start": True,
-        "eval_data": f"heldout={heldout}", "eval_strategy": "steps", "eval_steps": 3,
-        "packing": "none" if name == "qwen3_5" else "best_fit",
-    }  # fmt: skip
-    assert sft_train.main(fine_tuning(run, **settings)) == 0
+def test_a_model_for_images_trains_on_text(name, fine_tuned, evaluated, tmp_path):
+    base = make_base(name, tmp_path / "base")
+    settings = evaluated | {"model_name_or_path": base, "eval_on_start": True}
+    settings["packing"] = "none" if name == "qwen3_5" else "best_fit"
+    run = fine_tuned(tmp_path / "run", **settings)
     losses = tiny.evaluations(run, "heldout")
     assert losses[0] == pytest.approx(plain_loss(base), abs=2e-6)
     assert losses[3] == pytest.approx(plain_loss(run / "final"), abs=2e-6)
@@ -93,41 +83,33 @@ def test_a_model_for_images_trains_on_text(name, fine_tuning, heldout, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", "mllama"])
-def test_lora_resumes_and_does_not_adapt_towers(name, fine_tuning, heldout, tmp_path):
-    base, run = make_base(name, tmp_path / "base"), tmp_path / "run"
-    settings = {
-        "model_name_or_path": base, "max_steps": 3, "save_steps": 2, "use_peft": True,
-        "eval_data": f"heldout={heldout}", "eval_strategy": "steps", "eval_steps": 3,
-    }  # fmt: skip
-    command = fine_tuning(run, **settings)
-    assert sft_train.main(command) == 0
+def test_lora_resumes_and_does_not_adapt_towers(name, fine_tuned, evaluated, tmp_path):
+    base = make_base(name, tmp_path / "base")
+    settings = evaluated | {"model_name_or_path": base, "use_peft": True}
+    run = fine_tuned(tmp_path / "run", **settings)
     losses = tiny.losses(run)
-    tiny.cut(run, 2)
-    assert sft_train.main(command) == 0
+    fine_tuned(tiny.cut(run, 2), **settings)
     assert tiny.losses(run) == losses
     assert tiny.evaluations(run, "heldout")[3] == pytest.approx(plain_loss(run / "final"), abs=2e-6)
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     adapted = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in adapter}
+    towers = outside_text(tiny_model(tiny_config(name))).keys()
     assert adapted
-    assert (
-        not {f"{key}.weight" for key in adapted}
-        & outside_text(tiny_model(tiny_config(name))).keys()
-    )
+    assert not {f"{key}.weight" for key in adapted} & towers
     card = (run / "adapter" / "README.md").read_text()
     assert "AutoModelForMultimodalLM.from_pretrained(" in card
     assert "PeftModel.from_pretrained(model, " in card
 
 
 @pytest.mark.slow
-def test_pretraining_from_a_configuration_keeps_towers(pretraining, tmp_path):
+def test_pretraining_from_a_configuration_keeps_towers(pretrained, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(tiny_config("mistral3").to_dict()))
-    run, stage = tmp_path / "run", tmp_path / "stage"
-    assert pretrain.main(pretraining(run, model_config=config, max_steps=2)) == 0
-    made = AutoModelForImageTextToText.from_pretrained(run / "final")
-    again = {"model_config": None, "init_from": run, "max_steps": 2}
-    assert pretrain.main(pretraining(stage, **again)) == 0
-    after = AutoModelForImageTextToText.from_pretrained(stage / "final")
+    run = pretrained(tmp_path / "run", model_config=config, max_steps=2)
+    stage = pretrained(tmp_path / "stage", model_config=None, init_from=run, max_steps=2)
+    made, after = (
+        AutoModelForImageTextToText.from_pretrained(each / "final") for each in (run, stage)
+    )
     tower = dict(after.model.vision_tower.named_parameters())
     for key, value in made.model.vision_tower.named_parameters():
         assert value.equal(tower[key])

@@ -69,8 +69,8 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     settings = {
         "train_data": prepared / "text", "model_config": model_config(tmp_path / "model.json"),
-        "eval_data": f"validation={prepared / 'text' / 'validation'}", "eval_strategy": "steps",
-        "eval_steps": 10, "max_steps": 10, "output_dir": base,
+        "eval_data": f"validation={prepared / 'text' / 'validation'}", "eval_steps": 10,
+        "max_steps": 10, "output_dir": base,
     }  # fmt: skip
     pretrain.main(tiny.flags(**SMALL, **settings))
     assert sorted(tiny.evaluations(base, "validation")) == [10]
@@ -79,11 +79,9 @@ def test_documents_in_a_model_that_answers_out(prepared, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tuned / "final")
     assert tokenizer.pad_token is None, "none is needed"
     model = AutoModelForCausalLM.from_pretrained(tuned / "final")
+    chat = [{"role": "user", "content": "what follows three?"}]
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "what follows three?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
@@ -96,48 +94,32 @@ def test_tokens_are_in_no_file_and_no_line_of_a_run(prepared, tmp_path):
 
     The run needs its own process, because wandb keeps the settings of a process's first run.
     """
-    env_file = tmp_path / ".env"
+    env_file, run = tmp_path / ".env", tmp_path / "run"
     env_file.write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
     argv = tiny.flags(
-        train_data=prepared / "text",
-        model_config=model_config(tmp_path / "model.json"),
-        output_dir=tmp_path / "run",
-        report_to="wandb",
-        max_steps=10,
-        eval_data=f"text={prepared / 'text' / 'validation'}",
-        eval_steps=10,
-        max_eval_sequences=1,
-        sample_prompts="two and",
-        **SMALL,
-    )
+        train_data=prepared / "text", model_config=model_config(tmp_path / "model.json"),
+        output_dir=run, report_to="wandb", max_steps=10, eval_steps=10, max_eval_sequences=1,
+        eval_data=f"text={prepared / 'text' / 'validation'}", sample_prompts="two and", **SMALL,
+    )  # fmt: skip
+    environment = {
+        name: value
+        for name, value in quiet_environment().items()
+        if not name.startswith("WANDB_") and name not in CANARIES
+    }
     # Nothing listens at this address, as on a node without internet.
-    environment = quiet_environment({"WANDB_BASE_URL": "http://127.0.0.1:9"})
-    for name in [name for name in environment if name.startswith("WANDB_") or name in CANARIES]:
-        if name != "WANDB_BASE_URL":
-            del environment[name]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(ROOT / "pretrain.py"), *argv],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+    environment["WANDB_BASE_URL"] = "http://127.0.0.1:9"
+    command = [sys.executable, str(ROOT / "pretrain.py"), *argv]
+    for mode, code in ((0o644, 2), (0o600, 0)):
+        env_file.chmod(mode)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-
-    env_file.chmod(0o644)
-    refused = run()
-    assert refused.returncode == 2
-    assert "chmod 600" in refused.stderr
-    env_file.chmod(0o600)
-    done = run()
-    shown = done.stdout + done.stderr
-    assert done.returncode == 0, shown[-4000:]
+        shown = done.stdout + done.stderr
+        assert done.returncode == code, shown[-4000:]
+        assert ("chmod 600" in shown) == (code == 2)
     assert "wandb: offline" in shown
-    assert f"python status.py {tmp_path / 'run'} --sync" in shown
-    (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert f"python status.py {run} --sync" in shown
+    (offline,) = (run / "wandb").glob("offline-run-*")
     (table,) = offline.glob("files/media/table/samples_*.json")
     (row,) = json.loads(table.read_text())["data"]
     assert row[:2] == [10, "two and"]

@@ -5,7 +5,6 @@ and `<|im_end|>` as eos_token, and a template only for the chat model.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -76,10 +75,10 @@ def test_a_base_model_learns_chats_of_its_sibling(models, chats, tmp_path, capsy
     tokenizer = AutoTokenizer.from_pretrained(final)
     assert tokenizer.eos_token == "<|im_end|>"
     assert "generation %}" not in tokenizer.chat_template
-    messages = [{"role": "user", "content": "1 plus 2?"}]
     trained = AutoTokenizer.from_pretrained(chats / "tokenizer")
+    chat = {"conversation": [{"role": "user", "content": "1 plus 2?"}], "tokenize": False}
     of_final, of_data = (
-        each.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        each.apply_chat_template(**chat, add_generation_prompt=True)
         for each in (tokenizer, trained)
     )
     assert of_final == of_data
@@ -179,9 +178,7 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
             assert torch.equal(now[:300], old[:300])
             torch.testing.assert_close(now[310:], mean.expand(10, -1))
     whole = {file.name: file.read_bytes() for file in (run / "final").iterdir()}
-    for name in ("final", "checkpoint-2", "adapter"):
-        shutil.rmtree(run / name, ignore_errors=True)
-    sft_train.main(argv(models, data, run, **settings))
+    sft_train.main(argv(models, data, tiny.cut(run, step=1), **settings))
     assert {file.name: file.read_bytes() for file in (run / "final").iterdir()} == whole
 
 
@@ -195,8 +192,9 @@ def test_sharded_strategies_give_new_tokens_the_same_rows(name, adapted, models,
     settings = {"save_dtype": "float32", "per_device_train_batch_size": 1}
     settings |= LORA if adapted else {}
     sft_train.main(argv(models, data, tmp_path / "one", **settings))
-    done = run_processes(name, "sft_train.py", argv(models, data, tmp_path / "two", **settings))
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_processes(
+        name, "sft_train.py", argv(models, data, tmp_path / "two", **settings)
+    ).succeeded()
     one, two = (
         AutoModelForCausalLM.from_pretrained(tmp_path / run / "final").state_dict()
         for run in ("one", "two")

@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -24,43 +25,38 @@ SECRETS = {
     "MY_SECRET": f"quo\"te's \\{WORDS[1]}\\n+/%é<&>: #",
     "CLUSTER_PASSWORD": f"{WORDS[2]}-0123",
 }
+Points = list[tuple[int, float]]
 
 
 @pytest.fixture
-def tracked(pretraining, workspace, tmp_path):
+def tracked(pretraining, heldout, tmp_path):
     """Return a function: run with a tracker, cut the run back to step 3, finish it.
 
-    It returns the run's directory, losses and outputs.
+    It returns the run's directory, and its losses by step in training and evaluation.
     """
 
-    def run(tracker):
+    def run(tracker: str) -> tuple[Path, dict[int, float], dict[int, float]]:
         pytest.importorskip(tracker)
-        evaluated = {"eval_data": f"heldout={workspace / 'heldout'}", "eval_steps": 3}
         secrets = " and ".join(SECRETS.values())
         argv = pretraining(
-            tmp_path / "run", report_to=tracker, **evaluated, run_name=secrets,
+            tmp_path / "run", report_to=tracker, **heldout, run_name=secrets, push_to_hub=True,
             hub_model_id=f"me/{SECRETS['CLUSTER_PASSWORD']}", sample_prompts=f"t9 {secrets}",
-            sample_max_new_tokens=2, push_to_hub=True,
+            sample_max_new_tokens=2,
         )  # fmt: skip
-        words = [sys.executable, str(ROOT / "pretrain.py"), *argv]
-        environment = quiet_environment(
-            {"HOME": str(tmp_path / "home"), "WANDB_MODE": "offline", **SECRETS}
-        )
-        (tmp_path / "elsewhere").mkdir()
+        home = {"HOME": str(tmp_path / "home"), "WANDB_MODE": "offline"}
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
         shown = ""
         for _start in range(2):
             done = subprocess.run(
-                words,
-                cwd=tmp_path / "elsewhere",
-                env=environment,
-                capture_output=True,
-                text=True,
+                [sys.executable, str(ROOT / "pretrain.py"), *argv], cwd=elsewhere,
+                env=quiet_environment({**home, **SECRETS}), capture_output=True, text=True,
                 check=False,
-            )
+            )  # fmt: skip
             shown += done.stdout + done.stderr
             assert done.returncode == 0, shown
             tiny.cut(tmp_path / "run", 3)
-        assert not list((tmp_path / "elsewhere").iterdir()), "all is in the run directory"
+        assert not list(elsewhere.iterdir()), "all is in the run directory"
         assert "as a scalar" not in shown
         assert "dropped this attribute" not in shown
         assert "changed since" not in shown, "a masked setting is the same as before"
@@ -69,12 +65,12 @@ def tracked(pretraining, workspace, tmp_path):
             assert not [word for word in WORDS if word.encode() in content], path
         assert not [word for word in WORDS if word in shown]
         lines = read_journal(tmp_path / "run" / "metrics.jsonl")
-        wanted = [
+        losses, evaluations = (
             {line["step"]: line[key] for line in lines if key in line}
             for key in ("loss", "eval_heldout_loss")
-        ]
-        assert [list(each) for each in wanted] == [[1, 2, 3, 4, 5, 6], [3, 6]]
-        return tmp_path / "run", *wanted
+        )
+        assert [*losses, *evaluations] == [1, 2, 3, 4, 5, 6, 3, 6]
+        return tmp_path / "run", losses, evaluations
 
     return run
 
@@ -91,6 +87,12 @@ def test_tensorboard(tracked):
         assert dict(found) == pytest.approx(wanted)
 
 
+def assert_appended(found: Points, wanted: dict[int, float]) -> None:
+    """Check the points of a tracker that only appends: steps that were undone are there twice."""
+    assert dict(found) == wanted
+    assert len(found) > len(wanted)
+
+
 def test_mlflow(tracked):
     run, losses, evaluations = tracked("mlflow")
     from mlflow.tracking import MlflowClient
@@ -101,8 +103,11 @@ def test_mlflow(tracked):
     assert known.info.status == "FINISHED"
     for name, wanted in {"loss": losses, "eval_heldout_loss": evaluations}.items():
         history = client.get_metric_history(known.info.run_id, name)
-        assert {point.step: point.value for point in history} == wanted
-        assert len(history) > len(wanted), "MLflow only appends: undone steps are there twice"
+        assert_appended([(point.step, point.value) for point in history], wanted)
+
+
+def points_of(lines: list[dict], name: str) -> Points:
+    return [(line["train/global_step"], line[name]) for line in lines if name in line]
 
 
 def test_trackio(tracked):
@@ -111,11 +116,9 @@ def test_trackio(tracked):
     with sqlite3.connect(database) as connection:
         rows = list(connection.execute("select run_name, metrics from metrics order by id"))
     assert len({name for name, _ in rows}) == 1
-    points = [json.loads(metrics) for _, metrics in rows]
-    for key, wanted in {"train/loss": losses, "eval/heldout_loss": evaluations}.items():
-        found = [(point["train/global_step"], point[key]) for point in points if key in point]
-        assert dict(found) == wanted
-        assert len(found) > len(wanted), "trackio only appends: undone steps are there twice"
+    lines = [json.loads(metrics) for _, metrics in rows]
+    assert_appended(points_of(lines, "train/loss"), losses)
+    assert_appended(points_of(lines, "eval/heldout_loss"), evaluations)
 
 
 def test_an_offline_wandb_record_is_uploaded_into_one_run(tracked, tmp_path):
@@ -125,12 +128,12 @@ def test_an_offline_wandb_record_is_uploaded_into_one_run(tracked, tmp_path):
     os.truncate(killed, killed.stat().st_size - 10)
     key = "k" * 40
 
-    def sync():
+    def sync() -> tuple[int, str]:
         variables = {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": server.url}
         done = subprocess.run(
             [sys.executable, str(ROOT / "status.py"), str(run), "--sync"],
             cwd=tmp_path, env=quiet_environment(variables), capture_output=True, text=True,
-            check=False, timeout=120,
+            check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
@@ -147,10 +150,8 @@ def test_an_offline_wandb_record_is_uploaded_into_one_run(tracked, tmp_path):
         assert key not in shown
         assert "this start was killed while it recorded" in shown
         assert sync() == (0, "wandb: 0 uploaded, nothing left\n")
-    ((_, points),) = server.points.items()
-    for name, wanted in {"train/loss": losses, "eval/heldout_loss": evaluations}.items():
-        found = [(point["train/global_step"], point[name]) for point in points if name in point]
-        assert dict(found) == wanted
-        assert len(found) > len(wanted), "wandb only appends: undone steps are there twice"
+    ((_, lines),) = server.points.items()
+    assert_appended(points_of(lines, "train/loss"), losses)
+    assert_appended(points_of(lines, "eval/heldout_loss"), evaluations)
     assert {kind for _, kind in server.artifacts} == {"report", "run_table"}, "samples are a table"
     assert b"<title>run</title>" in server.files["/artifact/report.html"]

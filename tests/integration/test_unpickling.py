@@ -18,13 +18,12 @@ from utils.config.errors import ConfigurationError
 pytestmark = pytest.mark.slow
 
 
-def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, tmp_path):
+def test_a_resume_runs_nothing_of_a_strangers_file(pretraining, pretrained, tmp_path):
     """A resume refuses such a file. tests/unit/checkpoints/test_pickles.py tests each loader."""
-    run, touched = tmp_path / "run", tmp_path / "touched"
-    pretrain.main(pretraining(run, max_steps=3))
+    run, touched = pretrained(tmp_path / "run", max_steps=3), tmp_path / "touched"
     assert not list(run.rglob("training_args.bin")), "it would be a pickle"
-    checkpoint, whole = run / "checkpoint-3", tmp_path / "whole"
-    shutil.copytree(checkpoint, whole)
+    checkpoint = run / "checkpoint-3"
+    whole = shutil.copytree(checkpoint, tmp_path / "whole")
     for name in ("optimizer.pt", "optimizer_0/.metadata", "custom_checkpoint_0.pkl"):
         payloads.write(checkpoint, name, payloads.Touch(touched))
         # An attacker's manifest, which matches the present files.
