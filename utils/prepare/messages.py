@@ -232,12 +232,13 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
-    # Any role under `role` is left to the template, unless it is a spelling error.
-    is_known = word in ROLES or word in OWN_ROLES or word in CALL_ROLES
-    meant = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
-    if not is_known and (role_key == "from" or meant):
-        known = ", ".join(meant or [*ROLES, *CALL_ROLES])
-        raise UnusableRowError("unknown_role", f"{where} has the role {given!r}; known are {known}")
+    if word not in {*ROLES, *OWN_ROLES, *CALL_ROLES}:
+        # A role under `role` is left to the template, unless it is a spelling error.
+        meant = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
+        if role_key == "from" or meant:
+            problem = f"{where} has the role {given!r}; known are "
+            problem += ", ".join(meant or [*ROLES, *CALL_ROLES])
+            raise UnusableRowError("unknown_role", problem)
     text_keys = _CONTENT if role_key == "role" else ("value", *_CONTENT)
     text_key = next((key for key in text_keys if key in message), text_keys[0])
     if text_key != "content" and message.get("content"):
