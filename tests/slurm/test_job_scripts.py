@@ -283,29 +283,21 @@ def test_starts_that_never_reach_the_run_are_no_progress(stand_ins):
     assert [path.name for path in (stand_ins.root / ".stoker").iterdir()] == ["job-7.6"]
 
 
-def test_an_end_without_a_verdict_is_sruns(stand_ins):
-    stand_ins.answer(255)
+@pytest.mark.parametrize(
+    ("srun_code", "code", "said"),
+    [
+        (255, 255, "srun ended with exit code 255, see its lines above"),
+        (137, 76, "srun or a node's launcher was killed by signal 9, see any lines of srun"),
+        (233, 76, "srun lost a node, see its lines above"),  # srun could not reach a node
+        (253, 79, "a node's memory ran out"),  # Slurm killed the job for lack of memory
+    ],
+)
+def test_an_end_without_a_verdict_is_sruns(stand_ins, srun_code, code, said):
+    stand_ins.answer(srun_code)
     done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 255
-    assert done.stdout.splitlines()[-1] == "srun ended with exit code 255, see its lines above"
-    assert not stand_ins.was_called("scontrol")
-    stand_ins.answer(137)  # the launcher itself was killed: a lost rank
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 76
-    assert "srun or a node's launcher was killed by signal 9, see any lines of srun" in done.stdout
-    assert "memory" not in done.stdout, "nothing is known of it"
-    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
-    stand_ins.forget()
-    stand_ins.answer(233)  # srun's after "Task launch failed: Communication connection failure"
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 76
-    assert "srun lost a node, see its lines above" in done.stdout
-    assert stand_ins.arguments("scontrol") == ["requeue", "7"]
-    stand_ins.forget()
-    stand_ins.answer(253)  # Slurm's code for a kill for lack of memory
-    done = stand_ins.run(TRAIN, "train.py")
-    assert done.returncode == 79
-    assert "a node's memory ran out" in done.stdout.splitlines()[-1]
+    assert done.returncode == code
+    assert said in done.stdout.splitlines()[-1]
+    assert stand_ins.was_called("scontrol") == (code == 76)
 
 
 def test_no_progress_advises_more_time_where_time_was_short(stand_ins):
