@@ -25,8 +25,8 @@ class ExitCode(IntEnum):
 class Report(list[tuple[int, str]]):
     """Lines for the log, each with its level. Planning functions return them and do not log.
 
-    An exception that leaves the block `with Report() as report` has the lines: in the `report` of a
-    ConfigurationError, and as notes of another exception, which Python shows below the traceback.
+    An exception that leaves the block `with Report() as report` carries the lines. A
+    ConfigurationError has them in `report`. Python shows those of others below the traceback.
     """
 
     def say(self, text: str) -> None:

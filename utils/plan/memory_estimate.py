@@ -53,9 +53,8 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
-    micro_batch: sequences; None: as set. The run accumulates as with the micro-batch that is set.
-    If the architecture cannot run without data, activations are left out and `fault` gives the
-    reason.
+    micro_batch: sequences; None: as set. Accumulation follows from the micro-batch that is set. If
+    the architecture cannot run without data, activations are left out and `fault` says why.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
