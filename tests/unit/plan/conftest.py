@@ -1,8 +1,0 @@
-"""A cache directory for these tests, apart from the user's."""
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
