@@ -114,7 +114,7 @@ def start_in_words(run: History, start: Start) -> str:
 
 
 def run_in_words(run: History) -> tuple[str, str]:
-    """Return the state of a run with its cause, and what to do next, for the report."""
+    """Return two sentences for the report: the state of a run and why, and what to do next."""
     end = end_of_run(run)
     if end is End.FINISHING:  # the run itself writes the report
         end = End.FINISHED

@@ -83,7 +83,7 @@ class Start:
 
 
 class Evaluation(NamedTuple):
-    """One evaluation of a split; `accuracy` is None if it was not measured."""
+    """One evaluation of a split. If the accuracy was not measured, `accuracy` is None."""
 
     step: int
     loss: float
@@ -136,7 +136,7 @@ class History:
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The last start's entry in provenance.json; empty if there is none."""
+        """The last entry of provenance.json; empty without one."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property

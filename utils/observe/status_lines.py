@@ -1,4 +1,4 @@
-"""What status.py does: shows runs as lines, a table or JSON, and uploads wandb's records."""
+"""The displays of status.py (lines, a table or JSON), and its upload of wandb's records."""
 
 import dataclasses
 import os

@@ -209,7 +209,7 @@ class _Card:
     def _usage(self) -> Iterator[str]:
         """Yield the lines of code and commands that use the model.
 
-        What vLLM does not serve is from vllm/lora/peft_helper.py.
+        The limits of vLLM are those in vllm/lora/peft_helper.py.
         """
         name, config = self.name, self.adapter_config
         kinds = {
