@@ -10,11 +10,19 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+from utils.launch.processes import tune_strategy
 from utils.launch.script import configure_environment, run_script
 
 STEPS, WARM_UP = 14, 4
+
+
+def with_copies(accelerator: Any) -> None:
+    """Set up DDP as a run does, but keep gradients beside its buckets."""
+    tune_strategy(accelerator)
+    accelerator.ddp_handler.gradient_as_bucket_view = False
 
 
 def main() -> None:
@@ -45,8 +53,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("utils.run.finish.export_final", return_value=run))
         if variant == "copies":
-            name = "utils.training.trainer.keep_gradients_in_buckets"
-            stack.enter_context(mock.patch(name))
+            stack.enter_context(mock.patch("utils.training.trainer.tune_strategy", with_copies))
         assert pretrain.main(argv) == 0
     if os.environ["RANK"] == "0":
         lines = [line for line in read_journal(run / "metrics.jsonl") if line["event"] == "train"]

@@ -4,7 +4,6 @@ import pytest
 import tiny
 import torch
 
-import sft_train
 from benchmarks.memory.predictions import BOUND, SHAPES, measure
 from utils.model.compilation import CHOICES
 from utils.plan import memory_plan
@@ -16,7 +15,7 @@ OVERCOUNTED = {("compiled", "selective"), ("compiled", "full")}
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured instead")
 @pytest.mark.parametrize(
     ("name", "choice"),
-    [("fp32", "none"), pytest.param("experts", "full", marks=pytest.mark.exhaustive)],
+    [("recipe_shape", "none"), pytest.param("experts", "full", marks=pytest.mark.exhaustive)],
 )
 def test_a_cpu_takes_what_was_predicted(name, choice):
     found = measure(SHAPES[name], choice)
@@ -36,13 +35,12 @@ def test_a_gpu_takes_what_was_predicted(name, choice):
     assert abs(found["ratio"] - 1) < BOUND["cuda"], found
 
 
-def test_choices_train_alike_and_auto_says_what_it_took(fine_tuning, tmp_path, monkeypatch, capfd):
+def test_choices_train_alike_and_auto_says_what_it_took(fine_tuned, tmp_path, monkeypatch, capfd):
     for choice in ("none", "selective", "auto"):
         if choice == "auto":
             monkeypatch.setattr(memory_plan, "own_device", lambda _: (2**18, None))
         changes = {"use_peft": True, "lora_dropout": 0.1, "max_steps": 2}
-        argv = fine_tuning(tmp_path / choice, activation_checkpointing=choice, **changes)
-        assert sft_train.main(argv) == 0
+        fine_tuned(tmp_path / choice, activation_checkpointing=choice, **changes)
     said = capfd.readouterr().out
     assert "activation checkpointing: auto: full; predicted GiB: none " in said
     assert "nothing fits with that margin" in said
