@@ -6,12 +6,7 @@ import pytest
 import yaml
 from test_repository import ROOT
 
-from utils.config.arguments import (
-    DataArguments,
-    FineTuneConfig,
-    ModelArguments,
-    RunArguments,
-)
+from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
 from utils.config.declarations import declared_settings, other_names
 from utils.config.preparation import (
     ENTRY_KEYS,

@@ -18,16 +18,19 @@ def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
     """Return {file: text} of the two recipes and of the chat template, if the config has one."""
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
-    template, texts = folder / f"{source.stem}.jinja", {}
+    texts = {}
     if given.template:
-        given.data["chat_template"] = (str(template), "")
-    for file, command, recipe in ((data, "prepare_data.py", given.data), (run, script, given.run)):
+        template = folder / f"{source.stem}.jinja"
+        texts[template] = given.template
+        given.data["chat_template"] = str(template)
+    values = {key: (value, "") for key, value in given.data.items() if value not in (None, {}, "")}
+    for file, command, recipe in ((data, "prepare_data.py", values), (run, script, given.run)):
         head = f"# Made from {source.name} of {given.kind}:\n#   python {command} --config {file}\n"
         texts[file] = head + "".join(entry_text(key, *entry) for key, entry in recipe.items())
     if given.notes:
         notes = "".join(f"#   {', '.join(keys)}: {why}\n" for why, keys in given.notes.items())
         texts[run] += f"\n# Without a counterpart, or done otherwise:\n{notes}"
-    return texts | ({template: given.template} if given.template else {})
+    return texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ Our name for a key comes from the toolkit's table, else from utils/config/other_
 neither table has the same name here.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
 OFF = "off there, and not done here"
 BY_DEFAULT = "as it is here without a line"
-ELSEWHERE = "said by other lines above"
 _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 
@@ -50,65 +50,49 @@ class Toolkit:
 
 # Why keys have no counterpart here: keys of any toolkit, including keys in a dataset's entry.
 LEFT = by_name({
-    "checkpoints verify themselves, and the same command resumes": ""
+    "not needed: Stoker does it by itself, or in its own way (docs/coming-from.md)": ""
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
-    "overwrite_cache save_safetensors",
-    "attention takes the fastest kernel that keeps packed documents apart": ""
-    "attn_implementation flash_attention flash_attn sdp_attention flex_attention "
-    "xformers_attention flex_attn_compile_kwargs",
-    "no padding token is needed; the token that ends a turn comes from the template": ""
-    "special_tokens eos_token pad_token eot_tokens",
-    "the tokenizer's own chat template is taken; another one is a file: chat_template of the data "
-    "recipe": "template chat_template chat_template_path",
+    "overwrite_cache save_safetensors attn_implementation flash_attention flash_attn "
+    "sdp_attention flex_attention xformers_attention flex_attn_compile_kwargs special_tokens "
+    "eos_token pad_token eot_tokens model_type tokenizer_type is_llama_derived_model "
+    "tokenizer_use_fast tokenizer_legacy push_dataset_to_hub skip_prepare_dataset "
+    "shuffle_merged_datasets streaming dataset_prepared_path pad_to_sequence_len "
+    "eval_sample_packing group_by_length max_packed_sequence_len pretrain_multipack_attn plugins "
+    "liger_rms_norm liger_glu_activation liger_layer_norm liger_rope liger_rms_norm_gated "
+    "liger_fused_linear_cross_entropy cut_cross_entropy lora_mlp_kernel lora_qkv_kernel "
+    "lora_o_kernel use_kernels flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp "
+    "experts_implementation use_scattermoe use_sonicmoe fused_attn_kernel lora_target_linear "
+    "lora_fan_in_fan_out gradient_checkpointing_kwargs do_train strict debug plot_loss "
+    "ddp_timeout quantization_method low_cpu_mem_usage hf_use_auth_token "
+    "loss_watchdog_threshold loss_watchdog_patience",
+    "the tokenizer's own chat template prints the prompt; another one is a file: chat_template of "
+    "the data recipe": "template chat_template chat_template_path format no_input_format "
+    "system_prompt system_format default_system conversation tool_format",
     "answers, and what ends them, are trained on; train: false in a message leaves one out": ""
     "train_on_inputs roles_to_train train_on_eos train_on_eot train_on_prompt mask_history "
     "assistant_only_loss completion_only_loss message_field_training "
     "message_field_training_detail",
+    "messages have role and content, or from and value, and the usual roles (docs/data.md): rename "
+    "others in the data": "role content role_tag content_tag message_field_role "
+    "message_field_content roles user_tag assistant_tag observation_tag function_tag system_tag",
     "system messages stay: take them out of the data": "drop_system_message",
-    "roles are known by the usual names (docs/data.md): rename others in the data": ""
-    "roles user_tag assistant_tag observation_tag function_tag system_tag",
-    "messages have role and content, or from and value: rename the keys in the data": ""
-    "role content role_tag content_tag message_field_role message_field_content",
-    "a thought is reasoning_content of its message, or stands in the answer": ""
-    "split_thinking field_thinking template_thinking_key",
-    "whether answers think: chat_template_kwargs of the data recipe": "preserve_thinking",
-    "the chat template prints the prompt; another one is chat_template of the data recipe": ""
-    "format no_input_format system_prompt system_format default_system conversation tool_format",
-    "rows are taken as a share, by weight, or up to max_tokens of a source": ""
-    "shards_idx num_samples skip",
-    "the tokenizer reads the whole source, and the ending of a file tells its type": ""
-    "ds_type preprocess_shards load_from folder preprocessing_batch_size",
-    "only the columns of the format are read": "columns images videos audios",
-    "preferences are not trained on here": "ranking chosen rejected kto_tag",
-    "the class comes from the model's config.json": ""
-    "model_type tokenizer_type is_llama_derived_model tokenizer_use_fast tokenizer_legacy",
-    "only text is trained on": "processor_type freeze_mm_modules freeze_vision_tower "
+    "a thought is reasoning_content of its message or a part of the answer; whether answers think: "
+    "chat_template_kwargs of the data recipe": "split_thinking field_thinking "
+    "template_thinking_key preserve_thinking",
+    "a source is read whole, and the ending of a file tells its type; weight takes a share, "
+    "max_tokens limits it": "shards_idx num_samples skip max_samples ds_type preprocess_shards "
+    "load_from folder preprocessing_batch_size",
+    "only text is trained on, from the columns of the format": "columns images videos audios "
+    "ranking chosen rejected kto_tag processor_type freeze_mm_modules freeze_vision_tower "
     "freeze_multi_modal_projector freeze_language_model image_max_pixels video_max_pixels",
     "another method: this run trains without it": "qat relora lisa_n_layers unfrozen_parameters "
     "fp8 use_badam use_galore use_apollo use_adam_mini use_muon use_dft_loss use_eaft_loss "
     "use_asft_loss use_eaft use_llama_pro pissa_init loraplus_lr_ratio mixture_of_depths "
-    "curriculum_sampling",
+    "curriculum_sampling tensor_parallel_size context_parallel_size expert_parallel_size "
+    "dp_replicate_size",
     "the adapter of an earlier run: init_from names the run's directory": "lora_model_dir",
-    "prepare_data.py tokenizes once, into output_dir of the data recipe": ""
-    "push_dataset_to_hub skip_prepare_dataset shuffle_merged_datasets streaming",
-    "max_tokens of a source limits it, weight takes a share": "max_samples",
-    "packing does its work": "pad_to_sequence_len eval_sample_packing group_by_length "
-    "max_packed_sequence_len pretrain_multipack_attn",
-    "kernels are chosen by tests at the start; the loss head is fused": ""
-    "plugins liger_rms_norm liger_glu_activation liger_layer_norm liger_rope "
-    "liger_rms_norm_gated liger_fused_linear_cross_entropy cut_cross_entropy lora_mlp_kernel "
-    "lora_qkv_kernel lora_o_kernel use_kernels flash_attn_cross_entropy flash_attn_rms_norm "
-    "flash_attn_fuse_mlp experts_implementation use_scattermoe use_sonicmoe fused_attn_kernel",
-    "every linear layer is adapted by default": "lora_target_linear lora_fan_in_fan_out",
-    "quantized with bitsandbytes": "quantization_method",
     "Weights & Biases reads WANDB_ENTITY and the like from the environment": ""
-    "wandb_entity wandb_run_id wandb_mode",
-    "no tensor, context or expert parallelism: docs/parallelism.md": ""
-    "tensor_parallel_size context_parallel_size expert_parallel_size dp_replicate_size",
-    "nothing is lost: it is so here, or of that toolkit's own making": ""
-    "gradient_checkpointing_kwargs do_train strict debug plot_loss ddp_timeout "
-    "low_cpu_mem_usage wandb_watch wandb_log_model dataset_prepared_path hf_use_auth_token "
-    "loss_watchdog_threshold loss_watchdog_patience",
+    "wandb_entity wandb_run_id wandb_mode wandb_watch wandb_log_model",
 })  # fmt: skip
 
 TOOLKITS = {
@@ -167,43 +151,39 @@ TOOLKITS = {
 class Conversion:
     """The state of a conversion.
 
-    given: the keys that are not converted yet, by our name. run, data: (value, comment) by setting
-    of the training and the data recipe. notes: the keys without a counterpart, by reason.
+    given: the keys that are not converted yet, by our name. run: (value, comment) by setting of the
+    training recipe. data: values of the data recipe. notes: the keys without a counterpart, by
+    reason.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
         self.kind, self.path, self.gpus = kind, path, gpus
         self.its_default = f"the default of {kind}"
-        self.entries = entries
         self.made_of: dict[str, str] = {}  # the key behind each line, by our name
-        toolkit = TOOLKITS[kind]
         self.run: dict[str, tuple[Any, str]] = {}
-        self.data: dict[str, tuple[Any, str]] = {}
+        self.data: dict[str, Any] = {}
         self.notes: dict[str, list[str]] = {}
         self.template = ""  # text of a chat template inside the config
         self.given: dict[str, Given] = {}
+        toolkit = TOOLKITS[kind]
         for key, (value, line) in entries.items():
             name = toolkit.names.get(key) or other_names().get(key, key)
             name = name if name.isidentifier() and key not in LEFT else key
+            new, old = Given(value, key, line), self.given.get(name)
             if value in (None, "") and not (toolkit.null_counts and name in toolkit.defaults):
                 self.note(key, EMPTY)
-            else:
-                self._give(name, Given(value, key, line), toolkit.winners)
+                continue
+            if old:  # two keys mean the same: keep the one that is on, else the toolkit's choice
+                ranks = [(is_off(each.value), each.source not in toolkit.winners)
+                         for each in (old, new)]  # fmt: skip
+                old, new = (old, new) if ranks[1] < ranks[0] else (new, old)
+                self.note(old.source, f"{new.source} decides, which means the same")
+            self.given[name] = new
         for name, value in toolkit.defaults.items():
             self.given.setdefault(name, Given(value, self.its_default))
         self.pretraining = self.value("stage") == "pt" or "pretraining_dataset" in entries
         training = PretrainConfig if self.pretraining else FineTuneConfig
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
-
-    def _give(self, name: str, new: Given, winners: tuple[str, ...]) -> None:
-        """Add a key. If two mean the same, keep the one that is on, else the toolkit's choice."""
-        old = self.given.get(name)
-        if old:
-            ranks = [(is_off(each.value), each.source not in winners) for each in (old, new)]
-            old, new = (old, new) if ranks[1] < ranks[0] else (new, old)
-        self.given[name] = new
-        if old:
-            self.note(old.source, f"{new.source} decides, which means the same")
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting, by our name."""
@@ -212,12 +192,6 @@ class Conversion:
     def take(self, name: str, default: Any = None) -> Any:
         """Remove a setting and return its value."""
         return self.given.pop(name).value if name in self.given else default
-
-    def use(self, name: str, default: Any = None) -> Any:
-        """Remove a setting for a line of the data recipe, and return its value."""
-        if name in self.given:
-            self.made_of[name] = self.given[name].source
-        return self.take(name, default)
 
     def note(self, key: str, reason: str) -> None:
         """Add a note about a key."""
@@ -275,3 +249,10 @@ class Conversion:
 def is_off(value: Any) -> bool:
     """Return whether a value turns its setting off."""
     return any(value is off or (value == off and type(value) is type(off)) for off in _OFF_VALUES)
+
+
+def listed(value: Any) -> list[Any]:
+    """Return the value as a list, because toolkits also accept "a, b" or a single entry."""
+    if isinstance(value, str):
+        return re.split(r"\s*,\s*", value)
+    return value if isinstance(value, list) else [value]

@@ -4,14 +4,11 @@ import copy
 import functools
 import json
 import operator
-import os
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from utils.config import refusals
 from utils.config.declarations import declared_settings, other_names
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import (
@@ -24,7 +21,7 @@ from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.importing.__main__ import main, recipe_texts
 from utils.importing.conversion import convert
-from utils.importing.toolkits import ELSEWHERE, LEFT, OFF, TOOLKITS, UNKNOWN
+from utils.importing.toolkits import LEFT, OFF, TOOLKITS, UNKNOWN
 
 ALPACA = [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train[:20%]"}]
 MESSAGES = [{
@@ -149,19 +146,6 @@ def made(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [(["comet_ml", "tensorboard"], ["tensorboard"]), (["mlflow", "comet_ml"], None)],
-)
-def test_trackers_that_are_installed_stay(given, kept, made, monkeypatch):
-    monkeypatch.setattr(refusals, "is_installed", lambda package: package == "tensorboard")
-    found = convert(made({**TRL, "report_to": given}))
-    assert found.run.get("report_to", (None,))[0] == kept
-    for absent in set(given) - {"tensorboard"}:
-        (why,) = [why for why in found.notes if f"report_to {absent} needs {absent}" in why]
-        assert found.notes[why] == ["report_to"]
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -207,7 +191,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert template[tmp_path / "made.jinja"] == TRL["chat_template"]
     assert "chat_template: " in template[tmp_path / "made_data.yaml"]
     given = convert(made({**TRL, "chat_template": None, "chat_template_path": "./a.jinja"}))
-    assert given.data["chat_template"][0] == "./a.jinja"
+    assert given.data["chat_template"] == "./a.jinja"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +242,7 @@ def test_the_tables_say_nothing_twice():
         assert set(toolkit.marks)
 
 
-# Configs with keys that were once dropped, and expected lines of the training recipe.
+# Configs with keys that were once dropped, expected lines of both recipes, and some noted keys.
 NESTED = {
     "axolotl": (
         {"base_model": "m", "micro_batch_size": 2, "batch_size": 16, "bf16": True,
@@ -284,6 +268,12 @@ NESTED = {
              "no_input_format": "{instruction}"}, "conversation": "chatml"}]},
         {"global_batch_size": 16, "per_device_train_batch_size": 2, "strategy": "fsdp2",
          "activation_checkpointing": "full", "bf16": True},
+        {"sources": [
+            {"path": "a", "subset": "sub", "revision": "main", "weight": 0.1,
+             "columns": {"talk": "messages", "functions": "tools"}},
+            {"path": "b", "columns": {"question": "instruction"}}]},
+        ("drop_system_message", "roles_to_train", "train_on_eos", "split_thinking", "shards",
+         "chat_template", "roles.user", "message_property_mappings.role", "type.format"),
     ),
     "llamafactory": (
         {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "full", "template": "qwen3",
@@ -293,6 +283,9 @@ NESTED = {
          "default_system": "Be brief.", "tool_format": "qwen", "interleave_probs": "0.5,0.5"},
         {"packing": None, "warmup_steps": None, "lr_scheduler_type": "constant", "lora_r": None,
          "sequence_length": 8192, "num_train_epochs": None},
+        {"chat_template_kwargs": {"enable_thinking": False},
+         "sources": [{"columns": {"talk": "messages", "sys": "system"}}]},
+        ("chats.num_samples", "chats.tags.assistant_tag"),
     ),
     "trl": (
         {"model_name_or_path": "m", "dataset_name": "d", "max_length": None, "packing": True,
@@ -301,13 +294,14 @@ NESTED = {
          "dataset_test_split": None, "bf16": False, "gradient_checkpointing": False},
         {"sequence_length": 8192, "eval_data": ["data/made/heldout"], "dtype": "float32",
          "bf16": False, "activation_checkpointing": None},
+        {"eval_sources": [{"name": "heldout", "path": "d", "subset": "c", "split": "test"}]}, (),
     ),
     "trl mixture": (
         {"model_name_or_path": "m", "max_length": 64, "dataset_name": "ignored",
          "dataset_test_split": "test", "datasets": [
              {"path": "a", "name": "sub", "split": "train", "columns": ["messages"],
               "data_dir": "x"}]},
-        {"eval_data": None, "sequence_length": 64},
+        {"eval_data": None, "sequence_length": 64}, {"eval_sources": None}, (),
     ),
 }  # fmt: skip
 INFO = {"chats": {
@@ -342,7 +336,7 @@ def changed(config, path, value):
 def outcome(convert_config, config):
     """Return the lines of both recipes and the keys of all notes."""
     found = convert_config(config)
-    keys = {key for why, keys in found.notes.items() if why != ELSEWHERE for key in keys}
+    keys = {key for keys in found.notes.values() for key in keys}
     return (found.run, found.data, found.template), keys
 
 
@@ -370,70 +364,37 @@ def unaccounted(convert_config, config):
 @pytest.mark.parametrize("name", NESTED)
 def test_every_key_is_converted_or_named(name, made, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    config, expected = NESTED[name]
+    config, run, data, notes = NESTED[name]
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
     assert not list(unaccounted(lambda each: convert(made(each), name.split()[0]), config))
     found = convert(made(config), name.split()[0])
-    assert {key: found.run.get(key, (None,))[0] for key in expected} == expected
-
-
-PUBLISHED_CONFIGS = "STOKER_TEST_TOOLKIT_CONFIGS"
-
-
-@pytest.mark.skipif(PUBLISHED_CONFIGS not in os.environ, reason=f"{PUBLISHED_CONFIGS} is a folder")
-def test_every_key_of_the_configs_in_a_folder(made):
-    refused = 0
-    for path in sorted(Path(os.environ[PUBLISHED_CONFIGS]).rglob("*.y*ml")):
-        try:
-            config = {key: value for key, (value, _) in load_file(path).items()}
-            kind = convert(path).kind
-        except (ConfigurationError, YamlError):
-            refused += 1
+    assert {key: found.run.get(key, (None,))[0] for key in run} == run
+    named = {key.partition(".")[2] for keys in found.notes.values() for key in keys}
+    assert set(notes) <= named
+    for key, expected in data.items():
+        if key != "sources":
+            assert found.data.get(key) == expected
             continue
-        assert not list(unaccounted(lambda each, kind=kind: convert(made(each), kind), config)), (
-            path
-        )
-    assert refused < len(list(Path(os.environ[PUBLISHED_CONFIGS]).rglob("*.y*ml")))
+        for entry, lines in zip(found.data["sources"], expected, strict=True):
+            assert {line: entry.get(line) for line in lines} == lines
 
 
 def test_batch_size_of_axolotl_is_the_total_in_either_order(made):
-    sizes = {"micro_batch_size": 2, "batch_size": 16}
     rest = {"base_model": "m", "datasets": ALPACA}
-    for given in (sizes, dict(reversed(sizes.items()))):
-        found = convert(made({**rest, **given}), gpus=4)
+    for sizes, micro in (
+        ({"micro_batch_size": 2, "batch_size": 16}, 2),
+        ({"batch_size": 16, "micro_batch_size": 2}, 2),
+        ({"batch_size": 16, "gradient_accumulation_steps": 2}, 2),
+    ):
+        found = convert(made({**rest, **sizes}), gpus=4)
         assert found.run["global_batch_size"][0] == 16
-        assert found.run["per_device_train_batch_size"][0] == 2
-    found = convert(made({**rest, "batch_size": 16, "gradient_accumulation_steps": 4}))
-    assert found.run["global_batch_size"][0] == 16
-    assert found.run["per_device_train_batch_size"][0] == 4
+        assert found.run["per_device_train_batch_size"][0] == micro
     assert any("gradient_accumulation_steps" in keys for keys in found.notes.values())
-
-
-def test_entries_of_datasets_lose_nothing(made, tmp_path):
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
-    found = convert(made(NESTED["axolotl"][0]))
-    named = {key for keys in found.notes.values() for key in keys}
-    assert {f"datasets.{key}" for key in (
-        "drop_system_message", "roles_to_train", "train_on_eos", "split_thinking", "shards",
-        "chat_template", "roles.user", "message_property_mappings.role", "type.format",
-    )} <= named  # fmt: skip
-    first, second = found.data["sources"][0]
-    assert first == {"path": "a", "subset": "sub", "revision": "main", "weight": 0.1,
-                     "columns": {"talk": "messages", "functions": "tools"}}  # fmt: skip
-    assert second["columns"] == {"question": "instruction"}
-    found = convert(made(NESTED["llamafactory"][0]))
-    named = {key for keys in found.notes.values() for key in keys}
-    assert {"dataset.chats.num_samples", "dataset.chats.tags.assistant_tag"} <= named
-    assert "dataset.chats.tags.user_tag" not in named
-    assert found.data["chat_template_kwargs"][0] == {"enable_thinking": False}
-    columns = {"talk": "messages", "sys": "system"}
-    assert found.data["sources"][0][0]["columns"] == columns
 
 
 @pytest.mark.parametrize(
     ("extra", "held_out"),
     [
-        ({"eval_strategy": "steps", "eval_steps": 5}, "test"),
         ({"eval_strategy": "epoch", "dataset_test_split": "valid"}, "valid"),
         ({"dataset_test_split": "test"}, None),
         ({}, None),
@@ -443,5 +404,5 @@ def test_trl_evaluates_on_test_where_it_evaluates(extra, held_out, made):
     found = convert(
         made({"dataset_name": "d", "max_length": 64, "model_name_or_path": "m", **extra})
     )
-    splits = [each["split"] for each in found.data.get("eval_sources", ([], ""))[0]]
+    splits = [each["split"] for each in found.data.get("eval_sources", [])]
     assert splits == ([held_out] if held_out else [])
