@@ -19,7 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     from utils.config.settings import parse_fine_tuning
 
     settings = parse_fine_tuning(argv, description=__doc__)  # the rest is imported if it is sound
-    from utils.model.weights import load_model, load_model_config
+    from utils.model.config import load_model_config
+    from utils.model.weights import load_model
     from utils.plan.run_data import load_run_data, load_run_tokenizer
     from utils.plan.run_plan import log_plan, plan_run
     from utils.run.start import check_start, start_process

@@ -19,7 +19,7 @@ import chat
 import sft_train
 from utils.config.errors import ConfigurationError
 from utils.model import weights
-from utils.model.quantization import packed_layers, quantized_layers
+from utils.model.weights import packed_layers, quantized_layers
 from utils.run import finish
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText, IdeficsConfig, MusicgenCon
 import pretrain
 from utils.config.errors import ConfigurationError
 from utils.model.architecture import causal_lm_class, outside_text
+from utils.model.config import runnable
 from utils.model.probe import build_probe_model, probe_config
-from utils.model.weights import runnable
 from utils.run.chat import load
 
 # The models have, in this order: three rows of positions; layers for images inside the text model;

@@ -21,7 +21,7 @@ def test_padding_trains_saves_and_resumes(
     weights = {"model_config": None, "model_name_or_path": base_model} if source == "loaded" else {}
     settings = PADDED | weights | {"max_steps": 20, "save_steps": 10}
     assert pretrain.main(pretraining(tmp_path / "whole", **settings, dry_run=True)) == 0
-    assert "embedding: 200 rows, 128 of them in use" in capsys.readouterr().out
+    assert "embedding: 200 rows, 128 before" in capsys.readouterr().out
     whole = pretrained(tmp_path / "whole", **settings)
     cut = pretrained(tiny.copied(whole, tmp_path / "cut", step=10), **settings)
     tiny.assert_same_run(cut, whole)

@@ -160,7 +160,7 @@ def test_new_tokens_are_trained_saved_and_resumed(adapted, tied, models, tmp_pat
     assert sft_train.main(argv(models, data, run, **settings, dry_run=True)) == 0
     sft_train.main(argv(models, data, run, **settings))
     said = capsys.readouterr().out
-    assert "embedding: 10 new tokens (<is>, <0>, <1>, <2>, <3>, ...), 320 rows, 304 before" in said
+    assert "320 rows, 304 before; 10 new tokens (<is>, <0>, <1>, <2>, <3>, ...) begin" in said
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     new = tokenizer.convert_tokens_to_ids("<is>")
     assert new == 300

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, xLSTMConfig
 
 import pretrain
 from utils.config.errors import ConfigurationError
-from utils.model import xlstm
+from utils.model import architecture
 from utils.run.chat import load
 
 # Kernel names of NX-AI/xLSTM-7b. With Triton its mode has no backward pass.
@@ -30,7 +30,7 @@ SIZES = {
 def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(
     pretraining, pretrained, fine_tuned, tmp_path
 ):
-    xlstm.accept_kernel_names()
+    architecture.accept_xlstm_kernels()
     config, rows = tmp_path / "config.json", tiny.documents(3, seed=5)
     config.write_text(json.dumps(SIZES | PUBLISHED))
     heldout = tiny.save(tmp_path / "heldout", {"input_ids": rows})
@@ -62,17 +62,17 @@ def test_xlstm_trains_on_a_cpu_and_keeps_its_published_kernels(
 
 def test_the_device_chooses_the_kernels(monkeypatch, caplog):
     caplog.set_level("INFO")
-    xlstm.accept_kernel_names()
+    architecture.accept_xlstm_kernels()
     config = xLSTMConfig(**PUBLISHED)
-    xlstm.choose_kernels(config, "cuda", 100)
+    architecture.choose_xlstm_kernels(config, "cuda", 100)
     assert config.chunkwise_kernel == "chunkwise--native_autograd"
     assert "pip install xlstm" in caplog.text
-    monkeypatch.setattr(xlstm, "is_xlstm_available", lambda: True)
+    monkeypatch.setattr(architecture, "is_xlstm_available", lambda: True)
     with pytest.raises(ConfigurationError, match=r"chunk_size, 64: set it to 128"):
-        xlstm.choose_kernels(config, "cuda", 100)
-    xlstm.choose_kernels(config, "cuda", 128)
+        architecture.choose_xlstm_kernels(config, "cuda", 100)
+    architecture.choose_xlstm_kernels(config, "cuda", 128)
     assert config.chunkwise_kernel == PUBLISHED["chunkwise_kernel"]
-    xlstm.choose_kernels(config, "cpu", 100)
+    architecture.choose_xlstm_kernels(config, "cpu", 100)
     assert (config.chunkwise_kernel, config.step_kernel) == ("chunkwise--native_autograd", "native")
 
 
@@ -86,13 +86,13 @@ def test_triton_kernels_train_as_native_ones_do(monkeypatch):
     for kernels in ("native", "triton"):
         config = xLSTMConfig(**sizes, chunk_size=64)
         monkeypatch.setattr(
-            xlstm, "is_xlstm_available", lambda kernels=kernels: kernels == "triton"
+            architecture, "is_xlstm_available", lambda kernels=kernels: kernels == "triton"
         )
-        xlstm.choose_kernels(config, "cuda", 128)
+        architecture.choose_xlstm_kernels(config, "cuda", 128)
         model = AutoModelForCausalLM.from_config(config).cuda()
         state = state or model.state_dict()
         model.load_state_dict(state)
-        xlstm.follow_training(model)
+        architecture.add_input_hooks(model)
         loss = model.train()(input_ids=tokens, labels=tokens).loss
         loss.backward()
         losses[kernels] = loss.item()

@@ -6,7 +6,6 @@ the softmax is compiled too. Otherwise the softmax reads and writes memory sever
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,20 +20,14 @@ from utils.config.errors import ConfigurationError
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of chunks and buffers on a kind of device.
+class Sizes(NamedTuple):
+    """The sizes of chunks and buffers on a kind of device."""
 
-    rows: maximal tokens of a chunk. tile: the tokens of a chunk are a multiple of this. logits:
-    maximal logits of a chunk. block: logits that are in float32 at a time. words: the vocabulary is
-    padded with zeros to a multiple of this.
-    """
-
-    rows: int
-    tile: int
-    logits: int
-    block: int
-    words: int
+    rows: int  # maximal tokens of a chunk
+    tile: int  # the tokens of a chunk are a multiple of this
+    logits: int  # maximal logits of a chunk
+    block: int  # logits that are in float32 at a time
+    words: int  # the vocabulary is padded with zeros to a multiple of this
 
 
 # On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes: with
@@ -86,16 +79,6 @@ def linear_cross_entropy(
 
 def _whole(count: int, tile: int) -> int:
     return -(-count // tile) * tile
-
-
-def _chunk_rows(tokens: int, words: int, sizes: Sizes, compiled: bool) -> int:
-    """Return the tokens per chunk, so that all chunks have about the same number."""
-    most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
-    most = max(1, most // sizes.tile * sizes.tile)
-    if compiled:
-        return most  # whatever the number of tokens, so that only one shape is compiled
-    chunks = max(1, -(-tokens // most))
-    return min(_whole(max(1, -(-tokens // chunks)), sizes.tile), most)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -158,7 +141,12 @@ class ChunkedHead:
         self.weight = _with_zeros(weight, words, hidden.dtype)
         self.bias = None if bias is None else _with_zeros(bias, words, hidden.dtype) * self.scale
         self.compiled, self.needed = compiled, any(needed)
-        self.chunk_rows = _chunk_rows(len(hidden), words, sizes, compiled)
+        most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
+        self.chunk_rows = max(1, most // sizes.tile * sizes.tile)
+        if not compiled:  # else only one shape is compiled
+            chunks = max(1, -(-len(hidden) // self.chunk_rows))  # all of about the same size
+            even = _whole(max(1, -(-len(hidden) // chunks)), sizes.tile)
+            self.chunk_rows = min(even, self.chunk_rows)
         self.logits = hidden.new_empty(self.chunk_rows, words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
         # Tokens whose logits are in float32 at a time, at least one per thread.

@@ -3,13 +3,12 @@
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import type_validator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -18,12 +17,12 @@ from transformers.pytorch_utils import Conv1D
 from utils.config.arguments import ModelArguments, with_values
 from utils.config.errors import ConfigurationError
 from utils.host.faults import memory_error
-from utils.host.foreign import foreign, limits, read_object, reason
-from utils.host.machine import memory_room_bytes
+from utils.host.foreign import limits, read_object, reason
 from utils.model.architecture import (
     MISFITS,
     apart_inside,
     causal_lm_class,
+    check_room,
     expert_count,
     first_line,
     gets_gradient,
@@ -33,8 +32,6 @@ from utils.model.architecture import (
 )
 
 ALL = "all-linear"
-# PEFT's settings that determine the size of an adapter.
-SIZES = ("r", "rank_pattern", "num_virtual_tokens", "encoder_hidden_size", "target_modules")
 # Published recipes name the linear layers of each expert. transformers now has one parameter for
 # all experts: old name -> new name.
 FORMERLY = {
@@ -43,24 +40,17 @@ FORMERLY = {
 }  # fmt: skip
 
 
-class Targets(NamedTuple):
-    """Full names of the modules and of the experts' parameters that get adapters."""
-
-    modules: list[str]
-    parameters: list[str]
-    head: bool  # whether the last layer is trained as well, without an adapter
-
-
 @dataclass(frozen=True)
 class AdapterPlan:
     """The parts of a model that LoRA trains.
 
     model: the model settings with the full names of the targets, and with lora_dropout 0 if the
-    targets do not allow dropout. report: lines for the log.
+    targets do not allow dropout. trains_head: whether the last layer is trained as well, without an
+    adapter. report: lines for the log.
     """
 
-    targets: Targets
     model: ModelArguments
+    trains_head: bool
     report: tuple[str, ...]
 
 
@@ -84,10 +74,17 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
     """
     from peft import PeftModel
 
-    if read_object(config_file).get("megatron_config"):
+    settings = read_object(config_file)
+    if settings.get("megatron_config"):
         raise ConfigurationError(
             f"{config_file}: PEFT would import the module that megatron_core names. "
             "Code that a model names is not run: set megatron_config to null."
+        )
+    initial = str(settings.get("init_lora_weights"))
+    if re.fullmatch(r"pissa_niter_\d{4,}", initial):
+        raise ConfigurationError(
+            f"{config_file}: init_lora_weights {initial:.40} would compute for hours: set the "
+            "number that the adapter was trained with, such as pissa_niter_16."
         )
     _check_adapter_size(model, config_file)
     try:
@@ -98,8 +95,10 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
     except (*MISFITS, UserWarning) as error:
         if memory_error(error):
             raise
-        odd = ", ".join(_odd_settings(config_file)) or "it does not fit its weights or its base"
-        raise ConfigurationError(f"{config_file}: {odd}: {reason(error)}.") from error
+        raise ConfigurationError(
+            f"{config_file}: it does not fit its weights, its base or this version of PEFT: "
+            f"{reason(error)}."
+        ) from error
 
 
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
@@ -110,7 +109,7 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """
     from peft import PeftConfig, get_peft_model
 
-    needed, room = 0, memory_room_bytes()
+    needed = 0
     with limits(config_file), warnings.catch_warnings(), contextlib.suppress(*MISFITS):
         warnings.simplefilter("ignore")
         config: Any = PeftConfig.from_pretrained(str(config_file.parent))
@@ -121,35 +120,7 @@ def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
         with torch.device("meta"):
             adapted: Any = get_peft_model(built, config)
         needed = sum(one.nbytes for one in adapted.parameters()) - base
-    if needed > room:
-        sizes = {name: read_object(config_file).get(name) for name in SIZES}
-        shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
-        raise ConfigurationError(
-            f"{config_file}: this adapter takes {needed / 2**30:,.0f} GiB, and here "
-            f"{room / 2**30:,.0f} GiB are free: see that its sizes are right ({shown:.200})."
-        )
-
-
-def _odd_settings(config_file: Path) -> list[str]:
-    """Return the settings of an adapter whose values are not of the types that PEFT declares."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    settings = read_object(config_file)
-    kinds: Mapping[Any, type[Any]] = PEFT_TYPE_TO_CONFIG_MAPPING
-    kind = kinds.get(str(settings.get("peft_type")))
-    if kind is None:
-        return [f"peft_type is {settings.get('peft_type')!r:.40}, which PEFT does not have"]
-    odd = []
-    for name, hint in get_type_hints(kind).items():
-        value = settings.get(name)
-        # In JSON a dict may represent an object of PEFT, and a list a tuple.
-        stands_for_object = isinstance(value, dict | list) and re.search("peft|tuple", str(hint))
-        if name in settings and not stands_for_object:
-            try:
-                type_validator(name, value, hint)
-            except TypeError:
-                odd.append(f"{name} is {value!r:.40}")
-    return odd
+    check_room(needed, f"{config_file}: this adapter takes")
 
 
 def trained_bytes(
@@ -192,64 +163,56 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     """
     if not model.use_peft:
         return None
-    from peft.tuners.lora import LoraLayer
-
-    targets = _targets(without_weights(config), model)
-    experts, report = _last_names(targets.parameters), list[str]()
+    modules, parameters, trains_head = _targets(without_weights(config), model)
+    experts, report = _last_names(parameters), list[str]()
     if experts and model.lora_dropout:
         report.append(
             f"lora_dropout: 0, not {model.lora_dropout:g}: experts ({', '.join(experts)}) take none"
         )
         model = with_values(model, lora_dropout=0.0)
-    model, adapted = _adapt(config, model, targets.modules, targets.parameters)
-    layers = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
-    missed = [name for name in targets.modules if f"base_model.model.{name}" not in layers]
-    if missed:
-        # PEFT mistakes these names for old names of experts' layers. It accepts their weights as
-        # parameters.
-        rest = [name for name in targets.modules if name not in missed]
-        weights = [f"{name}.weight" for name in missed]
-        model, adapted = _adapt(config, model, rest, targets.parameters + weights)
-    trained, total = adapted.get_nb_trainable_parameters()
-    names = ", ".join([*_last_names(targets.modules), *(f"experts' {name}" for name in experts)])
-    report.append(
-        f"LoRA: rank {model.lora_r} on {names}: {trained:,} of {total:,} parameters "
-        f"({trained / total:.2%}) train"
-    )
-    return AdapterPlan(targets, model, tuple(report))
-
-
-def check_model(config: PreTrainedConfig) -> None:
-    """Raise ConfigurationError unless the model can be built and its text model has a head."""
-    kind = f"model type {config.model_type!r}"
-    with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
-        built = without_weights(config)
-    text, head = text_model_of(built), built.get_output_embeddings()
-    if head is None or not any(module is text for module in built.modules()):
-        raise ConfigurationError(
-            f"{kind}: {type(built).__name__} has no text model with a last layer that transformers "
-            "names: use another architecture."
-        )
-
-
-def _adapt(
-    config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
-) -> tuple[ModelArguments, Any]:
-    """Return the model settings with these targets, and the model with PEFT's adapters."""
-    named = with_values(
-        model, lora_target_modules=list(modules), lora_target_parameters=list(parameters) or None
-    )
+    names = ", ".join([*_last_names(modules), *(f"experts' {name}" for name in experts)])
     try:
-        return named, with_adapters(without_weights(config), named)
+        model, adapted, missed = _adapt(config, model, modules, parameters)
+        if missed:
+            # PEFT mistakes these names for old names of experts' layers. It accepts their weights
+            # as parameters.
+            modules = [name for name in modules if name not in missed]
+            parameters = [*parameters, *(f"{name}.weight" for name in missed)]
+            model, adapted, _ = _adapt(config, model, modules, parameters)
     except MISFITS as error:
         raise ConfigurationError(
             f"LoRA does not fit {config.model_type}: {first_line(error)} Set lora_target_modules "
             "to other layers."
         ) from error
+    trained, total = adapted.get_nb_trainable_parameters()
+    report.append(
+        f"LoRA: rank {model.lora_r} on {names}: {trained:,} of {total:,} parameters "
+        f"({trained / total:.2%}) train"
+    )
+    return AdapterPlan(model, trains_head, tuple(report))
 
 
-def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
-    """Resolve LoRA's settings to full names. Raises ConfigurationError for unknown names."""
+def _adapt(
+    config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
+) -> tuple[ModelArguments, Any, list[str]]:
+    """Return the settings with these targets, the adapted model, and modules without an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    model = with_values(
+        model, lora_target_modules=list(modules), lora_target_parameters=list(parameters) or None
+    )
+    adapted = with_adapters(without_weights(config), model)
+    layers = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    missed = [name for name in modules if f"base_model.model.{name}" not in layers]
+    return model, adapted, missed
+
+
+def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], list[str], bool]:
+    """Resolve LoRA's settings to full names of modules and of experts' parameters.
+
+    The third value says whether the last layer is trained without an adapter. Raises
+    ConfigurationError for unknown names.
+    """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
     asked, named = model.lora_target_modules, model.lora_target_parameters
@@ -272,7 +235,7 @@ def _targets(built: PreTrainedModel, model: ModelArguments) -> Targets:
         )
     if problems:
         raise ConfigurationError(problems)
-    return Targets(modules, parameters, any(built.get_submodule(name) is head for name in saved))
+    return modules, parameters, any(built.get_submodule(name) is head for name in saved)
 
 
 def _matched(
@@ -317,20 +280,16 @@ def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
     head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    modules, apart = [], apart_inside(built)
+    modules, experts, apart = [], [], apart_inside(built)
     for name, module in text.named_modules(prefix=inside):
         linear = type(module).forward in forwards and module is not head
         if linear and gets_gradient(name) and not any(part in f"{name}." for part in apart):
             with contextlib.suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
                 modules.append(name)
-    experts = [
-        f"{name}.{weight}"
-        for name, module in text.named_modules(prefix=inside)
-        if expert_count(module)
-        for weight, value in module.named_parameters(recurse=False)
-        if value.ndim == 3
-    ]
+        if expert_count(module):
+            own = module.named_parameters(recurse=False)
+            experts += [f"{name}.{weight}" for weight, value in own if value.ndim == 3]
     return modules, experts
 
 

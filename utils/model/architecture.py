@@ -1,7 +1,8 @@
-"""Facts about transformers' architectures: class, text model, experts and towers."""
+"""Facts about transformers' architectures: class, text model, experts, towers, xLSTM's kernels."""
 
 import copy
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.xlstm import configuration_xlstm
+from transformers.utils import is_xlstm_available
 
 from utils.config.errors import ConfigurationError
-from utils.host.foreign import limits
+from utils.host.foreign import foreign, limits
 from utils.host.machine import memory_room_bytes
+
+logger = logging.getLogger(__name__)
 
 # Architectures use different names for the same setting. A config has one of them.
 EXPERTS_PER_TOKEN = (
@@ -33,11 +38,22 @@ MISFITS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
     AssertionError, StrictDataclassError,
 )  # fmt: skip
+# Published configurations of xLSTM name Triton's kernels and a mode without a backward pass.
+# Training uses native kernels on a CPU, and Triton's on a GPU with the package xlstm.
+NATIVE = {
+    "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native",
+    "step_kernel": "native", "mode": "inference", "return_last_states": True,
+}  # fmt: skip
+TRITON = NATIVE | {
+    "chunkwise_kernel": "chunkwise--triton_xl_chunk", "sequence_kernel": "native_sequence__triton",
+    "step_kernel": "triton",
+}  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message."""
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    """Return the first line of an error message."""
+    text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
+    return (text.strip().splitlines() or [repr(error)])[0]
 
 
 def first_set(owner: Any, names: Sequence[str]) -> Any:
@@ -91,29 +107,29 @@ def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None
 
 def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | None:
     """Return why a model cannot train on text alone, or None if it can."""
-    arguments = inspect.signature(model_class.forward).parameters
-    needed = [
-        name
-        for name, one in arguments.items()
-        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    needed = [name for name in needed if name not in ("self", "input_ids")]
     text = model_config.get_text_config(decoder=True)
     if model_config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
         return "is an encoder with a decoder, and Stoker trains decoders alone: use one of those."
+    arguments = inspect.signature(model_class.forward).parameters
     if "labels" not in arguments:
         thinker = getattr(model_config, "thinker_config", None)
-        part = "use another model" if thinker is None else _saved_alone(thinker)
-        return f"computes no loss of the next token: {part}."
+        if thinker is None:
+            return "computes no loss of the next token: use another model."
+        part: Any = AutoModelForMultimodalLM._model_mapping[type(thinker)]
+        return (
+            "computes no loss of the next token: train its text part, saved by "
+            f"{part.__name__}.from_pretrained(MODEL).save_pretrained(DIRECTORY)."
+        )
+    needed = [
+        name
+        for name, one in arguments.items()
+        if one.default is one.empty
+        and one.kind is one.POSITIONAL_OR_KEYWORD
+        and name not in ("self", "input_ids")
+    ]
     if needed:
         return f"needs {' and '.join(needed)} beside text: use a model that runs on text alone."
     return None
-
-
-def _saved_alone(part: PretrainedConfig) -> str:
-    found: Any = AutoModelForMultimodalLM._model_mapping[type(part)]
-    name = found.__name__
-    return f"train its text part, saved by {name}.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
 
 
 def body_of(model: PreTrainedModel) -> Any:
@@ -143,13 +159,31 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
         built: Any = causal_lm_class(config)(config)
     # from_pretrained computes the buffers (tables of positions) on the CPU, even without weights,
     # and in int64 first, so they need more memory for a moment.
-    needed, room = 4 * sum(value.nbytes for value in built.buffers()), memory_room_bytes()
+    check_room(4 * sum(value.nbytes for value in built.buffers()), f"{name}: its buffers take")
+    return built
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raise ConfigurationError if this host does not have so many bytes of free memory."""
+    room = memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
-            f"{name}: its tables of positions take {needed / 2**30:,.0f} GiB, and here "
-            f"{room / 2**30:,.0f} GiB are free: see that its head_dim and other sizes are right."
+            f"{what} {needed / 2**30:,.0f} GiB, and {room / 2**30:,.0f} GiB are free here: see "
+            "that its head_dim and other sizes are right."
         )
-    return built
+
+
+def check_model(config: PretrainedConfig) -> None:
+    """Raise ConfigurationError unless the model can be built and its text model has a head."""
+    kind = f"model type {config.model_type!r}"
+    with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
+        built = without_weights(config)
+    text, head = text_model_of(built), built.get_output_embeddings()
+    if head is None or not any(module is text for module in built.modules()):
+        raise ConfigurationError(
+            f"{kind}: {type(built).__name__} has no text model with a last layer that transformers "
+            "names: use another architecture."
+        )
 
 
 def expert_count(layer: torch.nn.Module) -> int:
@@ -176,17 +210,60 @@ def has_experts(built: PreTrainedModel) -> bool:
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
-def give_token_types(model: PreTrainedModel) -> None:
-    """Add token types to batches of text for Molmo 2, which requires them in training."""
-    if model.config.model_type != "molmo2":
+def add_input_hooks(model: PreTrainedModel) -> None:
+    """Adapt the forward pass of two architectures to training on text.
+
+    Molmo 2 requires token types in training. xLSTM's Triton kernels have another mode for training.
+    """
+    if model.config.model_type == "molmo2":
+
+        def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
+            if given.get("mm_token_type_ids") is None and given.get("input_ids") is not None:
+                given["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
+            return args, given
+
+        body_of(model).register_forward_pre_hook(add_types, with_kwargs=True)
+    if getattr(model.config, "chunkwise_kernel", None) == TRITON["chunkwise_kernel"]:
+        backends: list[Any] = [m for m in model.modules() if type(m).__name__ == "mLSTMBackend"]
+
+        def set_mode(module: torch.nn.Module, _: Any) -> None:
+            for backend in backends:
+                backend.config.mode = "train" if module.training else "inference"
+
+        model.register_forward_pre_hook(set_mode)
+
+
+def accept_xlstm_kernels() -> None:
+    """Let transformers accept the names of Triton's kernels if the package xlstm is missing.
+
+    transformers would refuse a configuration with these names. It then uses its own kernels anyway.
+    """
+    if not is_xlstm_available():
+        strict: Any = configuration_xlstm.xLSTMConfig
+        for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):
+            strict.__validators__.pop(name, None)
+
+
+def choose_xlstm_kernels(
+    config: PretrainedConfig, device_type: str, length: int | None = None
+) -> None:
+    """Set and log the kernels of an xLSTM's configuration; leave other configurations alone.
+
+    Raises ConfigurationError if Triton's kernels do not support the sequence length.
+    """
+    if config.model_type != "xlstm":
         return
-
-    def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
-        if given.get("mm_token_type_ids") is None and given.get("input_ids") is not None:
-            given["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
-        return args, given
-
-    body_of(model).register_forward_pre_hook(add_types, with_kwargs=True)
+    triton = device_type == "cuda" and is_xlstm_available()
+    chunk: int = config.chunk_size
+    if triton and length is not None and length % chunk:
+        raise ConfigurationError(
+            f"--sequence_length {length:,}: Triton's kernels of xLSTM train on multiples of its "
+            f"chunk_size, {chunk}: set it to {-(-length // chunk) * chunk:,}."
+        )
+    for name, value in (TRITON if triton else NATIVE).items():
+        setattr(config, name, value)
+    hint = "; pip install xlstm for Triton's" if device_type == "cuda" and not triton else ""
+    logger.info("xLSTM: kernels %s%s", config.chunkwise_kernel, hint)
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:

@@ -1,21 +1,36 @@
-"""The attention of a run, chosen or refused before weights load, and the shape of its batches."""
+"""The attention of a run, the shape of its batches, and the proof that packed documents stay apart.
 
+Before weights load, the proof runs on a small model of the user's architecture, on the device that
+trains. The first attention that passes is chosen for the run.
+"""
+
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from utils.config.errors import ConfigurationError
 from utils.kernels.varlen import (
     NAME,
     PER_DOCUMENT,
+    ROW_SDPA,
     AttentionNeeds,
     find_kernels,
     register_packed_varlen,
 )
-from utils.model.architecture import causal_lm_class
+from utils.model.architecture import MISFITS, causal_lm_class, first_line, layer_settings
+from utils.model.probe import (
+    CPU,
+    VOCABULARY,
+    ProbeError,
+    build_probe_model,
+    observe_attention,
+    probe_config,
+    tolerance,
+)
 
 PER_TOKEN = ("input_ids", "labels", "position_ids")
 BOUNDARIES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -26,10 +41,30 @@ MASK_COST = (
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
 OPEN = "open"  # kernel not known yet: the run trains on another machine and chooses there
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
-PROOFS = {
-    "plain": "no document sees the padding behind it",
-    "alone": "padding would change its numbers, so that each sequence ends with its document",
-}
+ONE_DOCUMENT = "{}: each sequence is one document, as --packing none has it"
+KERNELS = (
+    "install GPU kernels for its recurrent layers (flash-linear-attention and causal-conv1d, or "
+    "mamba-ssm and causal-conv1d), with which this check decides anew"
+)
+
+
+Rows = tuple[tuple[int, ...], ...]
+# Two packed sequences of the proof: lengths of their documents, which all differ, and then of their
+# padding.
+ROWS = ((7, 5, 9, 3), (4, 13, 7))
+# Two sequences of one document each. The first ends in padding.
+WHOLE_ROWS = ((17, 7), (24,))
+FULL_ROW = ((24,),)  # transformers may skip the mask for it
+# Values shorter than the documents of the equivalence check. Windows then hide tokens, and sparse
+# attention (as in DeepSeek) must select tokens or blocks.
+CUT_SHORT = {
+    "sliding_window": 4, "attention_chunk_size": 4, "compress_rates": 4, "index_topk": 2,
+    "index_topk_blocks": 2,
+}  # fmt: skip
+# Factors for the length and the number of the check's documents under sparse attention. With few
+# tokens many scores would be equal.
+LONGER, MORE = 4, 4
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -45,7 +80,9 @@ class AttentionChoice:
     @property
     def proof(self) -> str:
         """Return what the isolation check found, in words for the log."""
-        return self.unproved or PROOFS.get(self.batches, "keeps packed documents apart")
+        plain = self.batches == "plain"
+        found = "no document sees the padding" if plain else "keeps packed documents apart"
+        return self.unproved or found
 
 
 def attention_choices(
@@ -61,9 +98,9 @@ def attention_choices(
     `requested` is --attn_implementation; a flash kernel's name means `packed_varlen` with that
     kernel, which is registered here. `needs` is the result of `observe_attention`. `dtype` is the
     type that training computes in. With `whole_rows` no sequence has more than one document. The
-    alternatives are then plain batches (padding comes last, where no token sees it) and batches
-    without padding. Without `whole_rows` the alternative is a block mask, yielded only if no
-    attention is requested. Raises ConfigurationError.
+    alternative is then plain batches (padding comes last, where no token sees it). Without
+    `whole_rows` the alternative is a block mask, yielded only if no attention is requested. Raises
+    ConfigurationError.
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)
@@ -84,14 +121,11 @@ def attention_choices(
     kinds = ("sdpa", "eager") if own == "sdpa" and name not in ("sdpa", "eager") else (own,)
     for kind in kinds:
         if whole_rows:
-            reason = f"{kind}: each sequence is one document, as --packing none has it"
-            yield AttentionChoice(kind, kind, f"{reason}; no mask is made", batches="plain")
+            reason = f"{ONE_DOCUMENT.format(kind)}; no mask is made"
+            yield AttentionChoice(kind, kind, reason, batches="plain")
         elif name == "auto" and kind != first.name:
             reason = f"auto: {kind}, as {class_name} needs its own masks; {MASK_COST}"
             yield AttentionChoice(kind, kind, reason, "flat" if recurrent else "packed")
-    if whole_rows:
-        reason = f"{own}: each sequence is one document, as --packing none has it"
-        yield AttentionChoice(own, own, reason, batches="alone")
 
 
 def own_attention(
@@ -127,21 +161,13 @@ def _choose_packed(
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
     """Bring the inputs of packed sequences, (B, T), into the shape that the model takes.
 
-    "packed": unchanged. "plain": only tokens and labels, for sequences of one document. "alone":
-    the same without padding, for B = 1. "flat", for kernels of recurrent layers: (1, B * T) with
-    `seq_idx`, the document of each token, int32.
+    "packed": unchanged. "plain": only tokens and labels, for sequences of one document. "flat", for
+    kernels of recurrent layers: (1, B * T) with `seq_idx`, the document of each token, int32.
     """
     if batches == "packed":
         return inputs
-    if batches in ("plain", "alone"):
-        plain = {name: value for name, value in inputs.items() if name not in BOUNDARIES}
-        if batches == "plain":
-            return plain
-        # The first segment is the document, the second its padding.
-        length = max(1, int(inputs["cu_seq_lens_q"][1]))
-        return {
-            name: value[:, :length] if name in PER_TOKEN else value for name, value in plain.items()
-        }
+    if batches == "plain":
+        return {name: value for name, value in inputs.items() if name not in BOUNDARIES}
     flat = {
         name: value.reshape(1, -1) if name in PER_TOKEN else value for name, value in inputs.items()
     }
@@ -168,3 +194,185 @@ def check_row_positions(model_config: PretrainedConfig, sequence_length: int) ->
             f"token {first:,} of a sequence on (floor_scale), wherever a packed document begins. "
             f"To train it, {ONE_A_ROW}, or shorten the sequences."
         )
+
+
+def choose_isolated_attention(
+    requested: str | None,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    whole_rows: bool,
+) -> AttentionChoice:
+    """Choose the attention and prove on `device` that documents do not see each other.
+
+    The arguments are those of `attention_choices`. Raises ConfigurationError with advice if no
+    choice passes. Raises ProbeError if the probe model does not run, so that nothing is proved.
+    """
+    refusals: list[ConfigurationError] = []
+    try:
+        probe = probe_config(model_config, device)
+        needs = observe_attention(probe, device)
+        for choice in attention_choices(
+            requested, model_config, needs, device.type, dtype, whole_rows=whole_rows
+        ):
+            try:
+                check_isolation(probe, choice, device, dtype)
+            except ConfigurationError as error:
+                refusals.append(error)
+            else:
+                return choice
+    except ProbeError as error:
+        if whole_rows:
+            kind = own_attention(requested, model_config, None)
+            unproved = f"not checked: {error.problems[0]}"
+            return AttentionChoice(kind, kind, ONE_DOCUMENT.format(kind), "plain", unproved)
+        refusals.append(error)
+    except ConfigurationError as error:
+        refusals.append(error)
+    ways = ["leave --attn_implementation out"] if requested not in (None, "auto") else []
+    ways += [] if whole_rows else [ONE_A_ROW]
+    ways += [KERNELS] if is_recurrent(model_config) else []
+    if getattr(model_config, "is_decoder", None) is False:  # an encoder
+        ways.insert(0, "set is_decoder: true in its config")
+    ways += ["take another model"]
+    first = refusals[0]  # the most useful one
+    advice = f"To train it, {', or '.join(ways)}."
+    raise type(first)(f"{first.problems[0]} {advice}") from first
+
+
+def check_isolation(
+    config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Prove that no document changes another's logits, bit for bit.
+
+    Builds the model of a probe config on `device` in `dtype`, the type that training computes in,
+    and perturbs each document of a batch in turn. If the attention also runs in float32, compares
+    the logits with those of each document alone under eager attention, with short windows. A kernel
+    for sequences of one document is also checked on such sequences. Raises ConfigurationError for a
+    leak or a difference, and ProbeError for a batch that cannot be computed.
+    """
+    checked: tuple[Rows, ...] = (ROWS, FULL_ROW)
+    if choice.kernel == ROW_SDPA:
+        checked = (ROWS, WHOLE_ROWS, FULL_ROW)
+    elif choice.batches == "plain":
+        checked = (WHOLE_ROWS, FULL_ROW)
+    what = f"model type {config.model_type!r} under --attn_implementation {choice.name}"
+    fault = ""
+    try:
+        model = build_probe_model(config, choice.name, device, dtype)
+        for rows in checked:
+            fault = fault or _leak(model, rows, choice.batches)
+        if not fault and choice.name in RUN_ANYWHERE:
+            fault = _difference(config, choice, checked[0], device)
+    except MISFITS as error:
+        raise ProbeError(
+            f"{what} does not run on the check's batches ({first_line(error)})."
+        ) from (error)
+    if fault:
+        raise ConfigurationError(f"{what} {fault}.")
+
+
+def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
+    """Return a packed batch as the loader makes it. A sequence's padding is a separate segment."""
+    generator = torch.Generator().manual_seed(0)
+    row_length = sum(rows[0])
+    shape = (len(rows), row_length)
+    # 0 is the padding id, with an embedding of zeros. The last id is used to perturb.
+    input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
+    for row, lengths in enumerate(rows):
+        if len(lengths) > 1:
+            input_ids[row, -lengths[-1] :] = 1
+    segments = [length for row in rows for length in row]
+    missing = len(rows) * max(map(len, rows)) - len(segments)
+    ends = torch.tensor([0, *segments, *[0] * missing]).cumsum(0, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(length) for length in segments]).view(shape)
+    return {
+        "input_ids": input_ids.to(device), "position_ids": positions.to(device),
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+        "max_length_q": row_length, "max_length_k": row_length,
+    }  # fmt: skip
+
+
+def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, start, stop) of every segment, including padding."""
+    for row, lengths in enumerate(rows):
+        start = 0
+        for length in lengths:
+            yield row, start, start + length
+            start += length
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torch.Tensor:
+    """Return the logits (B, T, vocabulary) of a batch; `batches` is its shape for the model."""
+    logits = model(**shape_inputs(batch, batches)).logits
+    return logits.view(*batch["input_ids"].shape, -1) if batches == "flat" else logits
+
+
+def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
+    """Perturb the first and the last token of each segment in turn, and return the first fault.
+
+    Only logits from that token to the end of its document may change.
+    """
+    batch = packed_batch(rows, model.device)
+    reference = _logits(model, batch, batches)
+    for row, start, stop in _segments(rows):
+        for place in (start, stop - 1):
+            perturbed = batch["input_ids"].clone()
+            perturbed[row, place] = VOCABULARY - 1
+            logits = _logits(model, {**batch, "input_ids": perturbed}, batches)
+            changed = (logits != reference).any(dim=-1)
+            earlier = changed[row, start:place].any()
+            later = place > start or changed[row, start + 1 : stop].any()
+            # In a sequence of one document, padding may see the document.
+            changed[row, start : None if rows is WHOLE_ROWS else stop] = False
+            if changed.any():
+                return (
+                    "lets packed documents see each other: a changed token changed others' logits"
+                )
+            if earlier:
+                return "lets tokens see those that follow: a changed token changed earlier logits"
+            if not later:
+                return "passes nothing on: a changed token changed no later logits of its document"
+    return ""
+
+
+def _cut_short(config: PretrainedConfig) -> None:
+    """Make the windows of all layers, and the selections of sparse attention, small."""
+    settings = layer_settings(config)
+    config.per_layer_config = None
+    for name, short in CUT_SHORT.items():
+        if value := getattr(config, name, None):
+            setattr(config, name, dict.fromkeys(value, short) if isinstance(value, dict) else short)
+        for own in settings.values():
+            if own.get(name):
+                own[name] = short
+    if settings:
+        config.per_layer_config = settings
+
+
+def _difference(
+    config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
+) -> str:
+    """Compare logits with those of each document alone under eager attention, in float32."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    _cut_short(text)
+    if getattr(text, "index_topk", None):
+        rows = MORE * tuple(tuple(LONGER * length for length in row) for row in rows)
+    batch = packed_batch(rows, device)
+    model = build_probe_model(config, choice.name, device)
+    eager = build_probe_model(config, "eager", device)
+    together = _logits(model, batch, choice.batches)
+    for row, start, stop in _segments(rows):
+        if start and choice.batches == "plain":
+            continue  # padding, which may see the document before it
+        document = {"input_ids": batch["input_ids"][row : row + 1, start:stop]}
+        expected = _logits(eager, document, "packed")[0]
+        worst = (together[row, start:stop] - expected).abs().max() / expected.abs().max()
+        if not worst < tolerance(device, TOLERANCE):
+            return (
+                f"computes other logits than eager attention does (by {worst:.1e} of the largest)"
+            )
+    return ""

@@ -124,11 +124,6 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile(dynamic=False)
 
 
-def leave_length_open(tensor: torch.Tensor) -> None:
-    """Let compiled layers accept any length of this tensor, which holds document boundaries."""
-    torch._dynamo.mark_dynamic(tensor, 0)
-
-
 def choose_compilation(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool
 ) -> tuple[bool, str]:
@@ -139,10 +134,9 @@ def choose_compilation(
     means that the run trains on another machine. Collective: all ranks decide alike. Raises
     ConfigurationError if compilation is required but not possible.
     """
-    compiled, why = settings.model.compile, ""
+    compiled, why = settings.model.compile, "as requested"
     if compiled is None:
-        output_dir = Path(str(settings.training.output_dir))
-        starts = on_rank_0(lambda: RunRecord(output_dir).starts)
+        starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)
         if starts:
             compiled, why = bool(starts[-1].get("compiled")), "as in the last start of this run"
         elif launch.device == "cuda" or (elsewhere and settings.run.assume):
@@ -150,10 +144,8 @@ def choose_compilation(
             compiled, why = not hindrance, f"as {hindrance}" if hindrance else "auto"
     if compiled:
         check_compilation(launch.strategy, compiles_here=not elsewhere)
-        why = f"{why or 'as requested'}, layer by layer, static shapes, kept in {compile_cache()}"
-    elif why:
-        why = f"off, {why}"
-    return bool(compiled), why
+        return True, f"{why}, layer by layer, static shapes, kept in {compile_cache()}"
+    return False, "" if why == "as requested" else f"off, {why}"
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from utils.checkpoints.discovery import how_to_rewrite
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import YamlError, load_mapping
 from utils.config.settings import RunSettings
@@ -41,18 +42,102 @@ from utils.data.tokenizers import (
     load_tokenizer,
     vocabulary_size,
 )
-from utils.model.stages import stage_tokenizer
+from utils.host.foreign import foreign, limits
+from utils.model.architecture import (
+    accept_xlstm_kernels,
+    causal_lm_class,
+    check_model,
+    choose_xlstm_kernels,
+    is_multimodal,
+    text_model_config,
+)
+from utils.model.finished_model import generation_settings
+from utils.model.probe import probe_config, torch_operators
+from utils.model.stages import stage_of, stage_tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Libraries write these keys, so a file with one of them is published and not written by hand.
 WRITTEN_BY_LIBRARIES = ("architectures", "transformers_version")
-# These keys do not change the model.
-NOTES = (*WRITTEN_BY_LIBRARIES, "_name_or_path", "model_type", "torch_dtype")
 # quantization_config would quantize the model when it is loaded, but --dtype sets the type in
 # training. use_mtp would make generation fail: transformers cannot predict several tokens.
 LEFT_OUT = ("quantization_config", "use_mtp")
 ROWS_MULTIPLE = 64  # for the rows of an enlarged embedding: other numbers are slow on GPUs
+OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # inputs other than text
+
+
+def load_model_config(
+    settings: RunSettings, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
+    """Return the configuration of the model to train; no weights are loaded.
+
+    New tokens enlarge its vocabulary. Raises ConfigurationError if the configuration is unreadable
+    or unknown, or has too few positions.
+    """
+    accept_xlstm_kernels()
+    model, length = settings.model, settings.data.sequence_length
+    source = str(model.model_config or stage_of(settings) or model.model_name_or_path)
+    problem = f"no model can be made of it (of a run, its final/ is one){how_to_rewrite(source)}"
+    with foreign(source, problem):
+        with limits(source):
+            if model.model_config is not None:
+                config = config_from_file(Path(source), tokenizer)
+            else:
+                config = AutoConfig.from_pretrained(
+                    source, revision=model.model_revision, trust_remote_code=False
+                )
+        causal_lm_class(config)  # raises for models that are not decoders
+        choose_xlstm_kernels(config, settings.training.device.type, length)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
+        config = runnable(config)
+        text = config.get_text_config()
+        for name, value in vars(text).items():
+            if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}, not a probability")
+        # The attention is chosen later. Drop the file's name for it, which could refer to code on
+        # the Hub (CVE-2026-4372).
+        config._attn_implementation_internal = None
+        positions = getattr(text, "max_position_embeddings", None) or length
+        if length > positions:
+            raise ConfigurationError(
+                f"--sequence_length {length:,} is beyond the model's {positions:,} positions "
+                "(max_position_embeddings): shorten it, or raise the model's positions (with a "
+                "rope_scaling) in its configuration."
+            )
+        generation_settings(settings, config)  # raises if they cannot be read
+        fit_embedding(settings, config, tokenizer)
+    config.use_cache = False  # packed position_ids with a cache would let documents see each other
+    return config
+
+
+def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the whole model, or of its text model if only that runs.
+
+    Raises ConfigurationError for a model that cannot be built or that needs images with every text.
+    """
+    text = text_model_config(config)
+    check_model(config)
+    if not is_multimodal(config):
+        return config
+    try:
+        with torch_operators():
+            probe_config(config)
+    except ConfigurationError as error:
+        if text is None and any(name in str(error) for name in OTHER_INPUTS):
+            raise ConfigurationError(
+                f"model type {config.model_type!r} does not run on text alone ({error}): use a "
+                "model that does."
+            ) from error
+        if text is None:
+            return config  # perhaps only the small probe model does not run
+        logger.warning(
+            "%s: only its text model is trained, and final/ will hold no other part, as the whole "
+            "does not run on text: %s", config.model_type, error,
+        )  # fmt: skip
+        text.dtype = text.dtype or config.dtype
+        return text
+    return config
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -96,12 +181,6 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     """
     values = read_config_file(path)
     model_type = values["model_type"]
-    defaults = {
-        "vocab_size": vocabulary_size(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
     if model_type not in CONFIG_MAPPING:
         raise ConfigurationError(
             f"--model_config {path}: transformers {transformers.__version__} has no model_type "
@@ -112,6 +191,9 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         logger.info("%s: %s is left out", path, ", ".join(left_out))
     unread = ("model_type", *LEFT_OUT)
     settings = {name: value for name, value in values.items() if name not in unread}
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    defaults = {name: getattr(tokenizer, name) for name in special}
+    defaults["vocab_size"] = vocabulary_size(tokenizer)
     if isinstance(settings.get("text_config"), Mapping):
         settings["text_config"] = {**defaults, **settings["text_config"]}
     else:
@@ -137,7 +219,8 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
-    known |= {*type(config).attribute_map, *NOTES}
+    known |= {*type(config).attribute_map, *WRITTEN_BY_LIBRARIES}
+    known |= {"_name_or_path", "model_type", "torch_dtype"}  # they do not change the model
     unused = [name for name in values if name not in known and name in vars(config)]
     if unused:
         own = type(config).__module__
@@ -164,9 +247,9 @@ def compare_with_model(
     if own is None or own.name_or_path == directory:
         return
     model = own.name_or_path
-    if foreign := foreign_token(tokenizer, own):
+    if unlike := foreign_token(tokenizer, own):
         raise ConfigurationError(
-            f"the tokenizer in {directory} has another vocabulary than {model}: {foreign}. Prepare "
+            f"the tokenizer in {directory} has another vocabulary than {model}: {unlike}. Prepare "
             f"the data with the model's (prepare_data.py --tokenizer_name_or_path {model}) and "
             "train without --tokenizer_name_or_path, or train a model that has this vocabulary."
         )
@@ -200,15 +283,12 @@ def fit_embedding(
     if multiple is not None or needed > before:
         multiple = multiple or ROWS_MULTIPLE
         text.vocab_size = -(-needed // multiple) * multiple
-    if not new:
-        if text.vocab_size > before:
-            logger.info(f"embedding: {text.vocab_size:,} rows, {before:,} of them in use")
-        return
-    shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5])) + ", ..." * (len(new) > 5)
-    logger.info(
-        f"embedding: {len(new)} new tokens ({shown}), {text.vocab_size:,} rows, {before:,} before; "
-        "new ones begin as the mean"
-    )
+    rows = f"embedding: {text.vocab_size:,} rows, {before:,} before"
+    if new:
+        shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:5])) + ", ..." * (len(new) > 5)
+        logger.info(f"{rows}; {len(new)} new tokens ({shown}) begin as the mean")
+    elif text.vocab_size > before:
+        logger.info(rows)
 
 
 @torch.no_grad()
@@ -225,19 +305,15 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
     for value in values.values():  # a tied weight only once
         if value.is_meta:  # FSDP: only rank 0 has the weight
             continue
-        with _gathered(value):
+        gathered: Any = contextlib.nullcontext()
+        if hasattr(value, "ds_id"):  # ZeRO-3: rank 0 may change the gathered weight
+            from deepspeed import zero
+
+            gathered = zero.GatheredParameters([value], modifier_rank=0)
+        with gathered:
             known = torch.ones(value.shape[0], dtype=torch.bool, device=value.device)
             known[fresh] = False
             value[fresh] = value[known].float().mean(dim=0).to(value.dtype)
-
-
-def _gathered(value: torch.Tensor) -> Any:
-    """Return a context that gathers a parameter of ZeRO-3, so that rank 0 may change it."""
-    if not hasattr(value, "ds_id"):
-        return contextlib.nullcontext()
-    from deepspeed import zero
-
-    return zero.GatheredParameters([value], modifier_rank=0)
 
 
 def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
@@ -249,8 +325,7 @@ def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
 @functools.lru_cache(maxsize=1)
 def _load_own(model: str) -> PreTrainedTokenizerBase | None:
     """Load a model's tokenizer; None, with a log line, if it cannot be loaded."""
-    directory = Path(model)
-    if directory.is_dir() and not any(directory.glob("tokenizer*")):
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
     try:
         return load_tokenizer(model)

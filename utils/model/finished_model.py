@@ -20,8 +20,8 @@ from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
 from utils.host.foreign import foreign
+from utils.model.architecture import NATIVE
 from utils.model.stages import stage_of
-from utils.model.xlstm import NATIVE
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
 SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,10 +33,11 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
     Raises ConfigurationError for settings that cannot be read or are invalid.
     """
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
-    revision = settings.model.model_revision or "main"
-    if file := _cached(source, GENERATION_CONFIG_NAME, revision):
+    if file := _published(source, GENERATION_CONFIG_NAME, settings):
         with foreign(file, "it cannot be used", "Mend it or delete it."):
-            found = GenerationConfig.from_pretrained(source, revision=revision)
+            found = GenerationConfig.from_pretrained(
+                source, revision=settings.model.model_revision or "main"
+            )
             check_token_ids(found)
             return found
     config = copy.deepcopy(config)
@@ -70,8 +71,7 @@ def finished_generation(
     if stops := [end for end in ends if end is not None]:
         made.eos_token_id = stops if len(stops) > 1 else stops[0]
     if padded:
-        rows = model.config.get_text_config().vocab_size
-        spare = range(vocabulary_size(tokenizer), rows)
+        spare = range(vocabulary_size(tokenizer), model.config.get_text_config().vocab_size)
         made.suppress_tokens = sorted({*(made.suppress_tokens or ()), *spare}) or None
     # transformers refuses to save inconsistent settings (a temperature without do_sample) unless
     # their hash shows that they were loaded like this.
@@ -100,23 +100,20 @@ class PublishedFiles:
 def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
     """Read the published files of the weights that a run starts from; collective (`stage_of`)."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
-    revision = settings.model.model_revision or "main"
-    found: dict[str, bytes] = {}
-    for name in PROCESSOR_FILES:
-        if path := _cached(source, name, revision):
-            found[name] = path.read_bytes()
+    paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
+    found = {name: path.read_bytes() for name, path in paths.items() if path is not None}
     kernels: dict[str, Any] = {}
     if config.model_type == "xlstm":
         given = source or str(settings.model.model_config)
-        values, _ = PreTrainedConfig.get_config_dict(given, revision=revision)
+        values, _ = PreTrainedConfig.get_config_dict(given, revision=settings.model.model_revision)
         kernels = {name: values[name] for name in NATIVE if name in values}
     return PublishedFiles(found, kernels)
 
 
-def _cached(source: str, name: str, revision: str) -> Path | None:
+def _published(source: str, name: str, settings: RunSettings) -> Path | None:
     """Return the path of a file in a folder or a Hub model, or None if there is no such file."""
     path = source and cached_file(
-        source, name, revision=revision,
+        source, name, revision=settings.model.model_revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )  # fmt: skip

@@ -119,24 +119,22 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
     """Return heads x head_dim and window of each attention layer, without linear attention."""
     named = first_set(config, LAYER_TYPES)
     kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
-    attending = (
-        _layer_attention(layer, kind)
-        for layer, kind in zip(config.per_layer_config, kinds, strict=False)
-        if kind is None or ("attention" in kind and "linear" not in kind)
-    )
-    return tuple(attending)
-
-
-def _layer_attention(config: PreTrainedConfig, kind: str | None) -> tuple[float, int | None]:
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    # Multi-head latent attention: keys and values have different sizes.
-    keys = getattr(config, "qk_head_dim", None) or head_dim
-    if without_position := getattr(config, "qk_nope_head_dim", None):
-        keys = without_position + config.qk_rope_head_dim
-    values = getattr(config, "v_head_dim", None) or head_dim
-    window = getattr(config, "sliding_window", None) or None
-    return heads * (keys + values) / 2, window if kind is None or "sliding" in kind else None
+    found = []
+    for layer, kind in zip(config.per_layer_config, kinds, strict=False):
+        if kind is not None and ("attention" not in kind or "linear" in kind):
+            continue
+        heads = getattr(layer, "num_attention_heads", 0)
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(heads, 1)
+        # Multi-head latent attention: keys and values have different sizes.
+        keys = getattr(layer, "qk_head_dim", None) or head_dim
+        if without_position := getattr(layer, "qk_nope_head_dim", None):
+            keys = without_position + layer.qk_rope_head_dim
+        values = getattr(layer, "v_head_dim", None) or head_dim
+        window = None
+        if kind is None or "sliding" in kind:
+            window = getattr(layer, "sliding_window", None) or None
+        found.append((heads * (keys + values) / 2, window))
+    return tuple(found)
 
 
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:

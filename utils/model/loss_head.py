@@ -141,10 +141,7 @@ class LossHeadChoice:
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Make the last layer return `linear_cross_entropy` if it is given `targets`.
-
-    The layer's own forward reads the weight, because FSDP2 and ZeRO-3 gather the weight there.
-    """
+    """Make the last layer, where FSDP2 and ZeRO-3 gather its weight, compute the loss."""
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
     def head_forward(
@@ -163,18 +160,13 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 
 
 def _head_losses(
-    model: PreTrainedModel,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    positions: torch.Tensor | None,
+    model: Any, hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return `linear_cross_entropy` at the loss tokens of hidden states (B, T, width)."""
-    if positions is None:
-        positions = find_loss_positions(labels)
-    selected = hidden.flatten(0, 1).index_select(0, positions)
+    positions = find_loss_positions(labels) if positions is None else positions
     targets = _following(labels).index_select(0, positions)
     head: Any = model.get_output_embeddings()
-    return head(selected, targets=targets)
+    return head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
 
 
 def _sums_by_source(
@@ -219,7 +211,7 @@ def choose_loss_head(
 
     The fused head is used only if it is proved here: loss and gradients of both heads must agree to
     rounding on a small random model of the architecture, in float32 on the device that trains.
-    `device` is None if this host lacks that device. The proof then runs on the CPU, or later where
+    Without that device, pass None as `device`. The proof then runs on the CPU, or later where
     the run trains if the model does not run on the CPU. adapted: LoRA also trains the last layer or
     new tokens' rows. Raises ConfigurationError if "fused" is requested and not possible.
     """

@@ -11,16 +11,16 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import hub_kernels
 
 from utils.config.errors import ConfigurationError
-from utils.host.machine import memory_room_bytes
 from utils.kernels.varlen import AttentionNeeds
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
     LAYER_TYPES,
     MISFITS,
+    add_input_hooks,
     causal_lm_class,
+    check_room,
     first_line,
     first_set,
-    give_token_types,
     layer_settings,
     outside_text,
     text_model_of,
@@ -33,7 +33,6 @@ WIDTH = 64
 WIDEST = 512  # limit of the hidden size; larger ones take seconds on a CPU
 WIDEST_GROUP = 1024  # limit of the width of the query heads that share a key/value head
 OBSERVER = "packed_observer"
-HEADS = ("num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 LAYER_INDICES = (
     "hybrid_layer_ids", "full_attn_idxs", "attn_layer_indices", "cross_attention_layers",
@@ -49,8 +48,7 @@ AT_MOST = {
     "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
     "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "o_lora_rank": WIDTH,
 }  # fmt: skip
-# Settings of state-space layers: number and dimension of heads; below, ratio of inner to outer
-# width.
+# Settings of state-space layers: number and dimension of heads; ratio of inner to outer width.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
     ("num_heads", "head_dim"),
@@ -65,19 +63,13 @@ class ProbeError(ConfigurationError):
 
 
 def torch_operators() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which models use torch's operators instead of Triton's kernels.
-
-    Triton's kernels need tensors with data on a GPU.
-    """
+    """Return a context in which models use torch's operators, which need no data on a GPU."""
     return mock.patch.object(hub_kernels, "is_torchdynamo_exporting", return_value=True)
 
 
 def tolerance(device: torch.device, on_cpu: float) -> float:
-    """Return the largest relative difference that rounding can cause.
-
-    GPUs multiply float32 numbers in TF32, with 10 bits of fraction.
-    """
-    return on_cpu if device.type == "cpu" else 1e-2
+    """Return the largest relative difference that rounding can cause."""
+    return on_cpu if device.type == "cpu" else 1e-2  # GPUs multiply in TF32, with 10 bits
 
 
 def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -125,13 +117,7 @@ def build_probe_model(
     unused = {id(value) for value in outside_text(planned).values()}
     built = (*planned.parameters(), *planned.buffers())
     needed = sum(value.nbytes for value in built if id(value) not in unused)
-    room = memory_room_bytes()
-    if needed > room:
-        raise ConfigurationError(
-            f"{config.name_or_path or config.model_type}: two of its layers take "
-            f"{needed / 2**30:,.0f} GiB, and {room / 2**30:,.0f} GiB are free here: see that its "
-            "head_dim and other sizes are right."
-        )
+    check_room(needed, f"{config.name_or_path or config.model_type}: two of its layers take")
     config = copy.deepcopy(config)
     config._attn_implementation = attn_implementation
     model_class: Any = causal_lm_class(config)
@@ -144,7 +130,7 @@ def build_probe_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model.init_weights()
-    give_token_types(model)
+    add_input_hooks(model)
     for value in idle:
         value.data = torch.zeros(())
     model.to(device=device, dtype=dtype)
@@ -222,9 +208,11 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
     """Return a layer's own settings for the small model, without its number of heads."""
-    small = {name: value for name, value in settings.items() if name not in HEADS}
-    for name, value in small.items():
-        if name in AT_MOST and isinstance(value, int):
+    small = dict(settings)
+    for name, value in settings.items():
+        if name in ("num_attention_heads", "num_key_value_heads"):
+            del small[name]
+        elif name in AT_MOST and isinstance(value, int):
             small[name] = min(value, AT_MOST[name])
         elif name in EXPERTS and experts and value:
             small[name] = experts
@@ -232,10 +220,7 @@ def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, An
 
 
 def _cut_layers(config: PretrainedConfig) -> list[int]:
-    """Keep the first layer of each type, and cut lists with one entry per layer accordingly.
-
-    Returns the indices of the layers that remain.
-    """
+    """Keep the first layer of each type, also in lists by layer; return the kept indices."""
     layers = config.num_hidden_layers
     types = first_set(config, LAYER_TYPES) or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
@@ -257,10 +242,7 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
-    """Keep two key/value heads with their query heads, or one if the groups are wide.
-
-    A wide group keeps at least two query heads.
-    """
+    """Keep two key/value heads with their query heads, or one with fewer if groups are wide."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return

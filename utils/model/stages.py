@@ -60,6 +60,8 @@ def stage_of(settings: RunSettings) -> Path | None:
     contain only adapters. Returns None without `--init_from`. Collective: rank 0 looks. Raises
     ConfigurationError, and StorageError if none of the run's own checkpoints is intact.
     """
+    if settings.model.init_from is None:
+        return None
 
     def find() -> Path:
         output_dir, own = Path(str(settings.training.output_dir)), None
@@ -68,7 +70,7 @@ def stage_of(settings: RunSettings) -> Path | None:
             own = resume_point(output_dir, run_id, dry_run=True)
         return own or weights_directory(settings)
 
-    return None if settings.model.init_from is None else on_rank_0(find)
+    return on_rank_0(find)
 
 
 def weights_directory(settings: RunSettings) -> Path:
@@ -80,9 +82,12 @@ def weights_directory(settings: RunSettings) -> Path:
     init_from = settings.model.init_from
     if init_from is None:
         return Path(str(settings.model.model_name_or_path))
-    recorded = _recorded_directory(settings)
-    if recorded is None:
+    starts = RunRecord(Path(str(settings.training.output_dir))).starts
+    origins = [start["weights_from"] for start in starts if start.get("weights_from")]
+    given, now = Path(origins[-1]["init_from"] if origins else ""), Path(init_from)
+    if not origins or (given != now.absolute() and given.resolve() != now.resolve()):
         return find_stage(init_from)
+    recorded = Path(origins[-1]["path"])
     if problem := _unfit(recorded):
         raise ConfigurationError(
             f"--init_from {init_from}: this run began with the weights in {recorded}, which it "
@@ -115,11 +120,9 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
         path = directory / OPTIMIZER
         # Other strategies split the optimizer over ranks. A finished model has no optimizer.
         if strategy not in ("single", "ddp") or not path.is_file():
-            has = "has" if path.is_file() else "has no"
             raise ConfigurationError(
-                f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}: take "
-                "over that of a checkpoint-N, written and continued on one GPU or with "
-                "multi_gpu.yaml."
+                f"init_optimizer: it needs {path} and a run on one GPU or with multi_gpu.yaml; "
+                f"this run is {strategy}. Name a checkpoint-N that such a run wrote."
             )
         if reason := forbidden(path):
             raise ConfigurationError(f"init_optimizer: {path} {reason}")
@@ -136,21 +139,31 @@ def weights_origin(
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:
         return None
-    origin = _described(directory)
+    origin: dict[str, Any] = {
+        "init_from": str(Path(str(settings.model.init_from)).absolute()),
+        "path": str(directory.resolve()),
+    }
+    if (directory / MANIFEST).is_file():
+        try:
+            manifest = read_manifest(directory)
+            problems = file_problems(directory, manifest.files)
+        except DamagedCheckpointError as error:
+            problems = [str(error)]
+        if problems:
+            raise ConfigurationError(
+                f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
+                "name another checkpoint, and see whether the storage is sound."
+            )
+        names = [name for name in manifest.files if name.endswith(".safetensors")]
+        digests = {name: manifest.files[name].sha256 for name in names}
+        origin |= {"run_id": manifest.run_id, "step": manifest.step, "sha256": digests}
+    else:
+        run_id = RunRecord(directory.parent).run_id if directory.name == FINAL else None
+        files = sorted(directory.glob("*.safetensors"))
+        origin |= {"run_id": run_id, "sha256": cached_digests(files)}
     stays = ", which have to stay: checkpoints will hold adapters alone"
     logger.info("weights: from %s%s", directory, stays if settings.model.use_peft else "")
-    return {"init_from": str(Path(str(settings.model.init_from)).absolute()), **origin}
-
-
-def _recorded_directory(settings: RunSettings) -> Path | None:
-    """Return the weights directory that an earlier start recorded for the same `--init_from`."""
-    starts = RunRecord(Path(str(settings.training.output_dir))).starts
-    origins = [start["weights_from"] for start in starts if start.get("weights_from")]
-    if not origins:
-        return None
-    given, now = Path(origins[-1]["init_from"]), Path(str(settings.model.init_from))
-    same = given == now.absolute() or given.resolve() == now.resolve()
-    return Path(origins[-1]["path"]) if same else None
+    return origin
 
 
 def _unfit(directory: Path) -> str | None:
@@ -166,25 +179,3 @@ def _unfit(directory: Path) -> str | None:
         "(LoRA's is merged), a committed checkpoint of one GPU or of DDP, or a model that "
         "save_pretrained wrote."
     )
-
-
-def _described(directory: Path) -> dict[str, Any]:
-    """Return path, run, step and digests of a stage's weights, verified by its manifest."""
-    origin: dict[str, Any] = {"path": str(directory.resolve())}
-    if not (directory / MANIFEST).is_file():
-        run_id = RunRecord(directory.parent).run_id if directory.name == FINAL else None
-        files = sorted(directory.glob("*.safetensors"))
-        return origin | {"run_id": run_id, "sha256": cached_digests(files)}
-    try:
-        manifest = read_manifest(directory)
-        problems = file_problems(directory, manifest.files)
-    except DamagedCheckpointError as error:
-        problems = [str(error)]
-    if problems:
-        raise ConfigurationError(
-            f"--init_from {directory}: it is not as it was committed ({'; '.join(problems)}): "
-            "name another checkpoint, and see whether the storage is sound."
-        )
-    names = [name for name in manifest.files if name.endswith(".safetensors")]
-    digests = {name: manifest.files[name].sha256 for name in names}
-    return origin | {"run_id": manifest.run_id, "step": manifest.step, "sha256": digests}

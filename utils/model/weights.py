@@ -1,20 +1,23 @@
-"""The weights of a run, loaded strictly or drawn at random, and the identity of base weights."""
+"""The weights of a run, loaded strictly or drawn at random, and the identity of base weights.
+
+QLoRA (arXiv 2305.14314) keeps linear layers in 4 bits under LoRA's adapters, by bitsandbytes. Each
+rank quantizes the published weights when it loads them, with the same result every time, so
+checkpoints do not contain them. Layers compute with the dequantized weights, and `final/` contains
+the dequantized weights with the adapters merged.
+"""
 
 import copy
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.integrations import deepspeed
+from torch import nn
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import deepspeed, is_fsdp_enabled
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
@@ -25,47 +28,55 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import paths_inside
 from utils.host.collectives import on_every_rank, on_rank_0
-from utils.host.foreign import foreign, limits, read_object
+from utils.host.foreign import foreign, read_object
 from utils.kernels.cpu_products import align_weights
-from utils.model.adapters import check_model, freeze_unused
+from utils.model.adapters import freeze_unused, linear_and_experts
 from utils.model.architecture import (
-    WITHOUT_GRADIENT,
+    add_input_hooks,
     causal_lm_class,
     gets_gradient,
-    give_token_types,
-    is_multimodal,
-    text_model_config,
+    without_weights,
 )
 from utils.model.attention import AttentionChoice
-from utils.model.config import add_rows, config_from_file, fit_embedding, read_config_file
+from utils.model.config import add_rows, read_config_file
 from utils.model.finished_model import generation_settings, read_published_files
-from utils.model.probe import probe_config, torch_operators
-from utils.model.quantization import Quantized, compute_alike, quantized_loading
-from utils.model.stages import own_checkpoint, stage_of, weights_directory
-from utils.model.xlstm import accept_kernel_names, choose_kernels, follow_training
+from utils.model.stages import own_checkpoint, weights_directory
 
 logger = logging.getLogger(__name__)
 
-OTHER_INPUTS = ("pixel_values", "input_features", "image_embeds")  # inputs other than text
+# bitsandbytes has a float32 scale per block of weights. With nested quantization a block's scale
+# has 8 bits, and each group of scales has a float32 scale.
+BLOCK, GROUP = 64, 256
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2")
+COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Quantized(NamedTuple):
+    """The layers in 4 bits, the number of weights of all of them, and of the largest one."""
+
+    layers: list[str]
+    weights: int
+    largest: int
+
+    def bytes_saved(self, model: ModelArguments, dtype: torch.dtype) -> int:
+        """Return how many bytes 4 bits save compared with this type."""
+        scale_bytes = 1 + 4 / GROUP if model.use_bnb_nested_quant else 4
+        return round(self.weights * (dtype.itemsize - 1 / 2 - scale_bytes / BLOCK))
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Identify the base weights of a LoRA run. Return None without LoRA.
+    """Identify the base weights of a LoRA run, for provenance.json. Return None without LoRA.
 
-    The run's checkpoints hold only the adapters. For a directory: {"sha256": digest of each file by
-    name}; for a model on the Hub: {"commit": ...}. provenance.json stores the result. Only rank 0
-    calls this, because it may read all files. Raises ConfigurationError and OSError.
+    For a directory: {"sha256": digest of each file by name}; for a model on the Hub: {"commit":
+    ...}. Only rank 0 calls this, because it may read all files. Raises ConfigurationError, OSError.
     """
     model = settings.model
     if not model.use_peft:
         return None
     directory = weights_directory(settings)
     if directory.is_dir():
-        safe, pickled = (
-            "*.safetensors",
-            "pytorch_model*.bin",
-        )  # pickles count only without safetensors
-        files = sorted(directory.glob(safe)) or sorted(directory.glob(pickled))
+        files = sorted(directory.glob("*.safetensors"))
+        files = files or sorted(directory.glob("pytorch_model*.bin"))
         return {"sha256": cached_digests(files)} if files else None
     name = str(model.model_name_or_path)
     config = cached_file(name, "config.json", revision=model.model_revision)
@@ -96,9 +107,18 @@ def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
 
 
 def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model, and transformers' report of tensors that do not fit."""
+    """Return a model, and transformers' report of tensors that do not fit.
+
+    Raises ConfigurationError if an index of sharded weights names files outside its folder.
+    """
     with foreign(path, f"the weights cannot be read{how_to_rewrite(path)}"):
-        check_index(path)
+        for index in Path(path).glob("*.index.json"):
+            if index.with_name(index.name.removesuffix(".index.json")).exists():
+                continue  # the index is not used
+            files = read_object(index).get("weight_map")
+            if not isinstance(files, dict):
+                raise ConfigurationError(f"{index} has no weight_map from tensors to files.")
+            paths_inside(index.parent, files.values(), index, links=True)
         loaded: Any = causal_lm_class(arguments["config"]).from_pretrained(
             path,
             **arguments,
@@ -107,16 +127,6 @@ def _load(path: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, dic
             trust_remote_code=False,
         )
     return loaded
-
-
-def check_index(path: str) -> None:
-    """Raise ConfigurationError if an index of sharded weights names files outside its folder."""
-    for index in Path(path).glob("*.index.json"):
-        if not index.with_name(index.name.removesuffix(".index.json")).exists():  # else not used
-            files = read_object(index).get("weight_map")
-            if not isinstance(files, dict):
-                raise ConfigurationError(f"{index} has no weight_map from tensors to files.")
-            paths_inside(index.parent, files.values(), index, links=True)
 
 
 def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
@@ -129,92 +139,6 @@ def _refuse_misfits(path: str, info: Mapping[str, Any], exact: bool) -> None:
     problems += [f"tensor {name} in {path} has no place in the model." for name in excess]
     if problems:
         raise ConfigurationError(problems)
-
-
-def load_model_config(
-    settings: RunSettings, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedConfig:
-    """Return the configuration of the model to train; no weights are loaded.
-
-    New tokens enlarge its vocabulary. Raises ConfigurationError if the configuration is unreadable
-    or unknown, or has too few positions.
-    """
-    accept_kernel_names()
-    source = str(
-        settings.model.model_config or stage_of(settings) or settings.model.model_name_or_path
-    )
-    problem = f"no model can be made of it (of a run, its final/ is one){how_to_rewrite(source)}"
-    with foreign(source, problem):
-        return _checked_config(settings, source, tokenizer)
-
-
-def _checked_config(
-    settings: RunSettings, source: str, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedConfig:
-    config = _given_config(settings, source, tokenizer)
-    causal_lm_class(config)  # raises for models that are not decoders
-    choose_kernels(config, settings.training.device.type, settings.data.sequence_length)
-    if not isinstance(config.get_text_config(), PreTrainedConfig):
-        raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
-    config = runnable(config)
-    for name, value in vars(config.get_text_config()).items():
-        if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, not a probability")
-    # The attention is chosen later. Drop the file's name for it, which could refer to code on the
-    # Hub (CVE-2026-4372).
-    config._attn_implementation_internal = None
-    length = settings.data.sequence_length
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or length
-    if length > positions:
-        raise ConfigurationError(
-            f"--sequence_length {length:,} is beyond the model's {positions:,} positions "
-            "(max_position_embeddings): shorten it, or raise the model's positions (with a "
-            "rope_scaling) in its configuration."
-        )
-    generation_settings(settings, config)  # raises if they cannot be read, before weights load
-    fit_embedding(settings, config, tokenizer)
-    config.use_cache = False  # packed position_ids with a cache would let documents see each other
-    return config
-
-
-def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the whole model, or of its text model if only that runs.
-
-    Raises ConfigurationError for a model that cannot be built or that needs images with every text.
-    """
-    text = text_model_config(config)
-    check_model(config)
-    if not is_multimodal(config):
-        return config
-    try:
-        with torch_operators():
-            probe_config(config)
-    except ConfigurationError as error:
-        if text is None and any(name in str(error) for name in OTHER_INPUTS):
-            raise ConfigurationError(
-                f"model type {config.model_type!r} does not run on text alone ({error}): use a "
-                "model that does."
-            ) from error
-        if text is None:
-            return config  # perhaps only the small probe model does not run
-        logger.warning(
-            "%s: only its text model is trained, and final/ will hold no other part, as the whole "
-            "does not run on text: %s", config.model_type, error,
-        )  # fmt: skip
-        text.dtype = text.dtype or config.dtype
-        return text
-    return config
-
-
-def _given_config(
-    settings: RunSettings, source: str, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedConfig:
-    with limits(source):
-        if settings.model.model_config is not None:
-            return config_from_file(Path(source), tokenizer)
-        return AutoConfig.from_pretrained(
-            source, revision=settings.model.model_revision, trust_remote_code=False
-        )
 
 
 def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtype:
@@ -295,14 +219,96 @@ def load_model(
             made.new_tokens = list(new_tokens)
         if settings.training.device.type == "cpu":
             align_weights(made)
-            compute_alike(made)
+            for layer in packed_layers(made).values():
+                # bitsandbytes would pack the weights differently for an evaluation.
+                layer.support_avx512bf16_for_cpu = False
     made.generation_config = generation_settings(settings, config)
     made.published = read_published_files(settings, config)
-    follow_training(made)
-    give_token_types(made)
+    add_input_hooks(made)
     if frozen := freeze_unused(made):
-        parts = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
-        inner = WITHOUT_GRADIENT.intersection(".".join(frozen).split("."))
-        listed = ", ".join([*dict.fromkeys(parts), *(f"*.{name}" for name in sorted(inner))])
+        towers = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
+        listed = ", ".join(dict.fromkeys(towers)) or "indexers of attention, poolers"
         logger.info("frozen: %s, which the loss does not reach", listed)
     return made
+
+
+def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
+    """Return the layers of a model that are in 4 bits, or None.
+
+    These are the text model's linear layers except the last, with or without adapters. Embeddings,
+    norms and stacked experts are not quantized. `model` contains the full names of LoRA's targets,
+    as in AdapterPlan.
+    """
+    if not model.load_in_4bit:
+        return None
+    built: Any = without_weights(config)
+    # PEFT adapts some layers as parameters, which does not work for packed weights.
+    as_parameters = set(model.lora_target_parameters or ())
+    sizes = {
+        name: layer.weight.numel()
+        for name in linear_and_experts(built)[0]
+        if type(layer := built.get_submodule(name)) in (nn.Linear, Conv1D)  # bitsandbytes' rule
+        and f"{name}.weight" not in as_parameters
+    }
+    return Quantized([*sizes], sum(sizes.values()), max(sizes.values(), default=0))
+
+
+def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy: str) -> None:
+    """Raise ConfigurationError if the weights cannot be loaded in 4 bits."""
+    model = settings.model
+    method = dict(getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method == "bitsandbytes" or (method and model.load_in_4bit):
+        raise ConfigurationError(
+            f"the weights of {model.model_name_or_path} are quantized already ({method}): name the "
+            "model that they were made of, in bfloat16, and set load_in_4bit: true"
+        )
+    if model.load_in_4bit and strategy not in STRATEGIES:
+        raise ConfigurationError(
+            f"{settings.values.shown('load_in_4bit')} does not go with {strategy}: use "
+            "accelerate_configs/multi_gpu.yaml, where each GPU has all weights, or fsdp2.yaml, "
+            "which shards them"
+        )
+
+
+def quantized_loading(
+    settings: RunSettings, config: PreTrainedConfig, dtype: torch.dtype, found: Quantized | None
+) -> dict[str, Any]:
+    """Return the arguments of from_pretrained for 4 bits; empty if nothing is quantized.
+
+    Layers compute in the type of mixed precision, or in `dtype`, the type of the other weights.
+    """
+    if found is None:
+        return {}
+    model, training = settings.model, settings.training
+    computed = COMPUTED.get(training.mixed_precision, dtype)
+    modules = without_weights(config).named_modules()
+    names = {name for name, module in modules if isinstance(module, (nn.Linear, Conv1D))}
+    asked = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=computed,
+        # FSDP2 only shards floating-point types.
+        bnb_4bit_quant_storage=computed if is_fsdp_enabled() else torch.uint8,
+        llm_int8_skip_modules=sorted(names - {*found.layers}),
+    )
+    return {"quantization_config": asked, "device_map": {"": training.device}}
+
+
+def packed_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers in 4 bits by name: bitsandbytes' layers, not PEFT's wrappers."""
+    modules = model.named_modules()
+    return {name: module for name, module in modules if "quant_state" in vars(module)}
+
+
+def dequantized(layer: Any, packed: torch.Tensor) -> torch.Tensor:
+    """Return a layer's dequantized weight on the CPU, shaped as in the published file.
+
+    `packed` is the layer's packed tensor, gathered from all ranks. The result has the type in which
+    the layer was loaded.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = layer.quant_state
+    weight = dequantize_4bit(packed.to(state.absmax.device), state).cpu()
+    return weight.T.contiguous() if layer.source_cls is Conv1D else weight

@@ -33,8 +33,7 @@ from utils.model.attention import AttentionChoice, shape_inputs
 from utils.model.compilation import keep_products, marked_layers
 from utils.model.loss_head import LossHeadChoice
 from utils.model.probe import torch_operators
-from utils.model.quantization import COMPUTED, Quantized, quantized_layers
-from utils.model.weights import weights_dtype
+from utils.model.weights import COMPUTED, Quantized, quantized_layers, weights_dtype
 
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
 WITH_SCORES = ("sdpa", "eager")  # run unchanged: masks and scores may take memory
@@ -266,10 +265,7 @@ def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
         inputs["loss_positions"] = torch.zeros(micro_batch * length, dtype=torch.int64)
     if setup.loss_head.router is not None:
         inputs["sequence_tokens"] = torch.zeros(micro_batch, dtype=torch.int64)
-    batches = setup.attention.batches
-    # Assume that a document fills its sequence.
-    inputs = shape_inputs(inputs, "plain" if batches == "alone" else batches)
-    return inputs | {"use_cache": False}
+    return shape_inputs(inputs, setup.attention.batches) | {"use_cache": False}
 
 
 class LiveBytes(TorchDispatchMode):

@@ -27,16 +27,15 @@ from utils.model.attention import (
     RUN_ANYWHERE,
     AttentionChoice,
     check_row_positions,
+    choose_isolated_attention,
     is_recurrent,
 )
 from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.flops import effective_length
-from utils.model.isolation import NO_PADDING, choose_isolated_attention
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.probe import CPU, ProbeError
-from utils.model.quantization import COMPUTED, Quantized, check_quantization
-from utils.model.weights import weights_dtype
+from utils.model.weights import COMPUTED, Quantized, check_quantization, weights_dtype
 from utils.plan.forecast import forecast_line, make_planner, suggest
 from utils.plan.memory_estimate import checkpoint_bytes, count_parameters
 from utils.plan.memory_plan import MemoryPlan, plan_memory
@@ -317,17 +316,9 @@ def _attention(
         proof = _proved_on_cpu(asked, config, whole_rows)
         return AttentionChoice(NAME, OPEN, reason, unproved=proof)
     computed = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
-    choice = choose_isolated_attention(
+    return choose_isolated_attention(
         model.attn_implementation, config, device, computed, whole_rows=whole_rows
     )
-    rows = (training.per_device_train_batch_size, training.per_device_eval_batch_size)
-    if choice.batches == "alone" and max(rows) > 1:
-        raise ConfigurationError(
-            f"{config.model_type} computes other logits where sequences are padded, and "
-            f"micro-batches of {rows[0]} sequences (evaluation: {rows[1]}) need padding. To train "
-            f"it, set {NO_PADDING}."
-        )
-    return choice
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
@@ -361,7 +352,7 @@ def _loss_head(
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
     router = router_term(config, fine_tuning=fine_tuning, given=given)
     # PEFT puts new tokens' trained rows into its own layers, which the fused head bypasses.
-    adapted = adapters is not None and (adapters.targets.head or has_new_tokens)
+    adapted = adapters is not None and (adapters.trains_head or has_new_tokens)
     choice = choose_loss_head(settings.model.loss_head, config, adapted, router, device)
     report.say(f"loss: {choice.reason}")
     if has_experts(without_weights(config)):

@@ -77,10 +77,14 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     from transformers.utils import find_adapter_config_file
 
     from utils.model.adapters import load_adapter
-    from utils.model.architecture import causal_lm_class, without_weights
+    from utils.model.architecture import (
+        accept_xlstm_kernels,
+        causal_lm_class,
+        choose_xlstm_kernels,
+        without_weights,
+    )
     from utils.model.finished_model import check_token_ids
     from utils.model.weights import check_without_loading
-    from utils.model.xlstm import accept_kernel_names, choose_kernels
 
     base, config = path, {}
     with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
@@ -93,9 +97,9 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
             base if bare else path, padding_side="left", trust_remote_code=False
         )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        accept_kernel_names()
+        accept_xlstm_kernels()
         model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        choose_kernels(model_config, torch.device(device).type)
+        choose_xlstm_kernels(model_config, torch.device(device).type)
         without_weights(model_config)  # refuses a model that would take hours to build
         if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
             check_without_loading(base, exact=False, config=model_config)

@@ -23,7 +23,7 @@ from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.architecture import is_multimodal
 from utils.model.finished_model import name_of, set_generation_settings
-from utils.model.quantization import dequantized, packed_layers
+from utils.model.weights import dequantized, packed_layers
 from utils.publish.hub import ADAPTER, CARD
 from utils.publish.model_card import shown_name, write_model_card
 

@@ -22,7 +22,7 @@ from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import PADDING_SEQUENCE, eval_batches
 from utils.launch.processes import tune_strategy
 from utils.model.attention import shape_inputs
-from utils.model.compilation import compile_layers, keep_products, leave_length_open
+from utils.model.compilation import compile_layers, keep_products
 from utils.model.finished_model import finished_generation
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
@@ -116,8 +116,8 @@ class PackedTrainer(SavingTrainer):
         made = model_inputs(used, self.args.device)
         if self.noise is not None:
             self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].numel())
-        if self.compiled:
-            leave_length_open(made["cu_seq_lens_q"])
+        if self.compiled:  # layers accept any number of documents
+            torch._dynamo.mark_dynamic(made["cu_seq_lens_q"], 0)
         return shape_inputs(made, self.batches)
 
     @override

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from utils.config.declarations import declared_settings, other_names
+from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import (
     PreparationArguments,
@@ -21,7 +21,7 @@ from utils.config.recipes import YamlError, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.importing.__main__ import main, recipe_texts
 from utils.importing.conversion import convert
-from utils.importing.toolkits import LEFT, OFF, TOOLKITS, UNKNOWN
+from utils.importing.toolkits import OFF, UNKNOWN
 
 ALPACA = [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train[:20%]"}]
 MESSAGES = [{
@@ -233,13 +233,6 @@ def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, 
     assert "global_batch_size: 16 " in text
     assert main(arguments) == 2
     assert "is there" in capsys.readouterr().err
-
-
-def test_the_tables_say_nothing_twice():
-    for toolkit in TOOLKITS.values():
-        assert not {name for name, ours in toolkit.names.items() if other_names().get(name) == ours}
-        assert not toolkit.names.keys() & LEFT.keys()
-        assert set(toolkit.marks)
 
 
 # Configs with keys that were once dropped, expected lines of both recipes, and some noted keys.

@@ -27,8 +27,6 @@ PUBLISHED = {
         "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True,
         "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
     },
-    # Greedy, with flags that have no effect
-    "greedy": {"do_sample": False, "eos_token_id": 3, "temperature": 0.7, "length_penalty": 2.0},
     # Conversions of Llama 7B, in which -1 meant no padding token
     "llama1": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": -1},
 }  # fmt: skip

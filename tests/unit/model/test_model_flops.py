@@ -8,13 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Dots3NoteTextConfig,
-    Gemma4Config,
-    Gemma4TextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4Config, Gemma4TextConfig
 
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_8B, QWEN3_600M
 from benchmarks.hardware import device as benchmarks_device
@@ -88,14 +82,6 @@ def test_heads_and_windows_are_those_of_each_layer():
     small = probe_config(text)
     assert [layer.head_dim for layer in small.per_layer_config] == [8, 16]
     assert observe_attention(small).head_dim == 16
-
-
-def test_latent_attention_counts_by_the_keys_of_each_layer():
-    config = Dots3NoteTextConfig()
-    # Keys have 128 + 64 numbers. Layers with a window have half the heads, and keys of 192 + 64.
-    indexed, sliding = (128 * (192 + 128) / 2, None), (64 * (256 + 128) / 2, 512)
-    expected = [indexed if kind == "indexed_attention" else sliding for kind in config.layer_types]
-    assert token_products(on_meta(config)).attention == tuple(expected)
 
 
 def test_shards_packed_weights_and_trained_copies_count_as_the_layer():

@@ -1,5 +1,6 @@
-"""--init_from: the directory that it resolves to, refusals, and --init_optimizer."""
+"""The weights that a run starts from: --init_from, --init_optimizer, and LoRA's base."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 import payloads
 import pytest
 import torch
+from huggingface_hub import constants
 
 from utils.checkpoints.files import Manifest, flush_and_record, list_files, write_manifest
 from utils.config.errors import ConfigurationError
 from utils.model.stages import find_stage, weights_directory, weights_origin
+from utils.model.weights import base_weights
 from utils.training.optimizer import InheritedOptimizer
 
 
@@ -109,7 +112,7 @@ def test_weights_that_are_not_as_they_were_committed_are_refused(tmp_path):
 
 def test_an_optimizer_that_is_split_or_unsafe_is_not_taken_over(tmp_path):
     directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE, "optimizer.pt")
-    with pytest.raises(ConfigurationError, match="and this run is fsdp2: take over"):
+    with pytest.raises(ConfigurationError, match=r"this run is fsdp2\. Name a checkpoint-N"):
         weights_origin(settings(directory, init_optimizer=True), "fsdp2", None)
     unsafe = model_directory(tmp_path / "checkpoint-8", *WHOLE)
     payloads.write(unsafe, "optimizer.pt", payloads.Touch(tmp_path / "touched"))
@@ -136,3 +139,39 @@ def test_an_optimizer_of_something_else_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigurationError, match=message):
             InheritedOptimizer(tmp_path).on_train_begin(None, None, None, optimizer=fresh)
+
+
+COMMITS = ["a" * 40, "b" * 40]
+
+
+def of(**model):
+    defaults = dict.fromkeys(("init_from", "model_name_or_path", "model_revision"))
+    given = SimpleNamespace(**(defaults | {"use_peft": True} | model))
+    training = SimpleNamespace(output_dir="no-such-run")
+    return base_weights(SimpleNamespace(model=given, training=training))
+
+
+def digests(*names):
+    return {"sha256": {name: hashlib.sha256(name.encode()).hexdigest() for name in names}}
+
+
+def test_a_directory_is_identified_by_its_safetensors_else_by_pickles(tmp_path):
+    assert of(use_peft=False, model_name_or_path=str(tmp_path)) is None, "the run has its own"
+    names = ("model-1.safetensors", "model-2.safetensors")
+    found = model_directory(tmp_path / "base", "config.json", "pytorch_model.bin", *names)
+    assert of(model_name_or_path=str(found)) == of(init_from=str(found)) == digests(*names)
+    older = model_directory(tmp_path / "older", "pytorch_model.bin", "training_args.bin")
+    assert of(model_name_or_path=str(older)) == digests("pytorch_model.bin")
+    assert of(model_name_or_path=str(model_directory(tmp_path / "empty", "config.json"))) is None
+
+
+def test_a_hub_model_is_identified_by_its_commit(tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--some--model"
+    for commit in COMMITS:
+        model_directory(repository / "snapshots" / commit, "config.json")
+    (repository / "refs").mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for commit in COMMITS:  # of the branch main
+        (repository / "refs" / "main").write_text(commit)
+        assert of(model_name_or_path="some/model") == {"commit": commit}
+    assert of(model_name_or_path="some/model", model_revision=COMMITS[0]) == {"commit": COMMITS[0]}
