@@ -54,6 +54,10 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, str) and value.isdecimal())
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
@@ -65,16 +69,21 @@ def _is_time(value: Any) -> bool:
     return 0 <= value <= LATEST
 
 
-# Checks of an entry of provenance.json: mappings, lists, and values that become names of files or
-# dates. A field may be null.
+# The type or check of each field that Stoker reads from an entry of provenance.json. A field may be
+# null.
 START: dict[str, Any] = {
-    "time": _is_time, "argv": _are_texts, "launch": {"hosts": _are_texts, "devices": _are_texts},
+    "time": _is_time, "script": str, "argv": _are_texts, "python": str, "resumed_from": str,
+    "git": {"commit": str}, "weights_from": {"path": str},
+    "launch": {
+        "strategy": str, "world_size": _is_count, "hosts": _are_texts, "devices": _are_texts,
+        "launcher": str,
+    },
     "slurm": {
         "job_id": _is_name, "array_job_id": _is_name, "array_task_id": _is_name,
+        "job_name": str, "partition": str, "nodes": _is_count, "restart_count": _is_count,
         "submit_time": _is_time, "start_time": _is_time,
     },
-    "git": {}, "weights_from": {}, "versions": {}, "given": {}, "changed": {}, "data": {},
-    "model_config": {}, "base_weights": {},
+    "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},
 }  # fmt: skip
 
 
@@ -268,9 +277,11 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Check a value's type. `shape` is a check, or a mapping with a shape for each field."""
+    """Check a value: `shape` is a type, a check, or a mapping with a shape for each field."""
     if value is None:
         return True
+    if isinstance(shape, type):
+        return isinstance(value, shape)
     if callable(shape):
         return bool(shape(value))
     fields = shape.items()

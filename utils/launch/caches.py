@@ -16,8 +16,13 @@ import tarfile
 from importlib import metadata
 from pathlib import Path
 
-from utils.config.errors import StorageError
-from utils.host.atomic_files import cache_root, locked_directory, remove_abandoned
+from utils.config.errors import ConfigurationError, StorageError
+from utils.host.atomic_files import (
+    cache_root,
+    locked_directory,
+    paths_inside,
+    remove_abandoned,
+)
 from utils.host.machine import cpu_fact, host_name
 from utils.launch.signals import NODE_DIR
 from utils.launch.verdict import NOTES_DIR
@@ -68,8 +73,14 @@ def unpack_compiled(folder: Path) -> int:
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
             with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
-        except (OSError, tarfile.TarError) as error:
+                # Allow only plain files: the "data" filter of older Pythons can be bypassed.
+                members = [member for member in packed if not member.isdir()]
+                names = [member.name.removeprefix("./") for member in members]
+                paths_inside(folder, names, archive)
+                if odd := [member.name for member in members if not member.isreg()]:
+                    raise tarfile.TarError(f"{odd[0]} is a link or a device")
+                packed.extractall(folder, members, filter="data")
+        except (OSError, ConfigurationError, tarfile.TarError) as error:
             logger.warning("%s cannot be read (%s): layers compile again", archive, error)
     return _count(folder)
 

@@ -67,7 +67,8 @@ def end_with_launcher() -> None:
     elif launcher:
         orphaned = not _command_line(launcher)  # the parent is a script of the user's
     else:
-        orphaned = parent == 1 and "TORCHELASTIC_RUN_ID" in os.environ
+        # torchrun's rank without torchrun. The launcher may have died since the first getppid().
+        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and (parent == 1 or os.getppid() != parent)
     if orphaned:
         os.kill(os.getpid(), signal.SIGKILL)
 

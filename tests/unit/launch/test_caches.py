@@ -58,6 +58,12 @@ def test_a_bad_archive_is_replaced_and_no_room_is_a_line(tmp_path, caplog, small
     job(tmp_path / "1")
     assert "cannot be read" in caplog.text
     assert not list(tmp_path.rglob("outside"))
+    with tarfile.open(archive_path(), "w") as tar:
+        member = tarfile.TarInfo("device")
+        member.type = tarfile.CHRTYPE
+        tar.addfile(member)
+    assert job(tmp_path / "device") == {}
+    assert caplog.text.count("cannot be read") == 2
     archive_path().write_bytes(b"no archive" * 200)
     job(tmp_path / "2", a="1")
     assert job(tmp_path / "3") == {"a": "1"}
@@ -65,6 +71,18 @@ def test_a_bad_archive_is_replaced_and_no_room_is_a_line(tmp_path, caplog, small
     job(tmp_path / "4", a="1" * 2**17)
     assert "compiled code cannot be saved" in caplog.text
     assert not list(small_disk.rglob("*.tar*"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, None])
+def test_nothing_of_an_archive_with_a_link_or_a_name_outside_is_extracted(tmp_path, caplog, kind):
+    archive_path().parent.mkdir(parents=True)
+    with tarfile.open(archive_path(), "w") as tar:
+        tar.addfile(tarfile.TarInfo("file"))
+        member = tarfile.TarInfo("link" if kind else "folder/../file")
+        member.type, member.linkname = kind or tarfile.REGTYPE, "file"
+        tar.addfile(member)
+    assert job(tmp_path / "1") == {}
+    assert "cannot be read" in caplog.text
 
 
 @mock.patch.dict(os.environ)

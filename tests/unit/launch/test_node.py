@@ -115,8 +115,7 @@ def test_no_rank_outlives_its_launcher(worker, tmp_path, launcher):
             "--cpu",
             "--num_processes=1",
         ],
-        # With two ranks the second might start after its launcher's end, and never learn of it.
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=1"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
     }
     command = [sys.executable, "-m", *modules.get(launcher, []), str(worker), *up]
     command = command if launcher in modules else None

@@ -126,3 +126,14 @@ def test_a_loader_process_outlives_a_signal_to_the_job_but_obeys_its_owner():
         process.kill()
         process.wait()
     assert output == f"{[[row] for row in range(1, 9)]}\n0\n"
+
+
+def test_a_rank_ends_if_its_launcher_dies_while_the_rank_looks_for_it(monkeypatch):
+    parents = iter([2**22 + 1, 1])  # an ended process has no command line to read
+    killed = []
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "kill", lambda *sent: killed.append(sent))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run of torchrun")
+    monkeypatch.delenv(signals.LAUNCHER, raising=False)
+    signals.end_with_launcher()
+    assert killed == [(os.getpid(), signal.SIGKILL)]
