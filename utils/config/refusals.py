@@ -144,15 +144,20 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
-    # torch and numpy compute with products of these numbers in 64 bits.
-    ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9,
-     "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
-     "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
-     "per_device_train_batch_size sample_max_new_tokens"),
-    ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32,
-     "dataloader_num_workers ddp_bucket_cap_mb seed"),
+    # The products of these numbers with the sizes of a model have to fit into 64 bits.
+    ("at least 1 and below 10**12", lambda value: 1 <= value < 10**12,
+     "dataloader_prefetch_factor early_stopping_patience global_batch_size lora_alpha "
+     "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
+    # The sequences of an evaluation are padded to whole micro-batches.
+    ("at least 1 and below 2**20", lambda value: 1 <= value < 2**20,
+     "per_device_eval_batch_size per_device_train_batch_size"),
+    ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
+    # torch keeps milliseconds and bytes in 64 bits.
+    ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9, "ddp_timeout"),
+    ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
     # The newest checkpoint may be damaged, so keep two. A sequence of one token has no target.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
+    ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
     ("at least 1, or -1 to go by num_train_epochs", lambda value: value >= 1 or value == -1,
      "max_steps"),
 )  # fmt: skip

@@ -120,9 +120,11 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
         path = directory / OPTIMIZER
         # Other strategies split the optimizer over ranks. A finished model has no optimizer.
         if strategy not in ("single", "ddp") or not path.is_file():
+            has = "has" if path.is_file() else "has no"
             raise ConfigurationError(
-                f"init_optimizer: it needs {path} and a run on one GPU or with multi_gpu.yaml; "
-                f"this run is {strategy}. Name a checkpoint-N that such a run wrote."
+                f"init_optimizer: {directory} {has} {OPTIMIZER}, and this run is {strategy}. Take "
+                "the optimizer of a checkpoint-N that was written on one GPU or with "
+                "multi_gpu.yaml, and train in the same way."
             )
         if reason := forbidden(path):
             raise ConfigurationError(f"init_optimizer: {path} {reason}")
