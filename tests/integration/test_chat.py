@@ -44,12 +44,11 @@ def make_models(base_model, root):
 def let_it_end_texts(directory):
     """Make a tokenizer add EOS after every text, like tokenizers with add_eos_token."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    end = tokenizer.eos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
-    )
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    ending = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = ending
     tokenizer.save_pretrained(directory)
-    assert AutoTokenizer.from_pretrained(directory)("t5")["input_ids"][-1] == tokenizer.eos_token_id
+    assert AutoTokenizer.from_pretrained(directory)("t5")["input_ids"][-1] == end[1]
 
 
 def plain(directory, *asked):

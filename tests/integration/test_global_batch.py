@@ -6,6 +6,7 @@ and LoRA, and ranks without a loss token.
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -74,11 +75,16 @@ def kept(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("in_one_micro_batch")
 
 
-def expected_run(kind: str, model: str, kept: Path, command) -> Path:
-    """Run once with one micro-batch per step."""
-    run = kept / f"{kind}_{model}"
-    if not run.exists():
-        assert MAINS[kind](command(kind, model, run, per_device_train_batch_size=8)) == 0
+@pytest.fixture
+def expected(command, kept) -> Callable[[str, str], Path]:
+    """Return a function for the run with one micro-batch per step; each is made once."""
+
+    def run(kind: str, model: str) -> Path:
+        made = kept / f"{kind}_{model}"
+        if not made.exists():
+            assert MAINS[kind](command(kind, model, made, per_device_train_batch_size=8)) == 0
+        return made
+
     return run
 
 
@@ -91,12 +97,11 @@ def compare(run: Path, expected: Path, steps: int = 4) -> None:
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
 @pytest.mark.parametrize("kind", MAINS)
-def test_accumulation(kind, model, command, kept, tmp_path, capsys):
-    expected = expected_run(kind, model, kept, command)
-    argv = command(kind, model, tmp_path / "run", per_device_train_batch_size=1)
-    assert MAINS[kind](argv) == 0
-    compare(tmp_path / "run", expected)
-    assert ("aux_loss" in tiny.train_lines(expected)[0]) == (model == "experts")
+def test_accumulation(kind, model, command, expected, tmp_path):
+    run = tmp_path / "run"
+    assert MAINS[kind](command(kind, model, run, per_device_train_batch_size=1)) == 0
+    compare(run, expected(kind, model))
+    assert ("aux_loss" in tiny.train_lines(run)[0]) == (model == "experts")
 
 
 LORA = pytest.param("lora", "multi_gpu", 2, marks=pytest.mark.exhaustive)
@@ -105,22 +110,19 @@ LORA = pytest.param("lora", "multi_gpu", 2, marks=pytest.mark.exhaustive)
 @pytest.mark.parametrize(
     ("kind", "config", "rows"), [("pretrain", "multi_gpu", 4), ("sft", "fsdp2", 2), LORA]
 )
-def test_two_ranks_of_experts(kind, config, rows, command, kept, tmp_path, capsys):
-    expected = expected_run(kind, "experts", kept, command)
+def test_two_ranks_of_experts(kind, config, rows, command, expected, tmp_path):
     script = "pretrain.py" if kind == "pretrain" else "sft_train.py"
     argv = command(kind, "experts", tmp_path / "run", per_device_train_batch_size=rows)
-    done = run_processes(config, script, argv)
-    assert done.returncode == 0, done.stdout[-3000:]
-    compare(tmp_path / "run", expected)
+    run_processes(config, script, argv).succeeded()
+    compare(tmp_path / "run", expected(kind, "experts"))
 
 
-def test_the_loss_is_that_of_tokens_plus_the_term(command, kept, tmp_path, capsys):
+def test_the_loss_is_that_of_tokens_plus_the_term(command, expected, tmp_path):
     """TRL enables the load-balancing loss in the configuration, but not in the exported one."""
-    expected = expected_run("sft", "experts", kept, command)
     run = tmp_path / "run"
     argv = command("sft", "experts", run, max_steps=1, router_aux_loss_coef=0)
     assert sft_train.main(argv) == 0
-    (without,), with_term = tiny.train_lines(run), tiny.train_lines(expected)[0]
+    (without,), (with_term, *_) = map(tiny.train_lines, (run, expected("sft", "experts")))
     term = COEFFICIENT * with_term["aux_loss"]
     assert with_term["aux_loss"] > 1
     assert with_term["loss"] == pytest.approx(without["loss"] + term, rel=1e-6)
@@ -130,29 +132,26 @@ def test_the_loss_is_that_of_tokens_plus_the_term(command, kept, tmp_path, capsy
 
 
 def test_the_term_of_steps_not_logged_yet_outlives_a_stop(command, tmp_path, capsys):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole = tmp_path / "whole"
     changes = {"per_device_train_batch_size": 4, "logging_steps": 4, "save_steps": 3}
     assert pretrain.main(command("pretrain", "experts", whole, **changes)) == 0
-    assert pretrain.main(command("pretrain", "experts", cut, **changes)) == 0
-    for path in (*cut.glob("checkpoint-4"), cut / "final"):
-        path.rename(tmp_path / path.name)
+    cut = tiny.copied(whole, tmp_path / "cut", step=3)
     assert pretrain.main(command("pretrain", "experts", cut, **changes)) == 0
     assert "resum" in capsys.readouterr().out
     (first,), (again,) = tiny.train_lines(whole), tiny.train_lines(cut)
     assert [first["loss"], first["aux_loss"]] == [again["loss"], again["aux_loss"]]
 
 
-def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, tmp_path, capsys):
+def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, fine_tuned, tmp_path):
     """As in Gemma 3 4B, DDP would wait for gradients of the vision tower."""
-    base, alone, run = tmp_path / "base", tmp_path / "alone", tmp_path / "run"
+    base, run = tmp_path / "base", tmp_path / "run"
     tiny_model(tiny_config("gemma3")).save_pretrained(base)
     tiny.make_tokenizer(base)
     settings = RUN | {"model_name_or_path": base}
-    assert sft_train.main(fine_tuning(alone, **settings, per_device_train_batch_size=8)) == 0
+    alone = fine_tuned(tmp_path / "alone", **settings, per_device_train_batch_size=8)
     argv = fine_tuning(run, **settings, per_device_train_batch_size=2)
-    done = run_processes("multi_gpu", "sft_train.py", argv)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("frozen: model.vision_tower, model.multi_modal_projector") == 1
+    shown = run_processes("multi_gpu", "sft_train.py", argv).succeeded()
+    assert shown.count("frozen: model.vision_tower, model.multi_modal_projector") == 1
     compare(run, alone)
     merged, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
     assert not any(info.values())
@@ -169,11 +168,7 @@ GAPS = RUN | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    ["fsdp2", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("multi_gpu", "zero2"))],
-)
-def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tmp_path):
+def test_ranks_without_a_loss_token_change_nothing(fine_tuning, fine_tuned, request, tmp_path):
     """Documents of 60 tokens have loss alternately at their beginning and at their end.
 
     So 114 consecutive tokens have no loss. This is more than a sequence of 64 tokens.
@@ -189,23 +184,23 @@ def test_ranks_without_a_loss_token_change_nothing(config, kept, fine_tuning, tm
     assert (counts == 0).any()
     assert (counts.sum(axis=1) == 0).any(), "a rank without any of a whole step"
     assert (counts.sum(axis=(1, 2)) > 0).all(), "that is the next test"
-    alone, run = kept / "sft_gaps", tmp_path / "run"
-    if not alone.exists():
-        argv = fine_tuning(alone, **GAPS | {"train_data": data, "per_device_train_batch_size": 4})
-        assert sft_train.main(argv) == 0
-    done = run_processes(config, "sft_train.py", fine_tuning(run, **GAPS, train_data=data))
-    assert done.returncode == 0, done.stdout[-3000:]
-    compare(run, alone, STEPS)
+    one = GAPS | {"train_data": data, "per_device_train_batch_size": 4}
+    alone = fine_tuned(tmp_path / "alone", **one)
+    exhaustive = request.config.getoption("--exhaustive")
+    for config in ("fsdp2", "multi_gpu", "zero2") if exhaustive else ("fsdp2",):
+        run = tmp_path / config
+        argv = fine_tuning(run, **GAPS, train_data=data)
+        run_processes(config, "sft_train.py", argv).succeeded()
+        compare(run, alone, STEPS)
 
 
-def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretraining, tmp_path):
+def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretrained, tmp_path):
     """Pretraining on masked data can have such batches; fine-tuning refuses such documents."""
     columns = tiny.masked(tiny.documents(40, seed=4))
     for document in SampleOrder([40], seed=42).sequences(np.arange(4, 8)).tolist():
         columns["completion_mask"][document] = [0] * len(columns["input_ids"][document])
-    data, run = tiny.save(tmp_path / "masked", columns), tmp_path / "run"
-    argv = pretraining(run, train_data=data, packing="none", max_steps=4, save_steps=4)
-    assert pretrain.main(argv) == 0
+    data = tiny.save(tmp_path / "masked", columns)
+    run = pretrained(tmp_path / "run", train_data=data, packing="none", max_steps=4, save_steps=4)
     lines = tiny.train_lines(run)
     assert (lines[1]["loss"], lines[1]["grad_norm"]) == (0, 0)
     assert all(math.isfinite(line["loss"]) for line in lines)

@@ -111,11 +111,10 @@ def test_weights_that_an_update_spoils_are_not_saved_or_exported(
     assert documents(run, step) == set(ORDER[step - 1].tolist())
 
 
-def test_an_evaluation_waits_for_the_verdict(start, tmp_path, workspace, capsys):
+def test_an_evaluation_waits_for_the_verdict(start, tmp_path, heldout, capsys):
     """Otherwise two ranks would learn of the spoilt step after the evaluation, a step later."""
-    split = f"heldout={workspace / 'heldout'}"
     with pytest.raises(NotFiniteError):
-        start(tmp_path / "run", "nan", eval_data=split, eval_strategy="steps", eval_steps=4)
+        start(tmp_path / "run", "nan", **heldout | {"eval_steps": 4})
     assert "eval heldout" not in capsys.readouterr().out
 
 
@@ -133,7 +132,7 @@ def test_what_one_of_two_ranks_finds_ends_both(
     run = tmp_path / "run"
     settings = {"train_data": poisoned, "per_device_train_batch_size": 1, "save_steps": 3}
     argv = pretraining(run, **RUN | settings)
-    done = run_processes(config, POISONED_RUN, argv, env={"STOKER_TEST_POISON": kind})
+    done = run_processes(config, POISONED_RUN, argv, {"STOKER_TEST_POISON": kind})
     shown = done.stdout
     assert done.codes == (78, 78), shown[-4000:]
     assert shown.count("not finite (1 problem):") == 1

@@ -107,10 +107,9 @@ def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
         if process == 0:
             code = 99
             try:
+                log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 for stream in (1, 2):
-                    os.dup2(
-                        os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream
-                    )
+                    os.dup2(log, stream)
                 # pytest's own streams do not write to these descriptors.
                 sys.stdout, sys.stderr = (
                     os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)

@@ -14,7 +14,10 @@ LORA = {
     "save_total_limit": 2,
 }  # fmt: skip
 FULL = {"bf16_full_eval": True, "use_cpu": True, "run_name": "mine"}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_best": True}
+EVALUATED = {
+    "eval_steps": 2, "eval_on_start": True, "save_best": True, "save_steps": 2,
+    "accept_changes": "max_steps",
+}  # fmt: skip
 
 
 def snapshot(settings) -> dict:
@@ -30,7 +33,7 @@ def snapshot(settings) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [pretrain, sft_train], ids=["pretraining", "LoRA"])
 def test_a_run_and_its_resume_leave_the_settings_as_parsed(
-    script, pretraining, fine_tuning, workspace, tmp_path, monkeypatch
+    script, pretraining, fine_tuning, heldout, chats_heldout, tmp_path, monkeypatch
 ):
     parsed = []
 
@@ -44,14 +47,12 @@ def test_a_run_and_its_resume_leave_the_settings_as_parsed(
 
     for name in ("parse_pretraining", "parse_fine_tuning"):
         monkeypatch.setattr(parsing, name, keep(getattr(parsing, name)))
-    is_pretraining = script is pretrain
-    command_line = pretraining if is_pretraining else fine_tuning
-    heldout = workspace / ("heldout" if is_pretraining else "chats_heldout")
-    changes = EVALUATED | {"eval_data": f"heldout={heldout}", "save_steps": 2}
-    changes |= FULL if is_pretraining else LORA
+    command_line, changes = pretraining, FULL | heldout
+    if script is sft_train:
+        command_line, changes = fine_tuning, LORA | chats_heldout
+    changes |= EVALUATED
     for steps in (2, 4):  # a new run, and one that resumes
-        accepted = {"accept_changes": "max_steps"}
-        argv = command_line(tmp_path / "run", max_steps=steps, **changes, **accepted)
+        argv = command_line(tmp_path / "run", max_steps=steps, **changes)
         assert script.main([*argv, "--dry_run"]) == 0
         assert script.main(argv) == 0
     assert len(parsed) == 4

@@ -54,6 +54,12 @@ class Place:
             path.write_text(change(path.read_text()))
         return changes
 
+    def without_checkpoints(self, record: str | None = None) -> dict[str, object]:
+        """Return the settings of `resumed` after all checkpoints were deleted."""
+        changes = self.rewritten("provenance.json", lambda text: record or text)
+        shutil.rmtree(self.run / "checkpoint-3")
+        return changes
+
     def model(self, **changes: object) -> dict[str, object]:
         return {"model_config": tiny.make_model_config(self.path / "model.json", **changes)}
 
@@ -61,17 +67,17 @@ class Place:
         (self.path / "model.yaml").write_text(text)
         return {"model_config": self.path / "model.yaml"}
 
+    def weights(self, change: Callable[[Path], object]) -> dict[str, object]:
+        """Return settings with a copy of the base model after a change of its weights' file."""
+        model = shutil.copytree(self.base_model, self.path / "model")
+        change(model / "model.safetensors")
+        return {"model_name_or_path": model}
+
 
 def foreign_directory(place: Place) -> dict[str, object]:
     place.run.mkdir()
     (place.run / "thesis.tex").write_text("all my work")
     return {}
-
-
-def finished_without_checkpoints(place: Place) -> dict[str, object]:
-    changes = place.resumed()
-    shutil.rmtree(place.run / "checkpoint-3")
-    return changes
 
 
 def several_splits(place: Place) -> dict[str, object]:
@@ -85,50 +91,33 @@ def no_room(place: Place) -> dict[str, object]:
     return {}
 
 
-def broken_record(place: Place) -> dict[str, object]:
-    changes = place.rewritten("provenance.json", lambda _: "{")
-    for directory in place.run.glob("checkpoint-*"):
-        shutil.rmtree(directory)
-    return changes
-
-
 def weights_as_pickle(place: Place) -> dict[str, object]:
     (place.path / "stage").mkdir()
     (place.path / "stage/pytorch_model.bin").write_bytes(b"")
     return {"init_from": place.path / "stage", "model_config": None}
 
 
-def missing_tensor(place: Place) -> dict[str, object]:
-    model = shutil.copytree(place.base_model, place.path / "model")
-    weights = load_file(model / "model.safetensors")
+def drop_a_tensor(path: Path) -> None:
+    weights = load_file(path)
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return {"model_name_or_path": model}
-
-
-def half_a_file(place: Place) -> dict[str, object]:
-    model = shutil.copytree(place.base_model, place.path / "model")
-    path = model / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-    return {"model_name_or_path": model}
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 # The fault, as a function of the place or as settings, and a part of the message.
 PRETRAINING = {
     "foreign directory": (foreign_directory, "holds no run of Stoker"),
-    "finished, checkpoints gone": (finished_without_checkpoints, "finished run without checkpo"),
+    "finished, checkpoints gone": (Place.without_checkpoints, "finished run without checkpo"),
     "no room": (no_room, "will be there at once"),
-    "broken record": (broken_record, "no checkpoint here has a whole copy"),
+    "broken record": (
+        lambda place: place.without_checkpoints("{"), "no checkpoint here has a whole copy"),
     "all checkpoints damaged": (
         lambda place: place.rewritten("checkpoint-*/config.json", lambda text: text + " "),
-        "no committed checkpoint of this run is whole",
-    ),
+        "no committed checkpoint of this run is whole"),
     "checkpoint of a run": (
         lambda place: place.rewritten(
             "provenance.json", lambda _: json.dumps({"run_id": "other", "starts": []})
         ),
-        "is a checkpoint of another run",
-    ),
+        "is a checkpoint of another run"),
     "changed seed": (lambda place: place.resumed(seed=7), "its seed is 42, now it is 7"),
     "no stage": ({"init_from": "/none", "model_config": None}, "there is no such directory"),
     "stage as a pickle": (weights_as_pickle, "holds no whole model in safetensors"),
@@ -136,20 +125,16 @@ PRETRAINING = {
         lambda place: {
             "init_from": place.finished / "final", "init_optimizer": "true", "model_config": None,
         },
-        "has no optimizer.pt",
-    ),
+        "has no optimizer.pt"),
     "stage of other shapes": (
         lambda place: place.model(intermediate_size=32) | {"init_from": place.finished},
-        "the model needs",
-    ),
+        "the model needs"),
     "several splits": (
         several_splits,
         (
             "empty: row 1 is empty",
             "beyond: holds token id 9000, but the vocabulary ends at 127",
-            "/missing: no such directory",
-        ),
-    ),
+            "/missing: no such directory")),
     "little data": ({"global_batch_size": 1000}, "fewer than global_batch_size 1,000"),
     "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
     "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),
@@ -164,12 +149,10 @@ PRETRAINING = {
     # Libraries find these faults in the objects that settings name.
     "schedule": (
         {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
-        "learning_rate 1e-08 (--learning_rate): lr_end (1e-07) must be smaller than initial lr",
-    ),
+        "learning_rate 1e-08 (--learning_rate): lr_end (1e-07) must be smaller than initial lr"),
     "negative rate": (
         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": -1}'},
-        "the learning rate of step 2 would be -",
-    ),
+        "the learning rate of step 2 would be -"),
     "rate after the last step": (
         {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": Infinity}',
          "max_steps": 1},
@@ -179,9 +162,7 @@ PRETRAINING = {
         {"pad_embeddings_to_multiple_of": 2**64, "per_device_eval_batch_size": 2**64},
         (
             "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**9",
-            "(--per_device_eval_batch_size): it must be at least 1 and below 10**9",
-        ),
-    ),
+            "(--per_device_eval_batch_size): it must be at least 1 and below 10**9")),
     "rate as a text": (
         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "2"}'},
         '{"power": "2"} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate): TypeError: ',
@@ -191,23 +172,19 @@ PRETRAINING = {
             "eval_data": f"a={place.workspace}/heldout", "metric_for_best_model": "a_loss",
             "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": '{"factor": 2}',
         },
-        "Factor should be < 1.0",
-    ),
+        "Factor should be < 1.0"),
     "no pair": ({"optim_args": "0x10"}, "optim_args 0x10 (--optim_args): '0x10' is no KEY=VALUE"),
     "no number": (
         {"optim": "sgd", "optim_args": "momentum=x"},
-        "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string",
-    ),
+        "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string"),
     "text to a step": ({"optim": "rmsprop_bnb", "optim_args": "alpha=0.9"}, "optim_args alpha=0.9"),
     "rate twice": ({"optim_args": "lr=5"}, "lr has no effect in optim_args: set learning_rate"),
     "decay twice": (
         {"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"},
-        "weight_decay has no effect in optim_args: set weight_decay",
-    ),
+        "weight_decay has no effect in optim_args: set weight_decay"),
     "key of another": (
         {"optim": "sgd", "optim_args": "nesterov=true,momentum=0.9,rank=8"},
-        "rank has no effect in optim_args: this optimizer does not read it",
-    ),
+        "rank has no effect in optim_args: this optimizer does not read it"),
     "no package": ({"optim": "lomo"}, "optim lomo (--optim): You need to install `lomo_optim`"),
     "no tracker": ({"report_to": "clearml"}, "report_to clearml (--report_to): ClearMLCallback"),
     "recomputation": (
@@ -223,40 +200,35 @@ PRETRAINING = {
             "activation_checkpointing": "full",
             "activation_checkpointing_kwargs": '{"every_n_layers": 0}',
         },
-        "every_n_layers has to be a whole number above 0, not 0",
-    ),
+        "every_n_layers has to be a whole number above 0, not 0"),
     "debugging": (
         {"debug": "underflow_overflow", "compile": "true", "loss_head": "fused"},
         (
             "debug underflow_overflow (--debug) needs --compile false",
-            "debug underflow_overflow (--debug) needs --loss_head logits",
-        ),
-    ),
+            "debug underflow_overflow (--debug) needs --loss_head logits")),
     "copies": (
         lambda place: place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2") or {},
-        "srun started 2 copies of this script that do not know of each other",
-    ),
+        "srun started 2 copies of this script that do not know of each other"),
 }  # fmt: skip
 FINE_TUNING = {
     "of another script": (
         lambda place: {"output_dir": shutil.copytree(place.finished, place.run)},
-        "holds a run of pretrain.py",
-    ),
+        "holds a run of pretrain.py"),
     "changed rank of LoRA": (
         lambda place: LORA | {
             "output_dir": shutil.copytree(place.fine_tuned, place.run), "lora_r": 2,
         },
-        "its lora_r is 4, now it is 2",
-    ),
-    "missing tensor": (missing_tensor, "layers.1.mlp.up_proj.weight is missing"),
-    "half a file": (half_a_file, ""),
+        "its lora_r is 4, now it is 2"),
+    "missing tensor": (
+        lambda place: place.weights(drop_a_tensor), "layers.1.mlp.up_proj.weight is missing"),
+    "half a file": (
+        lambda place: place.weights(lambda path: path.write_bytes(path.read_bytes()[:100])), ""),
     "no model": (
         lambda place: {
             "model_name_or_path": place.path / "none",
             "tokenizer_name_or_path": place.workspace / "tokenizer",
         },
-        "no model can be made of it",
-    ),
+        "no model can be made of it"),
     "long chat": ({"sequence_length": 32}, "more than sequence_length 32"),
 }  # fmt: skip
 CASES = {
@@ -266,12 +238,11 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ended(pretraining, fine_tuning, tmp_path_factory):
+def ended(pretrained, fine_tuned, tmp_path_factory) -> tuple[Path, Path]:
     """Run a pretraining and a LoRA fine-tuning of three steps."""
     root = tmp_path_factory.mktemp("ended")
-    pretrain.main(pretraining(root / "pretrained", **SHORT))
-    sft_train.main(fine_tuning(root / "tuned", **SHORT, **LORA, lora_r=4))
-    return root / "pretrained", root / "tuned"
+    pretraining = pretrained(root / "pretrained", **SHORT)
+    return pretraining, fine_tuned(root / "tuned", **SHORT, **LORA, lora_r=4)
 
 
 @pytest.fixture

@@ -124,10 +124,9 @@ def read_script(words: Sequence[str]) -> None:
             with pytest.raises(SystemExit, match="0"):
                 parse(arguments, description=None)
             return
-        elsewhere = (
-            [] if "--dry_run" in arguments else ["--dry_run"]
-        )  # a start with bf16 would need a GPU
-        assert parse([*arguments, *elsewhere], description=None).training.output_dir
+        # A start with bf16 would need a GPU.
+        dry = [] if "--dry_run" in arguments else ["--dry_run"]
+        assert parse([*arguments, *dry], description=None).training.output_dir
     else:
         assert script.endswith(".py"), script
         read_module(script.removesuffix(".py").replace("/", "."), *arguments)
@@ -163,38 +162,37 @@ def read_module(name: str, *arguments: str) -> None:
             assert module.main(*given) in (0, None)
 
 
-def read_job(words: list[str]) -> None:
-    """Parse `[OPTIONS] slurm/X_job.sh ARGUMENTS`."""
+def after_options(words: list[str]) -> tuple[str, list[str]]:
+    """Return the program and its arguments after Slurm's options."""
     at = next(number for number, word in enumerate(words) if not word.startswith("-"))
     assert {word.partition("=")[0] for word in words[:at]} <= SLURM_OPTIONS
-    kind, arguments = Path(words[at]).name, words[at + 1 :]
-    if kind == "sweep_job.sh":
+    return words[at], words[at + 1 :]
+
+
+def read_job(words: list[str]) -> None:
+    """Parse `[OPTIONS] slurm/X_job.sh ARGUMENTS`."""
+    job, arguments = after_options(words)
+    if Path(job).name == "sweep_job.sh":
         assert len(arguments) == 1
     else:
-        read_script(["prepare_data.py", *arguments] if kind == "prepare_job.sh" else arguments)
+        preparation = ["prepare_data.py"] if Path(job).name == "prepare_job.sh" else []
+        read_script([*preparation, *arguments])
 
 
 def read_srun(words: list[str]) -> None:
     """Parse `[OPTIONS] PROGRAM ARGUMENTS`."""
-    at = next(number for number, word in enumerate(words) if not word.startswith("-"))
-    assert {word.partition("=")[0] for word in words[:at]} <= SLURM_OPTIONS
-    understood(words[at], words[at + 1 :])
+    understood(*after_options(words))
 
 
-def read_accelerate(words: list[str]) -> None:
-    """Parse `launch OPTIONS SCRIPT ARGUMENTS`."""
+def read_launcher(words: list[str]) -> None:
+    """Parse torchrun's `OPTIONS SCRIPT ARGUMENTS`, or the same after accelerate's `launch`."""
     from accelerate.commands.launch import launch_command_parser
-
-    assert words[0] == "launch"
-    given = launch_command_parser().parse_args(words[1:])
-    read_script([given.training_script, *given.training_script_args])
-
-
-def read_torchrun(words: list[str]) -> None:
-    """Parse `OPTIONS SCRIPT ARGUMENTS`."""
     from torch.distributed.run import get_args_parser
 
-    given = get_args_parser().parse_args(words)
+    if words[0] == "launch":
+        given = launch_command_parser().parse_args(words[1:])
+    else:
+        given = get_args_parser().parse_args(words)
     read_script([given.training_script, *given.training_script_args])
 
 
@@ -226,8 +224,8 @@ READERS = {
     "submit.sh": read_job,
     "sbatch": read_job,
     "srun": read_srun,
-    "accelerate": read_accelerate,
-    "torchrun": read_torchrun,
+    "accelerate": read_launcher,
+    "torchrun": read_launcher,
     "hf": read_hub_command,
     "vllm": read_vllm,
     "make": read_make,

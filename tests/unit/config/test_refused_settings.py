@@ -39,6 +39,7 @@ CONTRADICTIONS = [
      "greater_is_better true .*: a lower loss or perplexity is better"),
     ({"learning_rate": "nan"}, "learning_rate nan .*: it must be above 0"),
     ({"adam_beta2": "1"}, "adam_beta2 1 .*: it must be at least 0 and below 1"),
+    ({"dataloader_num_workers": "2000000000"}, "_workers 2000000000 .* and at most 1024"),
     ({"save_total_limit": "1"}, "save_total_limit 1 .*: it must be at least 2"),
     ({"max_tokens": "many"}, "max_tokens many: expected a number of tokens above 0, such as 500M"),
     ({"max_steps": "0"}, "max_steps 0 .*: it must be at least 1, or -1 to go by num_train"),
