@@ -168,15 +168,23 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
     if device == "cuda":
         dump, blocks = torch.cuda.memory._dump_snapshot, page.with_suffix(".pickle")
         add(lambda: dump(str(blocks)) or f"pytorch.org/memory_viz draws all blocks: {blocks.name}")
-    model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
-    if progress.shape is not None:
-        sequences, tokens = progress.shape
-        model += f", {sequences} sequences x {tokens:,} tokens, "
-        model += f"{int(progress.tokens.sum()):,} of them real"
-    add(lambda: model)
+    helps = ["a smaller micro-batch"]
+
+    def batch() -> str:
+        model = f"{type(trainer.model).__name__} on {trainer.args.world_size} rank(s)"
+        if progress.shape is not None:
+            sequences, tokens = progress.shape
+            model += f", {sequences} sequences x {tokens:,} tokens, "
+            model += f"{int(progress.tokens.sum()):,} of them real"
+        return model
+
+    def advice() -> str:
+        helps[:] = _what_helps(trainer, phase, device, sizes[OTHERS])
+        return "\n  ".join(["what would help most", *helps[:3]])
+
+    add(batch)
     add(lambda: _tensors(trainer, device, sizes))
-    helps = _what_helps(trainer, phase, device, sizes[OTHERS])
-    add(lambda: "\n  ".join(["what would help most", *helps[:3]]))
+    add(advice)
     add(lambda: "".join(traceback.format_exception(error)))
     if rank == 0:
         event = {"event": "out_of_memory", "step": progress.step, "rank": rank}

@@ -54,13 +54,14 @@ class ProfilerWindow(TrainerCallback):
             if self.profiler is None:
                 self._wait()
                 on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-                self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
-                self.profiler.start()
+                profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
+                profiler.start()
+                self.profiler = profiler
             self.mark = torch.profiler.record_function(f"step {step}")
             self.mark.__enter__()
         except RuntimeError as error:  # CUPTI gives no permission, or another profiler uses it
             logger.warning("profile: torch's profiler does not run here: %s", error)
-            self.records, self.profiler = False, None
+            self.records = False
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:

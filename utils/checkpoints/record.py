@@ -6,6 +6,7 @@ manifest has their digests. A file that is missing, unreadable or different from
 damaged: its copy is read instead, and the next start writes the file again.
 """
 
+import contextlib
 import datetime
 import json
 import logging
@@ -19,7 +20,6 @@ from typing import Any
 
 from utils.checkpoints.discovery import (
     DAMAGED,
-    committed_checkpoints,
     numbered_checkpoints,
     set_aside,
 )
@@ -214,13 +214,16 @@ class RunRecord:
 
     def _lose(self, name: str, problem: str) -> str:
         """Return a lost file's problem with advice; raise ConfigurationError unless `lenient`."""
-        run = self.directory
-        weights = [checkpoint for checkpoint, _ in committed_checkpoints(run)]
+        run, weights = self.directory, None
+        for _, checkpoint in reversed(numbered_checkpoints(run)):
+            with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
+                read_manifest(checkpoint)
+                weights = checkpoint
         if (run / FINAL).is_dir():
-            weights.insert(0, run / FINAL)
+            weights = run / FINAL
         then = f"`mv {shlex.quote(str(run))} {shlex.quote(f'{run}.damaged')}` and start again"
-        if weights:
-            then = f"start a new run from its weights: --init_from {weights[0]} with another"
+        if weights is not None:
+            then = f"start a new run from its weights: --init_from {weights} with another"
             then += " --output_dir"
         problem += f", and no checkpoint here has a whole copy: put a backup of it back, or {then}."
         if self.lenient:

@@ -72,7 +72,9 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _several(value: str) -> bool:
-    return value.lower() not in ("none", "0", "1")
+    with suppress(ValueError):
+        return float(value) > 1
+    return value.lower() != "none"
 
 
 # A variable, a test for wrong values, and the reason, which completes "NAME VALUE: ...".

@@ -75,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = []
     until = time.monotonic() + LIMIT_S
     for name, check in named.items():
-        for finding in found_by(name, check, min(CHECK_LIMIT_S, until - time.monotonic())):
+        left_s = until - time.monotonic()
+        found = [Finding("unknown", f"{name}: not checked, because the other checks took too long")]
+        if left_s > 0:
+            found = found_by(name, check, min(CHECK_LIMIT_S, left_s))
+        for finding in found:
             findings.append(finding)
             mend = f"\n{'':<8} -> {finding.mend}" if finding.mend else ""
             print(redact(f"{finding.level:<8} {finding.what}{mend}"), flush=True)  # noqa: T201
@@ -276,7 +280,11 @@ def check_slurm() -> Iterator[Finding]:
         yield Finding("unknown", f"Slurm could not be asked ({error})", "scontrol ping")
         return
     rows = [line.split("|") for line in lines]
-    complete = [row for row in rows if len(row) == 6 and row[1] == "up"]
+    if odd := [row for row in rows if len(row) != 6]:
+        what = f"sinfo's answer is not understood ({'|'.join(odd[0])!r:.80})"
+        yield Finding("unknown", f"{what}: whether Slurm takes jobs is not known", "sinfo")
+        return
+    complete = [row for row in rows if row[1] == "up"]
     taking = [row for row in complete if row[4].rstrip("~#!%$@^-+") in USABLE]
     shown = "; ".join(" ".join(row) for row in (taking or rows)[:8])
     if taking:

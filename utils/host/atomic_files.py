@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,15 +58,23 @@ def paths_inside(
 
     The files may be missing. With `links`, symbolic links may lead out of the folder, as in the
     Hub's cache. Raises ConfigurationError for a name that leaves the folder or is not a regular
-    file.
+    file, and for two names that some file systems treat as the same.
     """
     paths: dict[str, Path] = {}
+    plain: dict[str, str] = {}
     for name in names:
         if not _is_inside(folder, name, links=links):
             raise ConfigurationError(
                 f"{listed_in} names {str(name)[:200]!r}, which is no path inside {folder} to a "
                 f"regular file{'' if links else ' without links'}: nothing was read or written "
                 "there. Find out who made the file, and get it again from its source."
+            )
+        other = plain.setdefault(unicodedata.normalize("NFKC", name).casefold(), name)
+        if other != name:
+            raise ConfigurationError(
+                f"{listed_in} names {name[:200]!r} and {other[:200]!r}, which some file systems "
+                "treat as the same: nothing was read or written there. Get the file again from "
+                "its source."
             )
         paths[name] = folder / name
     return paths
@@ -117,8 +126,11 @@ def remove_abandoned(base: Path, prefix: str) -> list[Path]:
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory)
-                removed.append(directory)
+                shutil.rmtree(directory, ignore_errors=True)
+                if directory.exists():
+                    logger.warning("%s, of an ended process, cannot be removed", directory)
+                else:
+                    removed.append(directory)
             finally:
                 os.close(lock)
     return removed

@@ -123,13 +123,23 @@ def _masked(text: str, forms: tuple[str, ...]) -> str:
     return _FORMS.sub(MASK, text)
 
 
-# JSON, Python, HTML (of the standard library and of Jinja), and addresses.
+def _in_yaml(text: str) -> str:
+    try:
+        import yaml
+    except ModuleNotFoundError:  # without packages the launch is refused, and no YAML is written
+        return text
+    return yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2]
+
+
+# JSON, Python, YAML, HTML (of the standard library and of Jinja), and addresses.
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: repr(text)[1:-1],
     lambda text: repr(text + "'" + '"')[1:-4],
     lambda text: ascii(text)[1:-1],
+    lambda text: text.replace("'", "''"),
+    _in_yaml,
     lambda text: html.escape(text, quote=False),
     html.escape,
     lambda text: html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"),

@@ -40,7 +40,7 @@ def convert_data(given: Conversion, folder: str) -> None:
         given.note("tokens", "special tokens are those of the tokenizer")
     elif tokens:
         given.data["add_tokens"] = listed(tokens)
-    given.data["num_proc"] = given.take("num_proc")
+    given.data["num_proc"] = given.take("num_proc") or None
     variables = {**(given.take("chat_template_kwargs") or {})}
     if (thinking := given.take("enable_thinking")) is not None:
         variables["enable_thinking"] = thinking
@@ -213,5 +213,7 @@ def _trl(given: Conversion, source: str, value: Any) -> Entries:
             for each in found
         ]
         given.given.setdefault("eval_sources", Given(held_out, "dataset_test_split"))
+    elif given.value("validation"):
+        given.drop("dataset_test_split", "the share of the training data that is held out decides")
     given.take("dataset_test_split")
     return found

@@ -60,14 +60,14 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
     """Compare all nodes of the job. Raises the same UnfitClusterError on all connected nodes."""
-    text, timeout_s = os.environ.get(TIMEOUT, "60"), 0.0
-    with contextlib.suppress(ValueError):
-        timeout_s = float(text)
-    if not 1 <= timeout_s <= 3600:
-        raise ConfigurationError(f"{TIMEOUT}={text!r}: give seconds from 1 to 3600.")
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
+        text, timeout_s = os.environ.get(TIMEOUT, "60"), 0.0
+        with contextlib.suppress(ValueError):
+            timeout_s = float(text)
+        if not 1 <= timeout_s <= 3600:
+            raise ConfigurationError(f"{TIMEOUT}={text!r}: give seconds from 1 to 3600.")
         meet = _collect if allocation.node == 0 else _report
         problems = meet(allocation, facts, timeout_s)
     if problems:

@@ -211,7 +211,14 @@ def choose_isolated_attention(
     """
     refusals: list[ConfigurationError] = []
     try:
-        probe = probe_config(model_config, device)
+        try:
+            probe = probe_config(model_config, device)
+        except ProbeError as error:
+            if not whole_rows:
+                raise
+            kind = own_attention(requested, model_config, None)
+            unproved = f"not checked: {error.problems[0]}"
+            return AttentionChoice(kind, kind, ONE_DOCUMENT.format(kind), "plain", unproved)
         needs = observe_attention(probe, device)
         for choice in attention_choices(
             requested, model_config, needs, device.type, dtype, whole_rows=whole_rows
@@ -222,12 +229,6 @@ def choose_isolated_attention(
                 refusals.append(error)
             else:
                 return choice
-    except ProbeError as error:
-        if whole_rows:
-            kind = own_attention(requested, model_config, None)
-            unproved = f"not checked: {error.problems[0]}"
-            return AttentionChoice(kind, kind, ONE_DOCUMENT.format(kind), "plain", unproved)
-        refusals.append(error)
     except ConfigurationError as error:
         refusals.append(error)
     ways = ["leave --attn_implementation out"] if requested not in (None, "auto") else []

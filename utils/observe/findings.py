@@ -156,7 +156,7 @@ def spikes(lines: Sequence[Line]) -> list[Spike]:
             spike = Spike(step, step, loss, middle, score, line.get("grad_norm"))
             if index == previous + 1:
                 before = found.pop()
-                higher = spike if loss > before.loss else before
+                higher = before if loss <= before.loss else spike  # also for NaN
                 spike = replace(higher, step=before.step, last_step=step)
             found.append(spike)
             previous = index

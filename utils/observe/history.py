@@ -312,7 +312,8 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
     before, ran_s = -math.inf, 0.0
     for index, start in enumerate(starts):
         later = starts[index + 1 :]
-        own = [one for one in owners if one.belongs_to(start.job)]  # nodes' clocks may differ
+        # The clocks of a job's nodes may differ. A start in a shell has no job to compare.
+        own = [one for one in owners if start.job and one.belongs_to(start.job)]
         in_time = [one for one in owners if before < one.since <= start.began + 1]
         owner = next(iter(own if len(own) == 1 else in_time), None)
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]

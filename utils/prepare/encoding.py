@@ -165,8 +165,8 @@ def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the origin and the text of each prompt; raises ConfigurationError."""
     for entry in entries:
         path = Path(entry)
-        is_text = re.search(r"\s", entry) and not path.is_file()
-        if path.suffix not in (".jsonl", ".txt") or is_text:
+        is_named_like_a_file = path.suffix in (".jsonl", ".txt")
+        if not is_named_like_a_file or (re.search(r"\s", entry) and not path.is_file()):
             yield repr(entry[:40]), entry
             continue
         try:

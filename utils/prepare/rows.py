@@ -273,6 +273,7 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     _check_words(fields, "completion")
     of_chats = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", "history")
     given = {name: decoded(fields.get(name)) for name in of_chats}
+    given["chat_template_kwargs"] = _template_kwargs(fields)
     if names := [fields.shown(k) for k, value in given.items() if value and str(value).strip()]:
         raise UnusableRowError(
             "wrong_type",

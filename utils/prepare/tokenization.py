@@ -134,12 +134,13 @@ class DocumentTokenizer:
         """
         found = []
         for number, piece in enumerate(text_pieces(text, LARGEST_PIECE_CHARACTERS)):
-            (ids,) = self._encode([piece])
             for before in ("\n", "a", ".") if number else ():
                 opening, whole = self._encode([before, before + piece])
                 if np.array_equal(whole[: len(opening)], opening):
                     ids = whole[len(opening) :]
                     break
+            else:
+                (ids,) = self._encode([piece])
             found.append(ids.astype(self.id_type))
         return np.concatenate(found)
 

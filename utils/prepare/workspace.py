@@ -62,7 +62,9 @@ NOTES = {
     "up to that answer and with weight: 0 in the answers before it",
 }
 # Lookups in a chat template: `message.key`, `messages[0]['key']`, `message.get('key')`.
-_LOOKED_UP = re.compile(r"""(\w+)(?=(?:\[[^\]]*\])?\s*(?:\.get\(['"](\w+)|\.(\w+)|\[['"](\w+)))""")
+_LOOKED_UP = re.compile(
+    r"""(\w+)(?=(?:\[[^\]'"]*\])?\s*(?:\.get\(['"]([^'"]+)|\.(\w+)|\[['"]([^'"]+)))"""
+)
 # Objects with these names are calls and tools, not messages.
 _OF_CALLS = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
 # Notes that are warnings: the trained answers think where they should not, or the other way round.

@@ -312,7 +312,9 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     refuse_code(checkpoint)
     patience = settings.run.early_stopping_patience
     text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
-    unimproved = json.loads(text)["stateful_callbacks"].get(OWN_STATE, {}).get(UNIMPROVED, 0)
+    unimproved = (
+        json.loads(text).get("stateful_callbacks", {}).get(OWN_STATE, {}).get(UNIMPROVED, 0)
+    )
     done = read_manifest(checkpoint).step >= plan.total_steps
     done |= patience is not None and unimproved >= patience
     return Run(run_id, str(checkpoint), has_final and done, facts)

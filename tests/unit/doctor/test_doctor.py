@@ -156,7 +156,7 @@ UP = "gpu*|up|1-00:00:00|4|{}|gpu:h100:8\\n"
         (UP.format("idle*"), "warning no partition of Slurm"),  # the node does not answer
         ("gpu|down|1-00|4|idle|x\\n", "warning no partition of Slurm runs jobs now: gpu down"),
         ("", "warning no partition of Slurm runs jobs now: sinfo shows none"),
-        ("\\377\\376\\n", "warning no partition of Slurm runs jobs now: "),
+        ("\\377\\376\\n", "unknown sinfo's answer is not understood ("),
     ],
 )
 def test_the_doctor_repeats_sinfo(alone, printed, begin):

@@ -59,6 +59,15 @@ def test_a_name_that_leads_out_of_the_folder_or_to_no_file_is_refused(foreign, n
             paths_inside(foreign, ["file", name], "index.json", links=True)
 
 
+@pytest.mark.parametrize(
+    "pair", [("a", "A"), ("part/x", "Part/x"), ("\u00e9", "e\u0301"), ("ß", "ss")]
+)
+def test_two_names_of_what_may_be_one_file_are_refused(foreign, pair):
+    with pytest.raises(ConfigurationError, match="which some file systems treat as the same"):
+        paths_inside(foreign, pair, "index.json")
+    assert paths_inside(foreign, [pair[0], pair[0]], "index.json"), "named twice, as by an index"
+
+
 def test_a_write_does_not_go_through_a_link_in_a_strangers_folder(tmp_path):
     (tmp_path / "victim").write_text("intact")
     (tmp_path / "file").symlink_to(tmp_path / "victim")

@@ -100,12 +100,14 @@ def test_spikes_are_found_and_noise_is_not():
     assert findings.spikes(lines) == []
     for place in (700, 701, 702, 1500):
         lines[place] = {"step": 10 * place, "loss": 4.0 + (place == 701), "grad_norm": 7.0}
+    lines[1999] = {"step": 19990, "loss": 9.0}
     lines[2000] = {"step": 20000, "loss": "NaN"}
     found = findings.spikes(lines)
     assert [(one.step, one.last_step) for one in found] == [
-        (7000, 7020), (15000, 15000), (20000, 20000),
+        (7000, 7020), (15000, 15000), (19990, 20000),
     ]  # fmt: skip
     assert found[0].loss == 5.0
+    assert np.isnan(found[2].loss)
     assert found[0].grad_norm == 7.0
     assert found[0].before == pytest.approx(2.3, abs=0.1)
     assert findings.spikes(lines[:10]) == []

@@ -144,6 +144,23 @@ def test_a_restart_on_a_node_with_another_clock_has_its_own_lock(made_up_run):
         assert start.owner.restart_count == int(start.job["restart_count"])
 
 
+def test_a_job_that_loads_weights_does_not_get_the_lock_of_a_shell(made_up_run):
+    """The last start holds the lock, but has no entry in the record yet."""
+    record = made_up_run / "provenance.json"
+    content = json.loads(record.read_text())
+    del content["starts"][1:]
+    content["starts"][0]["slurm"] = {}
+    record.write_text(json.dumps(content))
+    locks = [made_up_run / ".lock" / f"owner-{number}" for number in (1, 2, 3)]
+    owners = [json.loads(lock.read_text()) for lock in locks]
+    locks[2].unlink()
+    for lock, owner, job in ((locks[0], owners[0], None), (locks[1], owners[2], "77")):
+        owner["owner"]["job"] = job
+        lock.write_text(json.dumps(owner))
+    starts = read_run(made_up_run).starts
+    assert [start.owner.job for start in starts] == [None, "77"]
+
+
 def test_a_strangers_run_shows_no_file_of_another_folder(made_up_run, tmp_path):
     (tmp_path / "secret.txt").write_text("of somebody else")
     (made_up_run / "hang.txt").unlink(missing_ok=True)

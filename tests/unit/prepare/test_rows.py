@@ -149,9 +149,18 @@ def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
         check_answers([ANSWER, QUESTION], 1)
 
 
+def test_a_variable_of_the_template_that_is_null_goes_with_a_text():
+    row = {"prompt": "q", "completion": "a", "chat_template_kwargs": {"enable_thinking": None}}
+    assert document_fields(row, "prompt_completion")["completion"] == "a"
+
+
 def test_a_chat_template_says_which_keys_of_messages_it_reads():
-    template = "{{ m.tool_plan }}{{ message['name'] }}{{ messages[0].get('date') }}{{ tool.kind }}"
-    counts = {f"message key {key}": 2 for key in ("tool_plan", "name", "date", "kind", "id")}
+    template = (
+        "{{ m.tool_plan }}{{ message['name'].strip() }}{{ messages[0].get('date') }}"
+        "{{ tool.kind }}{{ message['my-key'] }}"
+    )
+    keys = ("tool_plan", "name", "date", "kind", "my-key", "id")
+    counts = {f"message key {key}": 2 for key in keys}
     assert list_unread(counts | {"column name": 1000}, template) == (
         "column name (1,000), message key id (2), message key kind (2)"
     )

@@ -46,6 +46,13 @@ def tokenized(tokenizer, rows, backend="tokenizers"):
     return DocumentTokenizer(tokenizer, backend)(documents)
 
 
+def test_a_long_prompt_is_a_text_and_not_the_name_of_a_file():
+    text = "word " * 100
+    tokenizer = tokenizer_of("byte_level_cl100k")
+    (prompt,) = load_prompts([text], tokenizer, chats=False, most_tokens=10**6)
+    assert prompt.text == text
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_and_its_completion_have_the_ids_of_the_joined_text(family):
     tokenizer, rows = tokenizer_of(family), pairs()
