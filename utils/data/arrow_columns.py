@@ -21,14 +21,14 @@ PADDING = "attention_mask"
 LABELS = "labels"
 LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 IGNORED_LABEL = -100
-# Names of loss masks in other toolkits. Masks in the last line mark the tokens that are left out.
+# Names of loss masks in other toolkits. Masks in the last line mark tokens that are not trained on.
 FOREIGN_MASKS = (
     *("loss_mask", "loss_masks", "assistant_mask", "completion_masks", "response_mask"),
     *("train_mask", "target_mask", "labels_mask"),
     *("prompt_mask", "prompt_masks", "source_mask", "instruction_mask"),
 )
-# Columns of datasets with several documents in a row. If a row were read as one document, its
-# documents would attend to each other.
+# Columns that show that each row holds several documents. If such a row were read as one document,
+# these documents would attend to each other.
 PACKED_MARKS = ("seq_lengths", "position_ids", "seq_idx")
 
 STATE_FILE = "state.json"
@@ -36,7 +36,7 @@ STATE_FILE = "state.json"
 # batches would be read as a shorter dataset.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
-# Per segment: chunk index, start, stop.
+# Three lists with an item per segment: the chunk's index, and start and stop among its values.
 Bounds = tuple[list[int], list[int], list[int]]
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,9 @@ class ListColumn:
     """One list column over all record batches ("chunks") of a split.
 
     values: the flat values of each chunk, a view into the memory map.
-    first_documents: (chunks,) the first document of each chunk.
-    offsets: (documents + 1,) int64, where each document starts among all values of the column.
+    first_documents: (chunks,) the index of the first document of each chunk.
+    offsets: (documents + 1,) int64: where each document starts among all values of the column, and
+    the number of all values at the end.
     """
 
     name: str
@@ -62,7 +63,7 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return the chunk, and start and stop in it, of the values [start, stop) of each document.
+        """Return where values [start, stop) of each document are: (chunks, starts, stops).
 
         The arguments are int64 arrays of equal length. Columns with the same offsets have the same
         bounds.
@@ -72,7 +73,7 @@ class ListColumn:
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
     def documents(self, chunk: int, first: int, last: int) -> np.ndarray:
-        """Return the flat values of the documents [first, last) of one chunk."""
+        """Return the values of documents [first, last), which `chunk` holds, as one flat array."""
         base = self.offsets[self.first_documents[chunk]]
         return self.values[chunk][self.offsets[first] - base : self.offsets[last] - base]
 
@@ -122,17 +123,17 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the name of the loss-mask column, None without one."""
+    """Return the column that says which tokens are trained on; None if no column does."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 
 def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
-    """Return which tokens are trained on (bool) from values of the loss-mask column."""
+    """Return for each value of the column `loss_mask` whether its token is trained on (bool)."""
     return values != IGNORED_LABEL if loss_mask == LABELS else values != 0
 
 
 def open_columns(directory: Path) -> dict[str, ListColumn]:
-    """Open the columns that training reads, by name; all share one set of offsets.
+    """Open the columns that training reads, by name. All columns share one array of offsets.
 
     Raises ConfigurationError for columns with an unclear meaning, and for damaged files.
     """
@@ -185,7 +186,7 @@ def _schema_problems(names: list[str]) -> list[str]:
 
 
 def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
-    """Map a split's files as one table with their chunks; ConfigurationError for a damaged file."""
+    """Memory-map a split's files as one table; raises ConfigurationError for a damaged file."""
     tables = []
     for file in files:
         try:
@@ -212,9 +213,9 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 
 
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
-    """Return `column` as views: lists of integers of any width, or boolean masks (copied).
+    """Return a column of integer lists without a copy, or one of boolean masks as int8 (copied).
 
-    Raises ConfigurationError for other types, nulls and damage. where: the dataset's name in it.
+    where: a name for errors. Raises ConfigurationError for other types, nulls and damage.
     """
     kind, are = column.type, pa.types
     is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)

@@ -1,8 +1,8 @@
 """The description of a split: its statistics, the fingerprint of its content, and its origin.
 
 For data that Stoker prepared, the description is in stoker.json next to the files. For other data
-every token is read once, and the result is saved in the disk cache. A description is valid for
-files of the sizes and modification times that it names. If these differ, the contents decide.
+every token is read once, and the result is saved in the disk cache. A description names the sizes
+and modification times of the files. `open_token_dataset` reads the tokens again if these differ.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """Counts over all documents of a split, and the first row of every kind of fault (or None).
+    """Counts over all documents of a split, and the first row with each kind of fault (or None).
 
-    Rows are document indices. A document is without loss if no token after the first one is trained
-    on, because nothing predicts the first token.
+    A row is a document's index. first_row_without_loss: no token after the document's first one is
+    trained on. Nothing predicts the first token.
     """
 
     documents: int = 0
@@ -62,7 +62,7 @@ class Description:
 
     tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
     preparation: sources, settings and counts; JSON values.
-    files, modified_ns: size and modification time of each file, in order, at measurement.
+    files, modified_ns: {file name: its size or modification time when the split was measured}.
     """
 
     statistics: Statistics
@@ -76,7 +76,7 @@ class Description:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":
-        """Read the JSON form and ignore other keys; raises KeyError or TypeError."""
+        """Read a description from JSON and ignore unknown keys; raises KeyError or TypeError."""
         known = {each.name: content.get(each.name) for each in fields(cls)}
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}
@@ -84,13 +84,13 @@ class Description:
 
 
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the files' sizes and modification times by name, in order."""
+    """Return {name: bytes} and {name: modification time in ns} of the files, in order."""
     stats = [(file.name, file.stat()) for file in files]
     return {name: s.st_size for name, s in stats}, {name: s.st_mtime_ns for name, s in stats}
 
 
 def read_description(directory: Path) -> Description | None:
-    """Return the content of stoker.json; None without the file. Raises ConfigurationError."""
+    """Return the content of stoker.json, None if it is missing; raises ConfigurationError."""
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None
@@ -155,7 +155,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
-    """Yield (chunk, first, last): documents [first, last) of one chunk, about BLOCK_TOKENS long."""
+    """Yield (chunk, first, last). Documents [first, last) have about BLOCK_TOKENS tokens."""
     ends = np.append(tokens.first_documents[1:], len(tokens.offsets) - 1)
     for chunk, end in enumerate(ends.tolist()):
         first = int(tokens.first_documents[chunk])
@@ -170,7 +170,7 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 def _add_block(
     found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
-    """Add documents to the statistics. first: their first row; block: their values by column."""
+    """Add documents to `found`. first: the row of the first document; block: values by column."""
     ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
         ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]
@@ -188,7 +188,7 @@ def _add_block(
             faults["first_bad_mask_row"] = (mask != 0) & (mask != 1)
         found.loss_tokens += int(np.count_nonzero(trained))
         sums = np.concatenate([[0], trained.cumsum()])
-        # By document: the sum at its end minus the sum at the end of its first token.
+        # For each document: the trained tokens up to its end, without its first token.
         after_first = sums[starts[1:]] - sums[np.minimum(starts[:-1] + 1, starts[1:])]
         without = np.flatnonzero((after_first == 0) & (np.diff(starts) > 0))
         if without.size and found.first_row_without_loss is None:

@@ -29,11 +29,11 @@ Batch = dict[str, torch.Tensor]
 
 
 def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
-    """Move a micro-batch to the device and return the model's inputs, computed there.
+    """Move a micro-batch to the device, and compute the model's inputs there.
 
     Copies from pinned memory do not block. input_ids, labels, position_ids: (B, T) int64.
-    Labels are unshifted: -100 where a token is not trained on. Positions count from 0 in each
-    segment. max_length_q and _k: an upper bound of the segment lengths.
+    Labels are not shifted; they are -100 for tokens that are not trained on. Positions count from 0
+    in each segment. max_length_q and _k: an upper bound of the segment lengths.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids, cu_seq_lens = moved.pop("input_ids").long(), moved.pop("cu_seq_lens")
@@ -41,7 +41,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     segment_starts = cu_seq_lens[:-1].repeat_interleave(cu_seq_lens.diff(), output_size=tokens)
     positions = torch.arange(tokens, device=device) - segment_starts
     # Flash kernels start work for this many tokens of each segment, and may plan again for each new
-    # bound. A power of two gives few bounds. `batch` is on the host: reading it does not block.
+    # value. Powers of two give few values. `batch` is on the host, so reading it does not block.
     longest = int(np.diff(batch["cu_seq_lens"].numpy()).max())
     longest = min(1 << (longest - 1).bit_length(), input_ids.shape[1])
     return {
@@ -57,7 +57,7 @@ def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
 
 
 class DocumentPart(NamedTuple):
-    """Tokens [start, stop) of a document, which is a row (from 0) of a dataset."""
+    """Tokens [start, stop) of one document. document: its row in the dataset, counted from 0."""
 
     dataset: Path
     document: int
@@ -85,10 +85,10 @@ class PackedDataset(Dataset):
         return int(self.first_of_source[-1])
 
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
-        """Return the micro-batch of these sequences; PADDING_SEQUENCE is padding only."""
+        """Return the micro-batch of these sequence numbers; PADDING_SEQUENCE gives only padding."""
         count, length = len(sequences), self.sequence_length
-        # For each segment by source, then for each padded tail: its sequence (as an index in
-        # `sequences`), its token ids, and a mask that is not 0 for trained tokens.
+        # For the segments of each source, then for the padded tails: the sequence (as an index in
+        # `sequences`), the token ids, and a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
         free = np.full(count, length)
         sources = np.zeros((len(self.plans), count), dtype=bool)
@@ -141,7 +141,7 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (source, indices into `sequences`, sequence numbers in the source) by source."""
+        """Yield (source, indices into `sequences`, sequence numbers in the source) per source."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -149,14 +149,14 @@ class PackedDataset(Dataset):
 
 
 class TokenCounts:
-    """The real tokens (no padding) of all steps so far, over all ranks and starts of a run.
+    """The number of tokens, without padding, in all steps of a run so far and on all ranks.
 
-    Every rank computes the same counts, without communication. `by_name` has the tokens of each
-    source, including sources that the run no longer uses.
+    The steps before a resume count as well. Every rank computes the same counts, without
+    communication. `by_name`: the tokens of each source, also of sources that are no longer used.
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
-        """`in_step` returns the tokens of a 0-based step, int64 (sources,)."""
+        """`in_step` returns each source's number of tokens in a step (from 0), int64 (sources,)."""
         self.in_step, self.names = in_step, tuple(names)
         self.resume(0, {})
 
@@ -165,7 +165,7 @@ class TokenCounts:
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
-        """Count the steps before `steps` that are not counted yet; return all tokens so far."""
+        """Add the tokens of the steps below `steps` that are not counted yet; return the total."""
         for step in range(self.steps, steps):
             for name, tokens in zip(self.names, self.in_step(step).tolist(), strict=True):
                 self.by_name[name] += tokens
@@ -174,7 +174,7 @@ class TokenCounts:
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Return short names of datasets: only the last parts of their paths that differ.
+    """Return a short name for each dataset: the last part of its path where the paths differ.
 
     /data/web/train and /data/code/train are named web and code. Known secrets are masked, because
     the names appear in metrics and checkpoints.
@@ -192,9 +192,9 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 class TrainLoader:
     """The training micro-batches of one rank over the whole run.
 
-    Iteration starts where `batch_sampler` resumes. The loader draws no global random numbers, so a
-    resumed run draws the same numbers as an uninterrupted run. `wait_s`: the seconds that training
-    waited for batches. `tokens_seen` counts the run's tokens.
+    Iteration starts where `batch_sampler` resumes. It draws nothing from global random
+    generators, so a resumed run draws the same numbers as an uninterrupted run. `wait_s`: the
+    seconds that training waited for batches. `tokens_seen` counts the run's tokens.
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
@@ -227,7 +227,7 @@ def eval_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a loader of these micro-batches; `options` are those of torch's DataLoader."""
+    """Return a DataLoader of these micro-batches; `options`: its settings for worker processes."""
     if num_workers == 0:
         options = {}  # without workers, torch refuses options for workers
     return DataLoader(

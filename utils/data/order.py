@@ -13,19 +13,19 @@ from functools import lru_cache
 import numpy as np
 from torch.utils.data import Sampler
 
-# Small domains mix slowly. With 24 rounds, a chi-squared test of 48,000 draws finds all orders of 5
-# or 6 items equally likely. With 8 rounds, some are twice as frequent as others.
+# Rounds of `_feistel`. Small ranges need more rounds: with 24, a chi-squared test of 48,000 draws
+# finds all orders of 5 or 6 items equally likely. With 8, some are twice as frequent as others.
 ROUNDS = 8
 ROUNDS_BELOW_16_BITS = 24
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 BLOCK = 1024  # samples per block; weighted sources are mixed inside a block
-BLOCK_KEYS = -1  # the key stream of blocks; the key streams of sources are 0, 1, ...
-EVAL_KEYS = -2  # the key stream of evaluations
+BLOCK_KEYS = -1  # `stream` of derive_keys for blocks; sources use the streams 0, 1, ...
+EVAL_KEYS = -2  # `stream` of derive_keys for evaluations
 CACHED_BLOCKS = 8
 
 PADDING_SEQUENCE = -1
-# Compute the sequences of several steps together: a call costs as much for 1 sample as for 500.
+# Compute about this many samples in one call: a call costs as much for 1 sample as for 500.
 SAMPLES_AT_ONCE = 2048
 
 
@@ -82,7 +82,7 @@ class SampleOrder:
 
     Without weights all sequences of all sources form one list of N. Sample s is number P(s mod N)
     of this list; P is the permutation with the key of (seed, epoch s div N). With weights (relative
-    shares of samples, one per source) samples come in blocks of BLOCK. `samples_before` says how
+    shares of samples, one per source) every BLOCK samples form a block. `samples_before` says how
     many samples of a block are from each source, and a keyed permutation mixes them inside the
     block. The k-th sample of a source with n sequences is number P(k mod n) of the source; here P
     is the permutation with the key of (seed, source, epoch k div n).
@@ -121,7 +121,7 @@ class SampleOrder:
         return np.array([float(weight / sum(self.weights)) for weight in self.weights])
 
     def epochs_before(self, sample: int) -> list[float]:
-        """Return the epochs of each source in the first `sample` samples."""
+        """Return how many epochs of each source the first `sample` samples cover."""
         if self.weights is None:
             return [sample / self.total] * len(self.per_source)
         block, inside = divmod(sample, BLOCK)
@@ -129,7 +129,7 @@ class SampleOrder:
         return ((drawn + self.samples_before(block * BLOCK)) / self.per_source).tolist()
 
     def samples_before(self, sample: int) -> list[int]:
-        """Return how many of the first `sample` samples come from each source, before mixing.
+        """Return how many of the first `sample` samples are from each source, without mixing.
 
         Source 0 gives round(n w0 / (w0 + w1 + ...)) of n samples, source 1 its share of the rest,
         and so on. Each count grows by 0 or 1 with n, and the shares are exact in the long run.
@@ -142,7 +142,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return each sample's source, and its number in that source's order; int64 (2, BLOCK)."""
+        """Return each sample's source and its number within the source; int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))

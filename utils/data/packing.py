@@ -1,6 +1,6 @@
 """Packing of documents into sequences of a fixed length: pure functions of the lengths.
 
-`plan_packing` is the entry; `best_fit` and `_concatenated` are its two algorithms.
+Other modules call `plan_packing`. `best_fit` and `_concatenated` are its two algorithms.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from utils.config.errors import ConfigurationError
 
 
 class Segments(NamedTuple):
-    """Tokens [start, stop) of documents, as three arrays of equal length."""
+    """Parts of documents, as three equally long arrays: tokens [start, stop) of each document."""
 
     document: np.ndarray
     start: np.ndarray
@@ -36,8 +36,8 @@ class PackPlan:
     """The segments of documents that fill each sequence.
 
     Sequence i holds the segments from sequence_offsets[i] up to sequence_offsets[i + 1].
-    sequence_offsets: (sequences + 1,) int64. counts: the number of documents by treatment (split,
-    truncated, ...), in the words of the log.
+    sequence_offsets: (sequences + 1,) int64. counts: how many documents are split,
+    truncated or left out; its keys are words for the log.
     """
 
     sequence_length: int
@@ -63,7 +63,7 @@ class PackPlan:
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return the segments of these sequences, and the index in `sequences` of each segment."""
+        """Return (each segment's index in `sequences`, the segments) for these sequence numbers."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))
@@ -78,7 +78,7 @@ def plan_packing(
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None = None,
     where: str = "the dataset",
 ) -> PackPlan:
-    """Return the plan that packs documents of these lengths into sequences; deterministic.
+    """Return a plan for packing documents of these lengths; equal arguments give equal plans.
 
     packing: best_fit (best-fit decreasing; documents that fit a sequence are not cut), concat
     (documents in order, cut at the end of a sequence) or none (one piece per sequence).
@@ -86,7 +86,8 @@ def plan_packing(
     so that every next-token target occurs exactly once), error, truncate or drop.
     has_targets: `TokenDataset.has_targets`, to leave out truncated documents without a trained
     token. Documents of one token are left out as well: they have nothing to predict.
-    Raises ConfigurationError, naming `where`, for `error` and if no document is left.
+    where: the dataset's name in errors. Raises ConfigurationError if no document is left, and for a
+    document that is too long if on_overlong is "error".
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     long = np.flatnonzero(lengths > sequence_length)
@@ -134,7 +135,7 @@ def _tokens_used(
     on_overlong: str,
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None,
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return the number of used tokens of each document (0: left out), and the plan's counts."""
+    """Return each document's number of used tokens (0: left out), and the `counts` of PackPlan."""
     used = np.where(lengths < 2, 0, lengths)
     counts = {}
     if on_overlong == "split":
@@ -200,22 +201,22 @@ def _concatenated(
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the number of each piece's sequence, by best-fit decreasing bin packing.
+    """Return for each piece the number of its sequence, by best-fit decreasing bin packing.
 
-    lengths: (pieces,) integers in [1, capacity]. Longest first, ties by index; each piece goes to
-    the sequence with the least free space that is enough, or opens a new sequence. Sequences are
-    numbered in the order in which they are opened.
+    lengths: (pieces,) integers in [1, capacity]. Longer pieces are placed first, equal ones by
+    index. A piece goes to the fullest sequence that has room for it, or opens a new sequence.
+    Sequences are numbered in the order in which they are opened.
 
-    All pieces of one length are placed together. The result is the same, because a sequence that
-    took a piece stays the tightest one until it cannot take another. So the work grows with the
-    number of different lengths and free spaces, not with pieces times sequences.
+    All pieces of one length are placed together. The result is the same as one by one, because the
+    sequence that took a piece remains the fullest one until it has no room for another. So the work
+    grows with the number of different lengths and free spaces, not with pieces times sequences.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # For batches of pieces in the order of `order`: the sequences that take them, the number of
-    # pieces per sequence, and the number of these sequences.
+    # Pieces are placed in batches, in the order of `order`. taking: the sequences of all batches.
+    # For each batch, each_takes: the pieces per sequence; in_batch: the number of its sequences.
     taking: list[int] = []
     each_takes: list[int] = []
     in_batch: list[int] = []

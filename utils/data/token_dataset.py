@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
 READ_AGAIN_TOKENS = 2**32  # reading this many tokens takes about a minute
 ROWS_LOOKED_AT = 4096  # rows that are checked for padding, spread over the dataset
-PADDING_RUN = 4  # equal tokens at a row's end that may be padding
+PADDING_RUN = 4  # this many equal tokens at the start or end of a row may be padding
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content, independent of its path and its division into files."""
+        """Hash of tokens and loss masks, independent of the path and the division into files."""
         return self.description.fingerprint
 
     @property
@@ -132,7 +132,7 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     of more than READ_AGAIN_TOKENS is not measured.) With several ranks, one rank should open the
     split first: the others then find its statistics in the cache.
 
-    Raises ConfigurationError if it is no token dataset, or stoker.json describes other contents.
+    Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
     """
     directory = find_split(path, default_split)
     files, columns = data_files(directory), open_columns(directory)
@@ -221,8 +221,8 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
     """Yield the fault of a dataset that is padded to one length without an attention_mask.
 
-    The signs: at least 5 % of the rows, and at least two, begin with the same repeated token, or
-    end with it and train on it.
+    A dataset counts as padded if all rows have one length, and at least 5 % of them (at least two)
+    begin with the same repeated token, or end with one that is trained on.
     """
     found = dataset.statistics
     length = found.longest_document

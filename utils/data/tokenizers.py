@@ -55,7 +55,7 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
 
 
 def _check_ids(folder: Path) -> None:
-    """Raise ConfigurationError if an id is not a number: its token would be left out silently."""
+    """Raise ConfigurationError if vocab.json has an id that is no number, which loses the token."""
     path = folder / "vocab.json"
     if path.is_file() and not (folder / "tokenizer.json").exists():  # else vocab.json is not read
         for word, number in read_object(path).items():
@@ -69,7 +69,7 @@ def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
-    """Return the smallest unsigned type that holds every token id."""
+    """Return uint16 if it can hold every token id, else uint32."""
     return np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
 
@@ -93,13 +93,13 @@ def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return a hash of the chat template that is saved with the tokenizer."""
+    """Return a hash of the tokenizer's chat template; None if it has no single template."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
 
 def without_training_marks(template: str) -> str:
-    """Return a chat template that renders the same, with {% with %} for {% generation %}.
+    """Replace {% generation %} by {% with %} in a chat template; it renders the same text.
 
     Only transformers knows {% generation %}. {% with %} has the same scope, and trims blanks in the
     same way.
@@ -123,7 +123,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return what differs in the first tokenizer from the other: special tokens, words or rules."""
+    """Return sentences on how two tokenizers differ: special tokens, words, splitting rules."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"
