@@ -1,6 +1,6 @@
-"""The settings of a run: each field is a flag and a key of recipes.
+"""The settings of a run. Each field is a flag and a key of recipes (YAML files).
 
-The functions below read values such as `DIR=weight`, `NAME=DIR`, `50B` and `10:13`.
+The functions at the end parse values such as `DIR=weight`, `NAME=DIR`, `50B` and `10:13`.
 """
 
 import copy
@@ -210,7 +210,7 @@ class _ChangedDefaults:
 
     # The filter would hide NaN and wait for the device twice in every micro-batch.
     logging_nan_inf_filter: bool = setting(False, "leave NaN and infinite losses out of the mean")
-    # transformers' 500 steps may take a night: use TRL's 10 for both scripts.
+    # transformers' default, 500 steps, may take a night: both scripts have TRL's default, 10.
     logging_steps: float = setting(10, "steps between two logs; below 1 a share of all steps")
     # With several nodes the same line would be logged once per node.
     log_on_each_node: bool = setting(False, "log on the first rank of every node")
@@ -226,7 +226,7 @@ class _ChangedDefaults:
         "bfloat16 mixed precision; null: as in the accelerate config, or else on if a CPU with "
         "AMX or AVX512-BF16 trains",
     )
-    # transformers only knows true (our full). RunPlan.training_arguments gives Trainer a boolean.
+    # transformers has true (here: full) or false: RunPlan.training_arguments passes a boolean.
     activation_checkpointing: bool | str | None = setting(
         None,
         "what the backward pass computes again to save memory: none, selective (all but products "
@@ -248,22 +248,22 @@ class _ChangedDefaults:
     hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
-    # HangWatch acts earlier if hang_timeout_s is at most 2000. Its report says more than torch's.
+    # Our HangWatch acts before torch if hang_timeout_s is at most 2000, and reports more.
     ddp_timeout: int = setting(7200, "seconds after which torch aborts a collective")
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
     prediction_loss_only: bool = True
 
     def __post_init__(self) -> None:
-        as_boolean = {"none": False, "full": True}  # as transformers writes these two
+        as_boolean = {"none": False, "full": True}  # transformers' values of these two
         if isinstance(self.activation_checkpointing, str):
             word = self.activation_checkpointing
             self.activation_checkpointing = as_boolean.get(word, word)
         super().__post_init__()  # type: ignore[misc] # the libraries' class comes after this one
         if self.device.type == "cpu":  # type: ignore[attr-defined]
-            self.dataloader_pin_memory = False  # nothing to copy to; torch would only warn
+            self.dataloader_pin_memory = False  # there is no GPU to copy to
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings for trackers, without known secrets."""
+        """Return the settings for trackers such as wandb, with known secrets masked."""
         return redacted(super().to_dict())  # type: ignore[misc]
 
 
@@ -276,7 +276,7 @@ class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc]
 class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wider type
     """The training, as trl.SFTConfig names it, for data that is tokenized and packed already."""
 
-    # TRL would turn recomputation on, which costs 20 % of the speed.
+    # TRL would turn activation checkpointing on, which costs 20 % of the speed.
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment] # as transformers'
         None, "deprecated: use activation_checkpointing"
     )
@@ -288,14 +288,14 @@ class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wid
 
 
 def with_values(arguments: Arguments, **values: Any) -> Arguments:
-    """Return a copy with some values replaced, without `__post_init__`, which sets up devices."""
+    """Return a copy with replaced values. Skip `__post_init__`, which would set up devices."""
     copied = copy.copy(arguments)
     vars(copied).update(values)
     return copied
 
 
 def token_count(written: float | str) -> int:
-    """Return the number of tokens of `50e9`, "50e9" or "50B"; raise ValueError for anything else.
+    """Parse a number of tokens: 50e9, "50e9" or "50B". Raise ValueError for any other form.
 
     >>> token_count("1.5B"), token_count("500 M"), token_count(50e9)
     (1500000000, 500000000, 50000000000)
@@ -312,7 +312,7 @@ def token_count(written: float | str) -> int:
 
 
 def profiled_steps(written: str) -> tuple[int, int]:
-    """Return (first step, step after the last) of `10:13` or `10`. Raises ValueError otherwise.
+    """Parse `10:13` or `10` to (first step, last step + 1). Raise ValueError for other forms.
 
     >>> profiled_steps("10:13"), profiled_steps("10")
     ((10, 13), (10, 11))
@@ -329,15 +329,15 @@ def profiled_steps(written: str) -> tuple[int, int]:
 
 
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
-    """Return each directory of the entries `DIR` or `DIR=weight` with its weight; None: no weight.
+    """Parse the entries `DIR` or `DIR=weight` to {directory: weight}. `DIR` has the weight None.
 
-    Raises ValueError for another entry, a directory given twice, and weights for only some entries.
+    Raises ValueError for any other entry, a directory given twice, and weights for only some.
     """
     sources: dict[str, float | None] = {}
     for entry in entries:
         directory, equals, tail = entry.rpartition("=")
         weight = None
-        if not equals or "/" in tail:  # the sign belongs to the path
+        if not equals or "/" in tail:  # the = is part of the path
             directory = entry
         else:
             with suppress(ValueError):
@@ -356,9 +356,9 @@ def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
-    """Return {name: directory} of the entries `NAME=DIR` or `DIR` (named like its folder).
+    """Parse the entries `NAME=DIR` or `DIR` to {name: directory}. `DIR` takes its folder's name.
 
-    Raises ValueError for another entry, and for a name given twice.
+    Raises ValueError for an entry of any other form, and for a name given twice.
     """
     splits: dict[str, str] = {}
     for entry in entries:
@@ -383,6 +383,6 @@ def counted_ranks(number: int) -> str:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch, at most the given one, that divides the batch; or 0."""
+    """Return the largest micro-batch (at most the given) that fits batch and ranks; or 0."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

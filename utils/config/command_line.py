@@ -1,4 +1,4 @@
-"""Reads settings from flags and recipes, and reports all faults at once."""
+"""Reads settings from flags and recipes, and reports all faults in one error."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,11 +42,11 @@ def read_settings(
 ) -> SettingValues:
     """Read the settings that the dataclasses declare from flags, recipes and defaults.
 
-    Flags win over recipes, later recipes over earlier ones, and both over defaults. settle:
-    functions that reset settings without effect and derive missing ones. checks: run last; a check
-    ends if it reads a missing or faulty setting. Raises ConfigurationError with every fault.
-    `--help` prints and exits with code 0. `--print_config` checks the settings as for a dry run,
-    then raises Answer: no run starts.
+    Flags win over recipes, later recipes win over earlier ones. settle: functions that reset
+    settings without effect and derive missing ones. checks: functions that yield faults, called
+    last. Either ends if it reads a missing or faulty setting. Raises ConfigurationError with every
+    fault. `--help` prints and exits with code 0. `--print_config` checks the settings as for a dry
+    run, then raises Answer with the text to print.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -59,15 +59,15 @@ def read_settings(
         flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
-    complete = not problems  # else a faulty file or word may hold what is missing
+    complete = not problems  # else a faulty file or flag may have a missing setting
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     for settlement in settle:
-        with suppress(UnusableSettingError):  # a fault above says why
+        with suppress(UnusableSettingError):  # its fault is in `problems`
             settlement(values)
     if complete:
         for check in (check_required, *checks):
-            with suppress(UnusableSettingError):  # a fault above says why
+            with suppress(UnusableSettingError):  # its fault is in `problems`
                 problems.extend(check(values))
     if printed not in (None, [], ["all"]):
         problems.append(f"--print_config: expected nothing or all, got {' '.join(printed)}")
@@ -79,7 +79,7 @@ def read_settings(
 
 
 def check_required(values: SettingValues) -> Iterator[str]:
-    """Refuse missing required settings, and mark them unusable for the other checks."""
+    """Yield a fault for each missing required setting. Mark it unusable for the other checks."""
     for name, declaration in values.declared.items():
         if declaration.required and name not in {*values.given, *values.unusable}:
             values.unusable.add(name)
@@ -89,7 +89,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Return the given values in the types of their settings. Add each fault to `problems`."""
+    """Return the given values, converted to their settings' types. Add faults to `problems`."""
     values = SettingValues(declared, {})
     for name, entry in entries.items():
         is_flag, value = entry.rank == FLAGS_RANK, entry.value
@@ -109,7 +109,7 @@ def _checked_values(
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the words after each flag (`--a-b=word` is `--a_b word`), and the faults found."""
+    """Return {flag: words after it}, and the faults. `--a-b=word` counts as `--a_b word`."""
     flags: dict[str, list[str]] = {}
     problems = []
     words: list[str] | None = None

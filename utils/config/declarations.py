@@ -1,6 +1,6 @@
 """Settings: their declarations in argument classes, and their values with the source of each.
 
-A table maps an answer to an unknown name (a reason or our name) to the names that get the answer.
+REFUSED and other_names.yaml map an answer for the user to the names of settings that get it.
 """
 
 import copy
@@ -33,11 +33,11 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Turn a table (answer -> names in one string) into a mapping (name -> answer)."""
+    """Turn {answer: names separated by spaces} into {name: answer}."""
     return {name: answer for answer, names in table.items() for name in names.split()}
 
 
-# Fields of the libraries that keep their defaults; the reason completes "... cannot be set here:".
+# Library settings that a user cannot set. The reason completes "... cannot be set here:".
 REFUSED = by_name({
     "strategy says how processes share the model, as in strategy: fsdp2": ""
     "deepspeed fsdp fsdp_config parallelism_config",
@@ -82,16 +82,16 @@ REFUSED = by_name({
 
 
 class UnusableSettingError(LookupError):
-    """An attempt to read a setting that is missing or faulty. A check that does so ends."""
+    """The error of reading a missing or faulty setting. It ends the check that reads it."""
 
 
 @dataclass(frozen=True)
 class Declaration:
     """A setting: a field of an argument class.
 
-    types: the members of its type hint, such as `int | None`. origins: the same, with list for
-    `list[str]`. choices: the allowed values besides null; None: any value of these types. default:
-    None if the setting is required.
+    types: the members of the type hint, as (int, NoneType) of `int | None`. origins: the same, but
+    list for `list[str]`. choices: the allowed values besides null; None: all values of the types.
+    default: None if the setting is required.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Declaration:
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any) -> Any:
-    """Declare a setting in an argument class; without a default it is required."""
+    """Declare a setting as a field of a dataclass. Without a default it is required."""
     metadata = {"help": help, **metadata}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -132,7 +132,7 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
     if each.default_factory is not missing:
         default = each.default_factory()
     choices = each.metadata.get("choices")
-    for member in types:  # `SomeEnum | str`, as transformers writes it, means the enum's values
+    for member in types:  # transformers' `SomeEnum | str` allows only the enum's values
         if isinstance(member, type) and issubclass(member, Enum):
             choices = tuple(item.value for item in member)
     return Declaration(
@@ -153,10 +153,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def checked_value(declaration: Declaration, value: Any) -> Any:
-    """Return the value as the type of the setting; raise ValueError with what was expected.
+    """Return the value, converted to the setting's type. Raise ValueError if it does not fit.
 
-    An integer is accepted as a number, and one value as a list of one; but 4.0 is not an integer, 1
-    is not true, and "3" is not a number. null resets a setting whose default is in NOTHING.
+    An integer is converted to a float, and a single value to a list of one. But 4.0 is no integer,
+    1 is not true, and "3" is no number. null resets a setting whose default is in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -187,11 +187,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, list) and get_origin(hint) is list:
         elements = _members(*get_args(hint))
         return all(any(_fits(item, element) for element in elements) for item in value)
-    return type(value) is (get_origin(hint) or hint)  # true is no integer
+    return type(value) is (get_origin(hint) or hint)  # isinstance would take true for an int
 
 
 def is_true(variable: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a variable has one of the words that mean true to accelerate."""
+    """Return whether an environment variable has a value that accelerate reads as true."""
     words = ("1", "true", "yes", "on", "y", "t")  # accelerate/utils/environment.py, str_to_bool
     return environment.get(variable, "").lower() in words
 
@@ -206,7 +206,7 @@ def shown(value: Any) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return the placeholder of a setting's value in a command line: its choices, or its type."""
+    """Return how help texts show a setting's value: "a|b" for choices, else as INTEGER or TEXT."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -217,8 +217,8 @@ def placeholder(declaration: Declaration) -> str:
 class Given:
     """A value and its source: "recipes/demo.yaml:3", "--seed", or the reason of a derived value.
 
-    rank: the strength of the source. 0: derived from other settings. 1 and more: recipe files in
-    the order they were read. FLAGS_RANK: flags.
+    rank: the source of the highest rank wins. 0: derived from other settings. 1, 2, ...: recipe
+    files in the order they were read. FLAGS_RANK: flags.
     """
 
     value: Any
@@ -233,9 +233,9 @@ DEFAULT = Given(None, "default")
 class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before objects are built from them.
 
-    unusable: missing or faulty settings; reading one raises UnusableSettingError. notes: lines to
-    log on overruled and derived settings. environment: the variables of the launch. In a dry run
-    they describe the launch that is planned.
+    unusable: missing or faulty settings; reading one raises UnusableSettingError. notes: lines for
+    the log on overruled and derived settings. environment: the environment variables of this
+    process, or in a dry run those of the planned run.
     """
 
     declared: Mapping[str, Declaration]
@@ -259,7 +259,7 @@ class SettingValues(Mapping[str, Any]):
             raise UnusableSettingError(name)
         if name in self.given:
             return self.given[name].value
-        return copy.copy(self.declared[name].default)  # each reader gets its own list
+        return copy.copy(self.declared[name].default)  # no reader can change the default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.declared)
@@ -268,7 +268,7 @@ class SettingValues(Mapping[str, Any]):
         return len(self.declared)
 
     def written(self, name: str) -> Any:
-        """Return a value as a recipe has it: a count is 180, not 180.0."""
+        """Return a value as written in a recipe: a count of steps or tokens is 180, not 180.0."""
         value, default = self[name], self.declared[name].default
         is_count = type(default) is int or name.endswith(("_steps", "_tokens", "_epochs"))
         return int(value) if is_count and type(value) is float and value.is_integer() else value
@@ -278,16 +278,16 @@ class SettingValues(Mapping[str, Any]):
         return self.given.get(name, DEFAULT).source
 
     def rank(self, name: str) -> int:
-        """Return the rank of the source of a setting: 0 if nobody gave it."""
+        """Return the rank of a setting's source (see Given): 0 for a default or derived value."""
         return self.given.get(name, DEFAULT).rank
 
     def derive(self, name: str, value: Any, why: str) -> None:
-        """Set a value that follows from other settings, and add a line to log."""
+        """Set a value that follows from other settings, and add a line to `notes`."""
         self.given[name] = Given(value, why)
         self.notes.append(f"{name} {shown(value)}: {why}")
 
     def changed(self, name: str) -> bool:
-        """Return whether a setting exists and has another value than its default."""
+        """Return whether a setting is declared and differs from its default."""
         return name in self and self[name] != self.declared[name].default
 
     def shown(self, name: str) -> str:
@@ -295,7 +295,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Build an argument class from its given settings. Raises ConfigurationError."""
+        """Create the dataclass from its given settings and `instead`. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})
@@ -311,14 +311,14 @@ Check = Callable[[SettingValues], Iterable[str]]
 
 @cache
 def other_names() -> dict[str, str]:
-    """Return other toolkits' names of settings, each with our name or with advice."""
-    import yaml  # the launcher imports this module before it knows whether packages are there
+    """Return {setting of another toolkit: our name for it, or advice to the user}."""
+    import yaml  # the launcher imports this module before it checks the packages
 
     return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
 
 
 def unknown_name(written: str, known: Iterable[str]) -> str:
-    """Return why a setting is refused, or our name for the setting that was probably meant.
+    """Return the message on an unknown setting: why it is refused, or what was probably meant.
 
     `written` is "--lr" on a command line and "lr" in a recipe.
     """

@@ -43,7 +43,7 @@ OWN_FLAGS = {
     "a recipe; all: every one",
     "help NAME ...": "all about one setting; --help all: every setting in short",
 }
-OF_A_COMMAND = ("dry_run", "assume", "suggest")  # settings for one command, not for a recipe
+OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
 # Pages that explain a setting. A test checks that each page names its settings.
 PAGES = {
     "docs/data.md": "train_data on_overlong packing sources eval_sources columns tokenizer_backend "
@@ -75,9 +75,9 @@ LIBRARIES = {
 def help_text(
     declared: Mapping[str, Declaration], prog: str, description: str, words: Sequence[str] = ()
 ) -> str:
-    """Return the text of `--help WORDS`: common settings, all settings, or all about WORDS.
+    """Return the text of `--help` (common settings), `--help all` or `--help NAME ...`.
 
-    Raises ConfigurationError for a word that is no setting; the message names similar settings.
+    Raises ConfigurationError for an unknown setting; the message names similar settings.
     """
     is_run = "train_data" in declared
     if is_run and not words:
@@ -128,7 +128,7 @@ def _columns(left: str, right: str, at: int = 38) -> list[str]:
 
 
 def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
-    """Yield every setting under the docstring of its class, with type, help and default."""
+    """Yield the lines of `--help all`: each class docstring, its settings, help and defaults."""
     yield "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all."
     for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
         yield f"\n{owner.__doc__}"
@@ -168,7 +168,7 @@ def _story(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
 
 
 def _whose_default(declaration: Declaration) -> str:
-    """Return who chose the default, and the library's own default if Stoker or TRL changed it."""
+    """Return who set the default and what it replaces, as in "(Stoker; transformers has 500)"."""
     if declaration.required:
         return ""
     sources: dict[str, type] = {}
@@ -189,7 +189,7 @@ def _whose_default(declaration: Declaration) -> str:
 
 
 def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
-    """Yield "while X is Y" for each rule by which a setting has no effect."""
+    """Yield "while X is Y" or "unless X is Y" for each rule that makes a setting ineffective."""
     for cause, applies, names in RULES:
         if name in names.split():
             known = declared[cause].choices or (
@@ -208,8 +208,8 @@ def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
 def config_text(values: SettingValues, every: bool) -> str:
     """Return settings as a recipe, each with its source in a comment.
 
-    Given settings are YAML. Derived settings are comments, because another launch derives them
-    again. With `every`, defaults are also listed as comments.
+    Settings that the user gave are YAML. Derived settings are comments, because each start derives
+    them again. With `every`, defaults are also listed as comments.
     """
     lines, derived, defaults = [], [], []
     for name in values:

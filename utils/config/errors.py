@@ -1,4 +1,4 @@
-"""The errors that a user can repair, the exit codes of all scripts, and reports for the log."""
+"""The errors that a user can repair, the exit codes of all scripts, and a list of log lines."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """The exit code of a process. Users and the scripts in slurm/ read it.
 
-    The scripts requeue a job only after STOPPED and LOST_RANK, when another start can help.
+    The scripts requeue a job only after STOPPED and LOST_RANK: then another start can help.
     """
 
     DONE = 0
@@ -23,18 +23,18 @@ class ExitCode(IntEnum):
 
 
 class Report(list[tuple[int, str]]):
-    """Lines for the log, each with its level. Planning functions return them and do not log.
+    """Log lines (level, text). Functions that plan a run collect them, and their caller logs.
 
-    An exception that leaves the block `with Report() as report` carries the lines. A
-    ConfigurationError has them in `report`. Python shows those of others below the traceback.
+    If an exception leaves the block `with Report() as report`, it takes the lines along: a
+    ConfigurationError in its `report`, any other as notes, which Python prints after the traceback.
     """
 
     def say(self, text: str) -> None:
-        """Add a fact."""
+        """Add a line of level INFO."""
         self.append((logging.INFO, text))
 
     def warn(self, text: str) -> None:
-        """Add a warning."""
+        """Add a line of level WARNING."""
         self.append((logging.WARNING, text))
 
     def __enter__(self) -> "Report":
@@ -52,13 +52,13 @@ class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
     problems: every fault found, so that one start shows them all. Scripts print the faults without
-    a traceback on rank 0 and exit with `exit_code`. report: log lines (level, text) from before the
-    refusal.
+    a traceback on rank 0 and exit with `exit_code`. report: log lines (level, text) that were
+    collected before the error (see Report).
     """
 
     exit_code = ExitCode.REFUSED
     kind = "configuration error"
-    ending = "refused"  # the launcher's word for the end: the run was refused, or it failed
+    ending = "refused"  # the launcher logs that the run was "refused" or "failed"
 
     def __init__(self, problems: str | Sequence[str], report: Sequence[tuple[int, str]] = ()):
         self.report = report
@@ -67,7 +67,7 @@ class ConfigurationError(ValueError):
 
 
 class Answer(SystemExit):
-    """The text that `--print_config` asked for. run_script prints it with secrets masked."""
+    """An exit with the text of `--print_config`. run_script prints it with secrets masked."""
 
     def __init__(self, text: str):
         self.text = text
@@ -99,7 +99,7 @@ class LostProcessError(ConfigurationError):
 
 
 class NotFiniteError(ConfigurationError):
-    """A step whose loss, gradient or weights are not finite. The message names its documents."""
+    """A loss, gradient or weight that is not finite. The message names the step's documents."""
 
     exit_code, kind = ExitCode.NOT_FINITE, "not finite"
     ending = "failed"
