@@ -1,4 +1,4 @@
-"""The trained part of a model: LoRA's adapters, or all weights that text passes through."""
+"""The trained part of a model: LoRA's adapters, or all weights that the loss reaches."""
 
 import contextlib
 import re
@@ -44,9 +44,9 @@ FORMERLY = {
 class AdapterPlan:
     """The parts of a model that LoRA trains.
 
-    model: the model settings with the full names of the targets, and with lora_dropout 0 if the
-    targets do not allow dropout. trains_head: whether the last layer is trained as well, without an
-    adapter. report: lines for the log.
+    model: the model settings, with full names in lora_target_modules and lora_target_parameters,
+    and with lora_dropout 0 if experts are targets. trains_head: whether the last layer is trained
+    as well, without an adapter. report: lines for the log.
     """
 
     model: ModelArguments
@@ -55,7 +55,7 @@ class AdapterPlan:
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters; without LoRA, freeze its unused weights."""
+    """Return the model with LoRA's adapters. Without LoRA, freeze its unused weights instead."""
     if not model.use_peft:
         freeze_unused(built)
         return built
@@ -69,8 +69,8 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Module:
     """Return the model with the adapter at `path`, a folder or a Hub name.
 
-    `config_file` is the adapter's adapter_config.json. Raises ConfigurationError if its settings or
-    weights do not fit. Other errors of PEFT are raised unchanged.
+    `config_file` is the adapter's adapter_config.json. Raises ConfigurationError if the adapter's
+    settings or weights do not fit. Other errors of PEFT are raised unchanged.
     """
     from peft import PeftModel
 
@@ -104,8 +104,8 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """Raise ConfigurationError if an adapter needs more memory than is free.
 
-    PEFT allocates the sizes that the settings give before it reads the weights. If the adapter
-    cannot be built on the meta device, nothing is raised here: PEFT then reports the error.
+    PEFT allocates the adapter by its settings before it reads the weights. If the adapter cannot
+    be built on the meta device, nothing is raised here, because PEFT reports the error later.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -145,8 +145,8 @@ def trained_bytes(
 def freeze_unused(model: PreTrainedModel) -> list[str]:
     """Freeze the parameters that the loss does not reach; return their names.
 
-    These are towers for images and sound, and indexers of sparse attention. If they were not
-    frozen, DDP would wait for their gradients.
+    These are encoders of images and sound, indexers of sparse attention, and poolers. If they were
+    not frozen, DDP would wait for their gradients.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
@@ -158,8 +158,8 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
     """Find the layers that LoRA adapts. Return None without LoRA. Raises ConfigurationError.
 
-    By default LoRA adapts every linear layer of the text model except the last, and the experts.
-    PEFT adapts a model without weights here, so that a refusal comes before the weights load.
+    By default LoRA adapts the experts and every linear layer of the text model except the last.
+    PEFT adapts a model without weights here, so that errors appear before the weights load.
     """
     if not model.use_peft:
         return None
@@ -174,8 +174,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     try:
         model, adapted, missed = _adapt(config, model, modules, parameters)
         if missed:
-            # PEFT mistakes these names for old names of experts' layers. It accepts their weights
-            # as parameters.
+            # PEFT mistakes these modules for experts' layers under old names. It accepts them as
+            # target_parameters.
             modules = [name for name in modules if name not in missed]
             parameters = [*parameters, *(f"{name}.weight" for name in missed)]
             model, adapted, _ = _adapt(config, model, modules, parameters)
@@ -195,7 +195,7 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
-    """Return the settings with these targets, the adapted model, and modules without an adapter."""
+    """Return settings with these targets, the adapted model, and the modules PEFT did not adapt."""
     from peft.tuners.lora import LoraLayer
 
     model = with_values(
@@ -210,8 +210,8 @@ def _adapt(
 def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], list[str], bool]:
     """Resolve LoRA's settings to full names of modules and of experts' parameters.
 
-    The third value says whether the last layer is trained without an adapter. Raises
-    ConfigurationError for unknown names.
+    Also return whether lora_modules_to_save has the last layer. Raises ConfigurationError for
+    unknown names.
     """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
@@ -245,10 +245,10 @@ def _matched(
     problems: list[str],
     had_experts: bool = False,
 ) -> list[str]:
-    """Return the known names that end in a requested name, or match a single requested pattern.
+    """Return the `known` names that end in a name of `asked`, or match `asked` as a pattern.
 
-    Add a problem for each requested name without a match. With `had_experts`, an old name of an
-    expert's layer (see FORMERLY) is not a problem.
+    Only a single string can be a pattern. Append to `problems` for each name without a match. With
+    `had_experts`, an old name of an expert's layer (a key of FORMERLY) is not a problem.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
@@ -267,11 +267,11 @@ def _matched(
 
 
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the text model's linear layers, except the last, and of experts' weights.
+    """Return two lists of names in the text model: linear layers except the last; experts' weights.
 
-    A layer counts as linear by its forward method: some routers derive from nn.Linear but return
-    more than a tensor. Layers are left out if Mamba's fused kernels read their weights directly,
-    because PEFT refuses these. An expert weight is one tensor for all experts, (experts, in, out)
+    The forward method decides whether a layer is linear, because some routers derive from nn.Linear
+    but return more than a tensor. Layers that PEFT refuses are left out: Mamba's fused kernels read
+    their weights directly. An expert weight is one tensor for all experts, (experts, in, out)
     or (experts, out, in).
     """
     from peft import LoraConfig

@@ -1,8 +1,8 @@
 """Activation checkpointing and compilation of a model's layers.
 
-Checkpointing "none" keeps everything that autograd needs. "selective" keeps the outputs of matrix
-products and attention, and recomputes norms, activation functions, rotations and casts. "full"
-keeps only the layer's input. The results do not change, because the second computation has the same
+Activation checkpointing has three modes. "none" keeps everything that autograd needs. "selective"
+keeps the outputs of matrix products and attention, and recomputes the rest of a layer. "full" keeps
+only the layer's input. The results do not change, because the second computation has the same
 inputs and the same random state.
 """
 
@@ -30,7 +30,7 @@ from utils.model.architecture import causal_lm_class, has_experts, without_weigh
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
 _PRODUCTS = ("mm", "addmm", "_scaled_mm")
-# transformers uses the second product on devices that do not support torch's `_grouped_mm`.
+# transformers uses the fallback on devices that do not support torch's `_grouped_mm`.
 _EXPERT_PRODUCTS = ("_grouped_mm", "grouped_mm_fallback")
 # Parts of operators' names: torch's attention, FlashAttention (whose namespace differs by build)
 # and varlen_attn. Attention without a kernel uses bmm; its scores are too large to keep.
@@ -59,7 +59,7 @@ def keep_products(model: PreTrainedModel) -> None:
 def kept(
     _: Any, operator: Any, *args: Any, products: tuple[str, ...] = _PRODUCTS, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Decide whether to keep an operator's output; this is the policy of selective checkpointing.
+    """Decide whether selective activation checkpointing keeps an operator's output.
 
     Outputs with dropout are never kept: the layer's second pass starts from the same random state,
     so it must draw as many random numbers as the first.
@@ -75,15 +75,16 @@ def kept(
     return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
-# configure_environment sets it, because torch sets its own default in /tmp when it is imported.
+# Set before torch is imported, because torch then sets its own default in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch's names of the layer arguments that are numbers and change from step to step.
+# torch's names of layer arguments that are numbers and change from step to step, so that torch
+# must not compile for each value.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
 
 def compile_cache() -> Path:
-    """Return torch's cache directory for compiled code (in a job: utils/launch/caches.py)."""
+    """Return torch's cache directory for compiled code. utils/launch/caches.py sets it in a job."""
     return Path(os.environ.get(CACHE_VARIABLE) or cache_root() / "compiled")
 
 
@@ -108,15 +109,16 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer when it first runs; torch raises instead of falling back to eager code.
+    """Let torch compile each layer when it first runs.
 
-    Shapes are static: another micro-batch size or sequence length compiles again.
+    Shapes are static: another micro-batch size or sequence length compiles again. After too many
+    compilations torch raises an error instead of falling back to eager code.
     """
     layers = marked_layers(model)
     if not layers:
         name = type(model).__name__
         raise ConfigurationError(f"--compile true: {name} is not built of layers; set it to false")
-    # At worst all layers differ, and each layer is compiled for training and for evaluation.
+    # At worst no layers are alike, and each layer is compiled for training and for evaluation.
     torch._dynamo.config.recompile_limit = max(LEAST_GRAPHS, 2 * len(layers))
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch.compiler.config.dynamic_sources = ",".join(OPEN_NUMBERS)
@@ -130,9 +132,9 @@ def choose_compilation(
     """Return whether to compile layers, and the reason for the log ("" for no log line).
 
     By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
-    keeps the decision of its last start, because compiled layers round differently. `elsewhere`
-    means that the run trains on another machine. Collective: all ranks decide alike. Raises
-    ConfigurationError if compilation is required but not possible.
+    decides as before the interruption, because compiled layers round differently. `elsewhere` means
+    that the run trains on another machine. Collective: all ranks decide alike. Raises
+    ConfigurationError if compilation is requested but not possible.
     """
     compiled, why = settings.model.compile, "as requested"
     if compiled is None:

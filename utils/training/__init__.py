@@ -2,12 +2,12 @@
 
 trainer               PackedTrainer: batches, losses, evaluation, saves; pretrain.py uses it
 fine_tune_trainer     FineTuneTrainer: PackedTrainer with TRL's SFTTrainer, for sft_train.py
-saving                the trainer's part that saves and loads checkpoints and chooses the best;
-                      random states
-zero_resharding       loads DeepSpeed's checkpoints on another number of ranks
+saving                SavingTrainer, base class of both trainers: saves and loads checkpoints and
+                      RNG states, and chooses the best checkpoint
+zero_resharding       converts a DeepSpeed ZeRO checkpoint for another number of ranks
 smoothing             averaged weights (EMA), and noise on the embeddings (NEFTune)
-optimizer             the optimizer of a run, and the state that an earlier stage left for it
+optimizer             the optimizer of a run; loads an earlier run's state (--init_optimizer)
 low_precision_adam    AdamW with bf16 or 8-bit moments
-losses                losses by data source, of held-out splits, and of expert balance
-callbacks             the callbacks of a run and the other collaborators, by name
+losses                loss by data source and held-out split; load-balancing loss of experts
+callbacks             Callbacks: one named field for each callback of a run
 """

@@ -1,4 +1,4 @@
-"""The callbacks of a run and the other collaborators of the trainer, by name."""
+"""The callbacks of a run and other helper objects of the trainer, as fields of a dataclass."""
 
 import math
 from dataclasses import dataclass
@@ -24,25 +24,25 @@ from utils.training.smoothing import AveragedWeights
 
 
 class Stateful(Protocol):
-    """A collaborator of the trainer with values that a resumed run needs."""
+    """An object of the trainer that stores values in each checkpoint, for a resumed run."""
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for the next checkpoint by unique names; collective over ranks."""
+        """Return JSON values by unique names for a checkpoint to store; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore from the values of all collaborators. They are empty at a run's first start."""
+        """Restore own values. `saved` has the values of all objects; it is empty in a new run."""
 
 
 class DataEpochs(TrainerCallback):
     """Counts the epochs of the data, because Trainer runs all steps as one epoch.
 
-    At the last step of a data epoch it requests the log, evaluation and save of the strategy
+    At the end of a data epoch it requests a log, an evaluation and a save, if their strategy is
     "epoch".
     """
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Count. At the run's last step Trainer's own epoch ends, so Trainer logs and saves."""
+        """Update `state.epoch`. Request nothing at the last step, where Trainer itself does."""
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)
         state.epoch = sampler.epoch_at(state.global_step)
@@ -55,7 +55,7 @@ class DataEpochs(TrainerCallback):
 
 @dataclass
 class Callbacks:
-    """The callbacks of a run, its progress and its samples; None if the run has no such callback.
+    """The callbacks of a run and other helper objects; None if the run does not need the object.
 
     utils/run/finish.py creates them. The trainer calls them by name.
     """
@@ -81,8 +81,8 @@ class Callbacks:
     def in_order(self) -> list[TrainerCallback]:
         """Return the callbacks in the order in which they act on an event of training.
 
-        `stop` comes after the callbacks that request evaluations and saves, and before those that
-        measure the time of these.
+        `stop` comes after the callbacks that request evaluations and saves, and before the
+        callbacks that measure how long evaluations and saves take.
         """
         order = [
             self.epochs, self.watchdog, self.inherited, self.stop, self.early_stopping,
@@ -92,7 +92,7 @@ class Callbacks:
         return [callback for callback in order if callback is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Return the callbacks' figures for a training log; collective over ranks."""
+        """Return the metrics that callbacks add to a training log; collective over ranks."""
         figures = self.throughput.metrics() | self.mixture.metrics() | self.memory.metrics()
         if self.balance is not None:
             figures |= self.balance.metrics()
@@ -101,7 +101,7 @@ class Callbacks:
         return figures
 
     def stateful(self) -> list[Stateful]:
-        """Return the collaborators with values in each checkpoint."""
+        """Return the objects that store values in each checkpoint."""
         everything: list[Stateful | None] = [
             self.stop, self.early_stopping, self.average, self.balance, self.source_losses,
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trainer of sft_train.py: full fine-tuning or LoRA. pretrain.py does not import TRL."""
+"""The trainer of sft_train.py. It has its own module, so that pretrain.py does not import TRL."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from utils.training.trainer import PackedTrainer
 
 
 class FineTuneTrainer(PackedTrainer, SFTTrainer):
-    """Supervised fine-tuning: SFTTrainer's setup of model and adapters, on packed sequences."""
+    """Supervised fine-tuning on packed sequences. SFTTrainer sets up the model and the adapters."""
 
     def __init__(
         self,
@@ -28,15 +28,15 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         adapters: Any = get_peft_config(plan.adapters.model) if plan.adapters else None
         if adapters is not None and (new := getattr(model, "new_tokens", None)):
             adapters.trainable_token_indices = _new_vectors(adapters, model, list(new)) or None
-        # SFTTrainer inspects one record of a datasets.Dataset. Training does not read it.
+        # SFTTrainer inspects one record of this dataset. The training batches come from `data`.
         dataset = load_from_disk(str(data.train.datasets[0].path))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
         config = vars(model.config.get_text_config())
         router = {name: value for name, value in config.items() if "router" in name}
         everything = (model, tokenizer, args, plan, data, callbacks)
         super().__init__(*everything, train_dataset=dataset, peft_config=adapters)
-        # SFTTrainer enabled the load-balancing term in the configuration. Restore it: our own term
-        # needs no setting there, and the configuration is exported unchanged.
+        # SFTTrainer turned on the load-balancing loss in the configuration. Undo this: our own loss
+        # does not use the setting, and final/ gets the configuration unchanged.
         config.update(router)
         if plan.quantized is not None:
             made: Any = self.model
@@ -50,7 +50,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
 
 
 def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
-    """Return the `new` tokens by the layers in which LoRA trains them: embedding and head."""
+    """Return {layer: ids of new tokens} for embedding and head, unless LoRA trains them whole."""
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())

@@ -1,7 +1,7 @@
-"""Training loss by data source, loss and accuracy on held-out splits, and loss of expert balance.
+"""Training loss by data source, load-balancing loss of experts, and loss on held-out splits.
 
-Only a log or a save waits for the device. Checkpoints hold the sums of the steps that are not
-logged yet, so a resumed run logs the same losses as an uninterrupted run.
+Sums stay on the device, and only a log or a save waits for them. Checkpoints store the sums of the
+steps that are not logged yet, so a resumed run logs the same losses as an uninterrupted run.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def rank_share(sums: list[float], args: TrainingArguments) -> float:
-    """Return this rank's sum, or the mean of all sums if the number of ranks has changed."""
+    """Return this rank's saved sum, or the mean of all sums if the number of ranks has changed."""
     same = len(sums) == args.world_size
     return sums[args.process_index] if same else sum(sums) / len(sums)
 
@@ -45,7 +45,7 @@ class SourceLosses:
         self.totals += outputs.by_source
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sums by source; collective over ranks."""
+        """Return what a checkpoint stores: each rank's sums by source; collective over ranks."""
         own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
@@ -60,7 +60,7 @@ class SourceLosses:
                 self.totals += torch.tensor(own, dtype=torch.float64).T.to(self.totals.device)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean losses since the last log, of the sources that had a loss token."""
+        """Return the mean loss since the last log by source, for sources that had a loss token."""
         sums = reduce(self.totals, reduction="sum").tolist()
         self.totals.zero_()
         each = zip(self.names, *sums, strict=True)
@@ -71,8 +71,8 @@ class ExpertBalance:
     """The load-balancing loss of experts over each global batch; logs its mean as `aux_loss`.
 
     The loss depends on how many tokens of the whole global batch each expert gets. If a step has
-    several micro-batches, a pass without gradients counts these assignments first. `aux_loss` is
-    logged before multiplication by the coefficient, as in TRL.
+    several micro-batches, a forward pass without gradients first counts the tokens of each expert.
+    The logged value is not multiplied by the coefficient, as in TRL.
     """
 
     def __init__(self, term: RouterTerm, args: TrainingArguments):
@@ -83,18 +83,18 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sum over the steps not logged yet, and the number of these steps."""
+        """Return each rank's sum over the steps not logged yet, and how many steps these are."""
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the sum over the steps that the checkpoint's run had not logged."""
+        """Restore this rank's sum over the steps that were not logged before the checkpoint."""
         sums, self.steps = saved.get(UNLOGGED_BALANCE, ([0.0], 0))
         self.total = rank_share(sums, self.args)
 
     def begin_step(
         self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
     ) -> None:
-        """Prepare the term of a step with these micro-batches; collective over ranks."""
+        """Count the global batch's tokens, and its assignments if needed; collective over ranks."""
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
         self.tokens = reduce(torch.full((), tokens, device=self.args.device), reduction="sum")
@@ -104,7 +104,7 @@ class ExpertBalance:
             self.counted = reduce(own, reduction="sum")
 
     def weighted(self, outputs: Any) -> torch.Tensor:
-        """Return a micro-batch's part of the loss, times the number of ranks: DDP averages."""
+        """Return a micro-batch's part of the loss, times the number of ranks, as DDP averages."""
         assert self.tokens is not None, "begin_step comes first"
         assignments = self.counted
         if assignments is None:
@@ -115,7 +115,7 @@ class ExpertBalance:
         return self.term.coefficient * part
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean of the loss over the steps since the last log; collective over ranks."""
+        """Return the mean load-balancing loss since the last log; collective over ranks."""
         if not self.steps:
             return {}
         sums, steps = gathered(float(self.total)), self.steps
@@ -124,9 +124,9 @@ class ExpertBalance:
 
 
 def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
-    """Return the mean loss of a run's steps, over all its starts; collective over ranks.
+    """Return the mean loss over all steps, including those before a resume; collective over ranks.
 
-    `unlogged` is this rank's sum over the steps since the last log. It is left after a stop.
+    `unlogged` is this rank's sum over the steps since the last log. A stop leaves such steps.
     """
     total, counted = 0.0, 0.0
     for entry in state.log_history:
@@ -140,21 +140,21 @@ def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
 
 
 class EvaluationTotals:
-    """This rank's sums over a held-out split, on the device: losses, loss tokens, hits."""
+    """This rank's sums over a held-out split, on the device: loss, loss tokens, correct tokens."""
 
     def __init__(self, device: torch.device):
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Add a micro-batch: its summed loss; unshifted labels (batch, sequence)."""
+        """Add a micro-batch with a summed loss; labels (batch, sequence) are unshifted."""
         next_labels, hits = labels[:, 1:], outputs.get("hits")
-        if hits is None:  # the head returned all logits; argmax is never -100
+        if hits is None:  # compute from all logits; argmax never equals -100
             hits = outputs["logits"][:, :-1].argmax(-1) == next_labels
         own = outputs["loss"], next_labels.ne(-100).sum(), hits.sum()
         self.totals += torch.stack([value.double() for value in own])
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """Return the means over all loss tokens of the split; collective over ranks."""
+        """Return loss, perplexity and accuracy over all loss tokens of the split; collective."""
         loss_sum, tokens, hits = reduce(self.totals, reduction="sum").tolist()
         if not tokens:
             logger.warning("%s: not one loss token in the sequences evaluated: no loss", prefix)

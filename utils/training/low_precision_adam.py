@@ -1,14 +1,15 @@
-"""AdamW that computes in float32 and keeps its states, and the weights, in fewer bits.
+"""AdamW that computes in float32 and stores its moments, and the weights, in fewer bits.
 
-In 8 bits, an element of a moment is a short float, scaled so that the largest of its block is 1
-(block-wise quantization: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
-arXiv 2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment
-has 5 bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it
-(Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+In 8 bits, an element is a small float times the scale of its block of elements, the largest of
+which is stored as 1 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv
+2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment has 5
+bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it (Li et al.
+2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 
-Each tensor is viewed as (rows, unit). A unit is a block of 8-bit codes, or one element. `update`
-takes AdamW's step on some rows, with torch's fused kernel or with a compiled formula. The random
-words for rounding repeat after a period of elements; each period has a multiplier for its words.
+Each tensor is viewed as (rows, unit). A row is a block of 8-bit codes, or a single element.
+`update` does AdamW's step for some rows, by torch's fused kernel or a compiled formula. Rounding
+uses a table of random words. The table repeats after a number of elements, called a period, and is
+multiplied by another random number in each period.
 """
 
 import functools
@@ -29,21 +30,21 @@ from typing_extensions import override
 from utils.data.order import mix
 
 BLOCKS = range(256, 63, -1)  # sizes in elements; scales of smaller blocks would add more than 6 %
-FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) save too little, as in bitsandbytes
-SCALE = "_scale"  # suffix of the name of a moment's scales, one scale for each block of codes
-BITS_LOST = 20  # of float32 in 8 bits: 3 bits of mantissa are left
-MANTISSA_BITS_LOST = 16  # of float32 in bfloat16
+FEWEST_ELEMENTS = 4096  # smaller tensors (norms, biases) are not kept in 8 bits, as in bitsandbytes
+SCALE = "_scale"  # suffix of the state with a moment's scales, one for each block of codes
+BITS_LOST = 20  # low bits of float32 that 8-bit codes drop; 3 bits of mantissa are left
+MANTISSA_BITS_LOST = 16  # low bits of float32 that bfloat16 drops
 # Elements after which the random words repeat.
 PERIODS = {"cpu": 2**15}  # a period with its temporary tensors stays in the cache
 PERIOD_ELSEWHERE = 2**22  # few kernel launches; temporary tensors of 16 MiB
-_ONE = 0x3F800000 >> BITS_LOST  # the bits of 1.0 in float32 that are not lost
+_ONE = 0x3F800000 >> BITS_LOST  # the bits of 1.0 in float32 that 8-bit codes keep
 _LARGEST = {torch.int8: 127, torch.uint8: 255}
 _TINY = 1e-30  # least scale, so that a block of zeros can be divided by its scale
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_SCALES = MOMENTS[0] + SCALE  # torch's AdamW has no state of this name
-# Periods per compiled call. The host needs 0.1 ms for a call, as long as a GPU for 2**25 elements.
+# Periods per compiled call. A call costs the host 0.1 ms, in which a GPU updates 2**25 elements.
 COMPILED_PERIODS = 8
-KINDS_COMPILED = 64  # at most; torch allows eight graphs of a function by default
+KINDS_COMPILED = 64  # limit on compiled variants of the step; torch's default is eight
 # Tensors by name: weight, gradient, moments, and the scales of moments in 8 bits.
 State = dict[str, Tensor]
 Group = dict[str, Any]
@@ -51,14 +52,14 @@ Values = tuple[Tensor, Tensor, Tensor]  # both moments and the weight, float32
 
 
 class LowPrecisionAdamW(AdamW):
-    """AdamW on float32 copies of about 2**15 elements at a time on a CPU, and of millions on a GPU.
+    """AdamW that updates about 2**15 elements at a time on a CPU, and millions on a GPU.
 
     The moments are stored as `kept_as`: float32, bfloat16 or int8. They are rounded up or down at
-    random. A second moment decays by a thousandth per step, and rounding to the nearest bfloat16 or
-    8-bit value would undo such a small change. bfloat16 weights are rounded at random with
+    random, because rounding to the nearest value would undo small changes: a second moment decays
+    by only a thousandth per step. bfloat16 weights are rounded at random with
     `stochastic_rounding`, otherwise to the nearest value. The rounding depends only on `seed`, step
-    and index, not on the number of ranks. The compiled step uses the same noise, but the compiler
-    may reorder sums and products.
+    and index, not on the number of ranks. The compiled step rounds with the same random numbers,
+    but the compiler may reorder sums and products.
 
     The optimizer loads the state of any AdamW, including torch's. Weights may be shards of rows
     (FSDP2).
@@ -71,7 +72,7 @@ class LowPrecisionAdamW(AdamW):
         super().__init__(params, fused=True, **kwargs)
         self.kept_as, self.stochastic_rounding, self.seed = kept_as, stochastic_rounding, seed
         self.compiled = compiled
-        self.spans: dict[Tensor, list[Span]] = {}  # of each weight, made at the first step
+        self.spans: dict[Tensor, list[Span]] = {}  # by weight; filled at the first step
         self.steps = 0  # on the host; the step counts in the state are on the device
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ class LowPrecisionAdamW(AdamW):
         self.steps += 1
         if not self.spans:
             self._cut_into_spans()
-        # This step's noise multipliers, (3, periods) int32, copied without waiting for the device.
+        # This step's multipliers of random words, (3, periods) int32, copied without a GPU sync.
         numbers = np.arange(len(MOMENTS) + 1, dtype=np.uint64)[:, None]
         table = torch.from_numpy(multipliers(self.seed, self.steps, *self.keys, numbers))
         device = self._weights()[0].device
@@ -133,10 +134,10 @@ class LowPrecisionAdamW(AdamW):
                 update(part, formula, its_words, table[:, span.period], rounding)
 
     def _cut_into_spans(self) -> None:
-        """Cut weights into spans of one or more periods; collect the noise keys of each period.
+        """Divide weights into spans of one or more periods; set `keys`, which seed each period.
 
-        The bounds of spans in the whole tensor do not depend on how its rows are sharded. The noise
-        of an element is the word at its index in the period, times the multiplier of the period.
+        Periods are ranges of the whole tensor and do not depend on how its rows are sharded. The
+        noise of an element is the word at its index in the period, times the period's multiplier.
         """
         keys: list[tuple[int, int]] = []  # by period: index of the weight, first element
         for index, weight in enumerate(self._weights()):
@@ -158,7 +159,7 @@ class LowPrecisionAdamW(AdamW):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any AdamW; torch's own method would cast it to the weights' type."""
+        """Load the state of any AdamW. torch's method would cast it to the weights' type."""
         super().load_state_dict({**state_dict, "state": {}})
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         for weight, name in zip(self._weights(), names, strict=True):
@@ -185,10 +186,10 @@ class LowPrecisionAdamW(AdamW):
 def update(
     part: State, formula: Callable[..., Values], words: Tensor, factors: Tensor, rounding: bool
 ) -> None:
-    """Take the step of `formula` on (rows, unit) elements; scales are (rows,), words (rows, unit).
+    """Do the step of `formula` for tensors of (rows, unit); scales are (rows,), words (rows, unit).
 
-    `factors` are the noise multipliers for both moments and for the weight. `rounding` rounds the
-    weight at random.
+    `factors` multiply the random words for both moments and for the weight. The weight is rounded
+    at random only with `rounding`.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -200,7 +201,7 @@ def update(
 def _update_periods(
     part: State, numbers: Tensor, start: Tensor, table: Tensor, words: Tensor, rounding: bool
 ) -> None:
-    """Take the step on rows that may span several periods; torch compiles this function."""
+    """Update rows that may belong to several periods; torch compiles this function."""
     at = start[1] + torch.arange(len(part["weight"]), device=start.device)
     factors = table[:, start[0] + at // len(words)].unsqueeze(-1)
     formula = partial(_plain_formula, numbers)
@@ -208,7 +209,7 @@ def _update_periods(
 
 
 def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
-    """Take torch's AdamW step in place; `taken` is the number of the step, from 1."""
+    """Do torch's AdamW step in place; `taken` is the number of the step, from 1."""
     weight, gradient, first, second = values
     beta1, beta2 = group["betas"]
     adamw(
@@ -220,7 +221,7 @@ def _fused_formula(group: Group, taken: Tensor, *values: Tensor) -> Values:
 
 
 def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
-    """Return moments and weight after the step of Loshchilov and Hutter 2019, algorithm 2."""
+    """Return moments and weight after a step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
     weight, gradient, first, second = values
     decay, beta1, new1, beta2, new2, eps, step_size, correction = numbers.unbind()
     weight = weight * decay
@@ -231,11 +232,11 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the numbers of `_plain_formula` for each weight of a group, each (8,) float32.
+    """Return the eight factors in `_plain_formula` for each weight of a group, each (8,) float32.
 
     `steps` counts the steps of each weight, including this one. The bias corrections are computed
-    on the device, in float64 as in torch. With eight numbers per weight, each view begins at a
-    multiple of 16 bytes; torch would copy other views at each call.
+    on the device, in float64 as in torch. Eight float32 numbers per weight let each
+    view begin at a multiple of 16 bytes. torch would copy other views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -246,7 +247,7 @@ def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Span(NamedTuple):
-    """Some rows of a weight, and the place of the first row among the periods of all weights."""
+    """Some rows of a weight, and the position of the first row in the periods of all weights."""
 
     rows: slice
     period: int  # index of the first row's period
@@ -260,9 +261,9 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return the compiled step for weights whose tensors have these names and types.
 
-    It is compiled with artificial tensors. From the first real weight, torch would take over
-    accidental properties, such as equal sizes or a gradient's offset in its bucket, and compile
-    again for other weights.
+    Artificial tensors compile it. With the first real weight, torch would specialize on accidental
+    properties, such as equal sizes or a gradient's offset in its bucket, and compile again for
+    other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
@@ -279,7 +280,7 @@ def compiled_update(
 
 
 def _in_rows(tensors: State, unit: int) -> State:
-    """Return the tensors, without the step count, as (rows, unit), and scales as (rows,)."""
+    """View each tensor as (rows, unit), and scales as (rows,); leave out the step count."""
     return {
         name: _local(tensor).view(-1, *(() if name.endswith(SCALE) else (unit,)))
         for name, tensor in tensors.items()
@@ -301,9 +302,9 @@ def _first_element(weight: Tensor) -> int:
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the number of elements in a block. Blocks lie inside rows, so sharding cuts no block.
+    """Return the elements in a block of 8-bit codes, or None if the tensor is not kept in 8 bits.
 
-    Return None for a tensor that is too small for 8 bits, or if no block size divides its rows.
+    A size in BLOCKS has to divide the last dimension, so that sharding by rows splits no block.
     """
     if len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
         return None
@@ -311,7 +312,7 @@ def block_size(shape: Sequence[int]) -> int | None:
 
 
 def moment(part: State, name: str) -> Tensor:
-    """Return a moment or the weight in float32. A float32 tensor is returned without a copy."""
+    """Return a moment in float32, without a copy if it is stored in float32."""
     kept, scales = part[name], part.get(name + SCALE)
     if scales is None:
         return kept.float()
@@ -340,7 +341,7 @@ def round_into(
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) -> None:
-    """Write (blocks, block) values as int8 codes with a sign, or as uint8 codes without a sign."""
+    """Write values (blocks, block) as signed int8 or unsigned uint8 codes, and their scales."""
     torch.amax(values.abs(), dim=-1, out=scales)  # vector_norm takes ten times as long
     scales.clamp_(min=_TINY)
     values.div_(scales.unsqueeze(-1))
@@ -353,7 +354,7 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, added: Tensor | int) 
 
 @functools.cache
 def random_words(device: torch.device, unit: int) -> Tensor:
-    """Return an odd random int32 for each element of a period, (rows, unit).
+    """Return the table of random words: an odd int32 for each element of a period, (rows, unit).
 
     The numbers are the same on every device.
     """

@@ -1,4 +1,4 @@
-"""The optimizer of a run, and the state that it inherits from an earlier stage."""
+"""The optimizer of a run, and the optimizer state of an earlier run (--init_optimizer)."""
 
 import logging
 from pathlib import Path
@@ -21,8 +21,8 @@ def optimizer_of(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """Return the class and the settings of our optimizer, or None if Trainer builds its own.
 
-    On a GPU the step is compiled if the layers are. On a CPU it is never compiled, because the
-    chunks of the plain step stay in the cache.
+    On a GPU the step is compiled if the layers are compiled. On a CPU it is never compiled, because
+    the uncompiled step works on chunks that stay in the cache.
     """
     if plan.optimizer_states is None:
         return None
@@ -37,9 +37,10 @@ def optimizer_of(
 
 
 class InheritedOptimizer(TrainerCallback):
-    """Loads an earlier stage's moments and step counts before the first step, not its schedule.
+    """Loads the moments and step counts of an earlier run before the first step, not its schedule.
 
-    `directory` is a checkpoint; utils/checkpoints/pickles.py has checked its optimizer.pt.
+    `directory` is a checkpoint of that run. utils/checkpoints/pickles.py has checked that
+    optimizer.pt is safe to load.
     """
 
     def __init__(self, directory: Path):

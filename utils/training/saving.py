@@ -1,13 +1,13 @@
-"""The part of the trainer about checkpoints: saving, the choice of the best one, loading.
+"""SavingTrainer, the base class of both trainers: saves checkpoints, picks the best, loads them.
 
-An evaluation finds a new best step. The checkpoint of that step becomes the best checkpoint when it
-is saved. An exception is a checkpoint that only an interruption asked for: an uninterrupted run
-would not have it, and both runs must end alike.
+An evaluation may find a new best step. The checkpoint of that step becomes the best checkpoint when
+it is saved. A checkpoint that was saved only because the run was interrupted never becomes the
+best: an uninterrupted run would not have it, and both runs must end with the same model.
 
-On the same number of ranks, each rank continues its random states exactly. Another number of ranks
-cuts the batch into other micro-batches, so dropout masks cannot continue exactly. All ranks then
-get new states by (seed, step, rank): a repeated resume gives the same bits, and no two ranks or
-starts draw the same numbers.
+On the same number of ranks, each rank restores its RNG states exactly. Another number of ranks
+divides the batch into other micro-batches, so dropout masks cannot be the same. All ranks then get
+new states from (seed, step, rank). Resuming twice from one checkpoint thus gives the same bits, and
+no two ranks draw the same numbers.
 """
 
 import logging
@@ -47,11 +47,11 @@ from utils.training.zero_resharding import loadable_checkpoint
 
 logger = logging.getLogger(__name__)
 
-EXTRA_SAVES = "extra_saves"  # in our part of a checkpoint's trainer_state.json
+EXTRA_SAVES = "extra_saves"  # key of our values in a checkpoint's trainer_state.json
 
 
 class RestoreAtBegin(TrainerCallback):
-    """Calls `restore(loader)` after Trainer has reset its sums and before other callbacks run."""
+    """Calls `restore(loader)` after Trainer has reset its sums, before our other callbacks run."""
 
     def __init__(self, restore: Callable[[TrainLoader], None]):
         self.restore = restore
@@ -62,9 +62,9 @@ class RestoreAtBegin(TrainerCallback):
 
 
 class SavingTrainer(Trainer):
-    """A Trainer that commits its checkpoints and resumes from them bit for bit.
+    """A Trainer that commits each checkpoint by a manifest file and resumes from it bit for bit.
 
-    extra_saves  steps of checkpoints that only an interruption asked for; never the best checkpoint
+    extra_saves  steps saved only because the run was interrupted; none is the best checkpoint
     """
 
     # PackedTrainer sets these before Trainer's constructor.
@@ -98,11 +98,11 @@ class SavingTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate finite weights. Ask for a checkpoint of a new best step, or of an early end.
+        """Evaluate. Request a checkpoint of a new best step, or if early stopping ends the run.
 
-        Trainer sets `skip_scheduler` in an evaluation before the first step, and its metrics do not
-        count. If a stop prevented the evaluation of the resumed step, this evaluation replaces it:
-        its metrics count, and the checkpoint of the step exists already.
+        Trainer sets `skip_scheduler` in an evaluation before the first step. Its metrics do not
+        count, unless it replaces an evaluation of the resumed step that a stop prevented. The
+        checkpoint of that step exists already. Raises NotFiniteError if an earlier step diverged.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -118,7 +118,7 @@ class SavingTrainer(Trainer):
         best = self._determine_best_metric(metrics=metrics, trial=trial)
         self.callbacks.stop.evaluation_due = False
         if not at_start and (last or (best and self.save_best)):
-            # The uninterrupted run saves this step as well.
+            # An uninterrupted run saves this step as well, so the save is not an extra one.
             self.callbacks.stop.unscheduled_save = False
             self.control.should_save = True
         elif at_start and best:
@@ -131,7 +131,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save and commit a checkpoint of finite weights; collective over ranks."""
+        """Save and commit a checkpoint, after a check that weights are finite; collective."""
         state, checkpoints, step = self.state, self.checkpoints, self.state.global_step
         self.callbacks.progress.begin(Phase.SAVE, step)
         self.callbacks.guard.settle(model)
@@ -151,7 +151,7 @@ class SavingTrainer(Trainer):
             return
         folder = checkpoints.run_dir / checkpoints.directory(step).name
         if self.args.should_save and checkpoints.staged:
-            # Trainer's file names the staging directory in memory: write the final names.
+            # Trainer's file has the path of the staging directory in memory: write the final path.
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.should_save:
             copy_record(checkpoints.output_dir, folder)
@@ -163,12 +163,12 @@ class SavingTrainer(Trainer):
         if not best:
             return
         directory = self.checkpoints.directory(best)
-        # This step's checkpoint may still be in memory.
+        # This step's checkpoint may still be in memory and not on disk.
         if best == state.global_step or directory.is_dir():
             state.best_model_checkpoint = str(directory)
 
     def log_best_checkpoint(self) -> None:
-        """Log the best checkpoint. Warn if the best step has none and final/ holds another one."""
+        """Log the best checkpoint. Warn if the best step has none, so final/ is of another step."""
         state, best = self.state, self.state.best_model_checkpoint
         if not state.best_global_step:
             return
@@ -183,7 +183,7 @@ class SavingTrainer(Trainer):
             )  # fmt: skip
 
     def _collect(self) -> dict[str, Any]:
-        """Return our values for a checkpoint, as JSON; collective over ranks.
+        """Return the values that we add to a checkpoint, as JSON; collective over ranks.
 
         The order of sequences is a pure function of the step (utils/data/order.py), so the position
         in the data is not stored.
@@ -226,7 +226,7 @@ class SavingTrainer(Trainer):
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer, without Trainer's pickle of the settings.
+        """Save model and tokenizer, without Trainer's training_args.bin, which is a pickle.
 
         Tensors are saved under their names in the model, because Trainer loads them by these names.
         By default save_pretrained would use the published names, with a tensor for each expert.
@@ -247,8 +247,8 @@ class SavingTrainer(Trainer):
         bare.published.write(self.processing_class, directory)
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-            # With shards Trainer saves no configuration and no tokenizer. Without these, a run
-            # could resume only while the model that it began with still exists.
+            # Under FSDP with sharded checkpoints Trainer saves no configuration and no tokenizer.
+            # A run could then resume only while the model that it began with still exists.
             described: list[Any] = [bare.config, self.processing_class]
             if isinstance(bare, PreTrainedModel) and bare.can_generate():
                 described.append(bare.generation_config)
@@ -265,7 +265,7 @@ class SavingTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Prepare model and optimizer and load the checkpoint, resharded under ZeRO if needed."""
+        """Prepare model and optimizer; load the checkpoint (ZeRO's is converted if needed)."""
         if resume_from_checkpoint is not None:
             self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
@@ -278,14 +278,14 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load with the model's configuration class. The base class refuses some layer types."""
+        """Load by the model's own configuration class. The base class refuses some layer types."""
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
             super()._load_from_checkpoint(*args, **kwargs)
 
     @override
     def _load_best_model(self) -> None:
-        """Load the best checkpoint unless the run was stopped; raise StorageError if damaged."""
+        """Load the best checkpoint unless the run was stopped. Raises StorageError if damaged."""
         if self.callbacks.stop.stopped or self.state.best_model_checkpoint is None:
             return
         best = Path(self.state.best_model_checkpoint)
@@ -300,7 +300,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ConfigurationError if tensors are missing: Trainer would keep random ones."""
+        """Raise ConfigurationError if tensors are missing. Trainer would keep random values."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         missing = [name for name in load_result.missing_keys if name not in tied]
         if missing:

@@ -11,14 +11,14 @@ from torch.distributed import checkpoint, is_initialized
 from transformers import TrainerCallback
 from typing_extensions import override
 
-FOLDER = "ema"  # in a checkpoint
-AVERAGED = "averaged_steps"  # in our part of a checkpoint's trainer_state.json
+FOLDER = "ema"  # of a checkpoint, with the averaged weights
+AVERAGED = "averaged_steps"  # key of our values in a checkpoint's trainer_state.json
 
 logger = logging.getLogger(__name__)
 
 
 class AveragedWeights(TrainerCallback):
-    """The exponential moving average (EMA) of the trained weights in float32, published in final/.
+    """The exponential moving average (EMA) of the trained weights, in float32; saved in final/.
 
     After step n the average moves by the fraction 1 - d towards the weights. d is the smaller of
     `decay` and (1 + n) / (10 + n), so the first weights are soon forgotten. Under FSDP2 each rank
@@ -29,16 +29,16 @@ class AveragedWeights(TrainerCallback):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of steps; `load` reads the average itself."""
+        """Restore the number of averaged steps. `load` reads the averaged weights."""
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of steps for the next checkpoint; `save` writes the average itself."""
+        """Return the number of averaged steps, to store. `save` writes the averaged weights."""
         return {AVERAGED: self.steps}
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Begin with a copy of the weights, or continue the checkpoint's average."""
+        """Begin with a copy of the weights, or with the average in the resumed checkpoint."""
         trained = [each for each in kwargs["model"].named_parameters() if each[1].requires_grad]
         self.weights = [_local(weight) for _, weight in trained]
         self.average = {name: weight.detach().float().clone() for name, weight in trained}
@@ -96,7 +96,7 @@ class EmbeddingNoise:
 
     def __init__(self, model: Any, alpha: float):
         self.alpha = alpha
-        self.lengths: Tensor | None = None  # of each token's document, (batch * sequence,)
+        self.lengths: Tensor | None = None  # length of each token's document, (batch * sequence,)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.get_input_embeddings().register_forward_hook(self._add)
 

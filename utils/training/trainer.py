@@ -64,18 +64,18 @@ class PackedTrainer(SavingTrainer):
             model=model,
             args=args,
             processing_class=tokenizer,
-            data_collator=dict,  # never called: the loaders assemble whole batches
+            data_collator=dict,  # never called, because the loaders assemble whole batches
             eval_dataset=self.eval_splits or None,
             optimizer_cls_and_kwargs=optimizer_of(args, plan),
             callbacks=[RestoreAtBegin(self._restore), *callbacks.in_order()],
             **kwargs,
         )
         for reporter in (PrinterCallback, ProgressCallback):
-            self.remove_callback(reporter)  # the journal reports
+            self.remove_callback(reporter)  # the Journal callback reports instead
         # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
-        # Trainer's own noise depends on the length of packed sequences.
+        # Replace Trainer's NEFTune noise, which depends on the length of packed sequences.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(self.model, alpha) if alpha else None
         if not self.model_accepts_loss_kwargs:
@@ -86,7 +86,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def get_train_dataloader(self) -> TrainLoader:  # type: ignore[override] # stands in for one
-        """Return the loader of the whole run; `_restore` sets where it starts."""
+        """Return the loader of the whole run. `_restore` sets the step at which it starts."""
         args = self.args
         return TrainLoader(
             self.train_sequences, self.sampler, num_workers=args.dataloader_num_workers,
@@ -107,8 +107,8 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
-        """Move a micro-batch to the device and make the model's inputs there, without waiting."""
-        # Only the fused head needs positions and sources. Only experts need tokens by sequence.
+        """Move a micro-batch to the device and make the model's inputs there. No GPU sync."""
+        # Only the fused head uses loss_positions and sources. Only experts use sequence_tokens.
         needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
         needed["sequence_tokens"] = self.callbacks.balance is not None
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
@@ -124,7 +124,7 @@ class PackedTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Return a step's micro-batches and the global number of loss tokens, without waiting."""
+        """Return a step's micro-batches and the loss tokens of all ranks, without a GPU sync."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
@@ -135,7 +135,7 @@ class PackedTrainer(SavingTrainer):
         return batches, items
 
     def _expert_assignments(self, batch: Batch) -> torch.Tensor:
-        """Return how often a micro-batch chooses each expert in training mode."""
+        """Return the number of tokens routed to each expert, (experts,), in training mode."""
         model: Any = self.model_wrapped
         model.train()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -147,11 +147,11 @@ class PackedTrainer(SavingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:  # fmt: skip
-        """Return the sum of losses, divided by the loss tokens of the global batch.
+        """Return the summed loss of a micro-batch, divided by the loss tokens of the global batch.
 
-        The load-balancing loss is added. A global batch without loss tokens has loss 0. This calls
-        Trainer's method even for SFT: TRL's counts the tokens of one sequence and waits for the
-        device.
+        The load-balancing loss of experts is added. A global batch without loss tokens has loss 0.
+        For SFT as well, this calls Trainer's method and not TRL's, which counts the tokens of one
+        sequence and waits for the device.
         """
         assert isinstance(num_items_in_batch, torch.Tensor), "see get_batch_samples"
         inputs, items = {**inputs, "use_cache": False}, num_items_in_batch.clamp(min=1)
@@ -165,7 +165,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return 0: Throughput counts FLOPs. Trainer's count would include padding."""
+        """Return 0. The callback Throughput counts FLOPs; Trainer's count would include padding."""
         return 0
 
     @override
@@ -202,7 +202,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate a split, or by default generate samples and then evaluate all splits.
+        """Evaluate a split. Without `eval_dataset`, generate samples and then evaluate all splits.
 
         The time for the samples counts as evaluation.
         """
@@ -213,7 +213,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. Write a page if memory runs out. Finish the checkpoint that is being written."""
+        """Train; wait for the last save. On an out-of-memory error write an explanation."""
         gc.freeze()  # else each full collection scans all imported objects, 0.25 s
         with memory_page(self):
             try:
@@ -242,7 +242,7 @@ class PackedTrainer(SavingTrainer):
         super()._run_epoch(*args, **kwargs)
 
     def _lay_out_buckets(self, model: DistributedDataParallel) -> None:
-        """Let DDP arrange its gradient buckets, alike in resumed and uninterrupted runs.
+        """Let DDP arrange its gradient buckets, so that a resumed run has the same buckets.
 
         Run a forward and a backward pass on one micro-batch of padding, and drop its gradients,
         which are zero. This also shows within seconds whether a micro-batch fits into memory.
@@ -258,7 +258,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; add the callbacks' figures to training logs, the run's mean loss to the summary."""
+        """Log. Training logs get the callbacks' metrics, the summary the run's mean loss."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:
@@ -266,5 +266,5 @@ class PackedTrainer(SavingTrainer):
             self.checkpoints.finish()  # so that the journal lists this save before the summary
             logs["train_loss"] = mean_loss(self.state, self._tr_loss)
             if not logs["total_flos"]:
-                del logs["total_flos"]  # Throughput counts instead
+                del logs["total_flos"]  # the callback Throughput counts FLOPs instead
         super().log(logs, start_time)

@@ -1,4 +1,4 @@
-"""Conversion of a ZeRO checkpoint for another number of ranks, by DeepSpeed's universal format."""
+"""Conversion of a ZeRO checkpoint for another number of ranks, with DeepSpeed's own converter."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ from utils.host.machine import host_name
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# The converter unpickles, so it runs under the same guard as this process.
+# The converter unpickles files, so it gets this process's guard against unsafe pickles.
 CONVERTER = """
 from utils.checkpoints.pickles import guard_loading
 guard_loading("zero")
@@ -36,7 +36,7 @@ EXTRACTING, MERGING = 4, 8
 
 @contextlib.contextmanager
 def loadable_checkpoint(trainer: Trainer, checkpoint: str | None) -> Iterator[str | None]:
-    """Yield the checkpoint directory that this number of ranks can load.
+    """Yield a checkpoint directory that the current number of ranks can load.
 
     This is the checkpoint itself, or a temporary conversion if another number of ranks wrote it
     under ZeRO. Collective over ranks. Raises StorageError on all ranks.
@@ -83,7 +83,7 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
     logger.info(f"{checkpoint} is of {ranks} ranks, not {world_size}: converting its ZeRO state")
-    shutil.rmtree(scratch, ignore_errors=True)  # leftover of a killed start
+    shutil.rmtree(scratch, ignore_errors=True)  # left over if an earlier process was killed
     scratch.mkdir()
     (steps,) = checkpoint.glob("global_step*")
     shutil.copy(checkpoint / "scheduler.pt", scratch)  # the same for all ranks
