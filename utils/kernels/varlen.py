@@ -54,7 +54,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel that can run here; `features` are those of softcap, sinks, dropout that it has."""
+    """A kernel that can run here. `features` is a subset of softcap, sinks and dropout."""
 
     name: str
     label: str
@@ -115,7 +115,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             "computes Stoker's batches alone; to generate, call "
             "model.set_attn_implementation('sdpa'), or 'eager' where the model has no sdpa."
         )
-    # Rotary embeddings and norms in float32 can make queries wider than values.
+    # Rotary embeddings and norms in float32 can give queries a wider type than values.
     dtype = value.dtype if query.dtype == torch.float32 else query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

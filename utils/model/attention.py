@@ -1,4 +1,4 @@
-"""The attention of a run, the shape of its batches, and the proof that packed documents stay apart.
+"""The choice of a run's attention, and the proof that packed documents do not see each other.
 
 Before weights load, the proof runs on a small model of the user's architecture, on the device that
 trains. The first attention that passes is chosen for the run.

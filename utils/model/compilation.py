@@ -77,8 +77,7 @@ def kept(
 
 # Set before torch is imported, because torch then sets its own default in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch's names of layer arguments that are numbers and change from step to step, so that torch
-# must not compile for each value.
+# torch's names of layer arguments that are numbers and change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
@@ -111,8 +110,8 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 def compile_layers(model: nn.Module) -> None:
     """Let torch compile each layer when it first runs.
 
-    Shapes are static: another micro-batch size or sequence length compiles again. After too many
-    compilations torch raises an error instead of falling back to eager code.
+    Shapes are static: another micro-batch size or sequence length compiles again. After too many,
+    torch raises an error.
     """
     layers = marked_layers(model)
     if not layers:

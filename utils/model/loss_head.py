@@ -275,7 +275,7 @@ def _difference(model: PreTrainedModel) -> float:
 
 
 def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the loss and its gradients by parameter."""
+    """Return the loss as "loss", and its gradient by name of parameter."""
     model.zero_grad(set_to_none=True)
     labels = tokens.clone()
     labels[:, 5:8] = IGNORED

@@ -36,7 +36,7 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Resolve `--init_from` to a weights directory. Raises ConfigurationError."""
+    """Return the directory of weights that `--init_from` means. Raises ConfigurationError."""
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # of a run
         final = directory / FINAL

@@ -39,8 +39,7 @@ def optimizer_of(
 class InheritedOptimizer(TrainerCallback):
     """Loads the moments and step counts of an earlier run before the first step, not its schedule.
 
-    `directory` is a checkpoint of that run. utils/checkpoints/pickles.py has checked that
-    optimizer.pt is safe to load.
+    `directory` is a checkpoint of that run. Its optimizer.pt has been checked.
     """
 
     def __init__(self, directory: Path):
