@@ -45,7 +45,7 @@ def products_name() -> str:
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep freed memory. Return False if the user configured malloc or if glibc is missing.
+    """Let glibc keep freed memory. Return False if the user configured malloc or glibc is missing.
 
     Otherwise the kernel would clear hundreds of megabytes in each step, a tenth of the step's time.
     """

@@ -261,9 +261,8 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return the compiled step for weights whose tensors have these names and types.
 
-    Artificial tensors compile it. With the first real weight, torch would specialize on accidental
-    properties, such as equal sizes or a gradient's offset in its bucket, and compile again for
-    other weights.
+    Artificial tensors compile it. From the first real weight, torch would take over accidental
+    properties, such as equal sizes, and compile again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
