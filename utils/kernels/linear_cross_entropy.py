@@ -60,7 +60,7 @@ def linear_cross_entropy(
     """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
     Also return the loss of each token, float32 (N,), without a gradient, and whether its target has
-    the largest logit, bool (N,). It is None if gradients are computed, which
+    the largest logit, bool (N,). It becomes None if gradients are computed, which
     overwrite the logits.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.

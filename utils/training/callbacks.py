@@ -24,7 +24,7 @@ from utils.training.smoothing import AveragedWeights
 
 
 class Stateful(Protocol):
-    """An object of the trainer that stores values in each checkpoint and restores them on a resume."""
+    """An object of the trainer that stores values in each checkpoint and restores them later."""
 
     def state(self) -> dict[str, Any]:
         """Return JSON values by unique names for a checkpoint to store; collective over ranks."""
