@@ -60,8 +60,8 @@ def linear_cross_entropy(
     """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
 
     Also return the loss of each token, float32 (N,), without a gradient, and whether its target has
-    the largest logit, bool (N,). It becomes None if gradients are computed, which
-    overwrite the logits.
+    the largest logit, bool (N,). The third result becomes None if gradients
+    are computed, because they overwrite the logits.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
     Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding. Products have

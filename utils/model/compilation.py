@@ -110,7 +110,7 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 def compile_layers(model: nn.Module) -> None:
     """Let torch compile each layer when it first runs.
 
-    Shapes are static: another micro-batch size or sequence length compiles again. Too many raise.
+    Another micro-batch size or sequence length compiles again. Beyond a limit torch raises.
     """
     layers = marked_layers(model)
     if not layers:
