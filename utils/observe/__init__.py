@@ -1,4 +1,4 @@
-"""Runs from outside, without torch: what status.py and report.py read, judge and show.
+"""The status and report of runs, read from their directories without torch (status.py, report.py).
 
 history       the one reader of a run directory: starts, log lines, checkpoints, pages, damage
 endings       the state of a start or a run: the evidence, and its words for status.py, report.py

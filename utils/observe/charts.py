@@ -1,4 +1,4 @@
-"""The charts of a page: their series, thinned out, as data for page.js and for a picture."""
+"""The charts of the report: series with few enough points to draw, for page.js and for --png."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ from utils.observe.findings import (
 )
 from utils.observe.history import History
 
-POINTS = 1600  # in a series, two for each of 800 pixels; several runs share twice as many
+POINTS = 1600  # in a series: two for each of 800 pixels; of several runs: 2 * POINTS / runs
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
 NAMED = 3  # slowest ranks with their own series
-FULLEST = 6  # ranks with their own series of memory
+FULLEST = 6  # ranks with the most memory, each with its own series
 Chart = dict[str, Any]
 
 # Charts of training logs: title, unit, label by key, whether the scale is logarithmic at first.
@@ -64,7 +64,7 @@ _NO_CHART = {
 
 
 class Curves:
-    """Maker of the series of one run, each with about `points` points.
+    """The series of one run, each thinned to about `points` points.
 
     colour: the index of the run's colour if several runs are compared.
     """
@@ -89,7 +89,7 @@ class Curves:
         self, label: str, key: str, lines: Sequence[Line] | None = None,
         style: str = "line", note: str = "",
     ) -> Chart | None:  # fmt: skip
-        """Return the series of `key` in training logs, or in `lines`, with a place on each axis.
+        """Return `key` of the training logs, or of `lines`, as a series by step, tokens and hours.
 
         Return None if no value is finite. A value that is not finite leaves a gap in the curve. A
         line without the key is left out.
@@ -113,12 +113,12 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return the series of a split's evaluation losses, or of another figure."""
+        """Return the series of a split's evaluation losses, or of the figure `what`."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
-        """Return lines with the running mean of a figure, and the number of logs in each mean."""
+        """Return lines with the running mean of `key`, and the number of logs in each mean."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
         values = column(self.trained, key)
         places = np.flatnonzero(np.isfinite(values))
@@ -146,7 +146,10 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return the charts of one run, with the memory of its ranks and the slowest ranks."""
+    """Return the charts of one run.
+
+    `found`: results of `spikes`. `memory`: of `memory_by_rank`. `waited`: of `stragglers`.
+    """
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}
@@ -206,7 +209,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: a series for each named one, one for all others."""
+    """Return the chart of the slowest ranks: a series for each of `names`, one for all others."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -249,7 +252,7 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 def draw_picture(
     charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw the page's first five charts by step, with a bar of the starts in time below the first.
+    """Draw the first five charts by step; below the first, a time bar shows when each start ran.
 
     The suffix of `path` selects the format (.png, .pdf, .svg). Raises ConfigurationError if
     matplotlib is not installed or the file cannot be written.
@@ -288,7 +291,7 @@ def draw_picture(
 
 
 def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one chart by step. Mark the end of each start in `ended` if its steps were repeated."""
+    """Draw one chart by step. Mark where a start of `ended` ended if its steps were repeated."""
     for line in chart["lines"]:
         y = [math.nan if value is None else value for value in line["y"]]
         lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"

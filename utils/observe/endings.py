@@ -1,4 +1,4 @@
-"""The state of a start or a run: the evidence for it, its wording in status.py and the report."""
+"""How a start or a run ended: the evidence, and its wording in status.py and the report."""
 
 import math
 import shlex
@@ -48,7 +48,7 @@ class End(Enum):
 
 
 def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
-    """Judge how a start ended, from the journal, its lock and the last start's Slurm job."""
+    """Return how a start ended, from its log lines, its run lock and its job in Slurm's queue."""
     owner, last, event = start.owner, start is run.starts[-1], start.last_event
     left = owner is None or owner.left
     alive = last and owner is not None and owner.alive
@@ -184,7 +184,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _command(run: History) -> str:
-    """Return the command of the last start, as far as it is known."""
+    """Return the command of the last start; unknown options are shown as [OPTIONS]."""
     if not run.entry:
         return "the same command again"
     words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")

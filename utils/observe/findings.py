@@ -11,7 +11,7 @@ from utils.observe.endings import end_of_start
 from utils.observe.history import History, Start
 
 SPIKE_SCORE = 8.0  # robust standard deviations above the previous logs
-# Logs in the window before a loss; logs that are judged at once; finite logs that a window needs.
+# Each BLOCK of losses is compared with the WINDOW logs before it, if SHORTEST of these are finite.
 WINDOW, BLOCK, SHORTEST = 64, 16, 16
 # Settings that differ in every run.
 OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
@@ -29,7 +29,7 @@ HOURS = (
 )
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # values that are read for a phase, lines times ranks; at least forty lines are read
+READ = 4000  # memory values read for a phase (lines x ranks), but at least forty lines
 Line = Mapping[str, Any]
 Point = dict[str, Any]
 
@@ -51,7 +51,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return ascending indices of about `points` values: the lowest and highest of equal parts."""
+    """Return ascending indices of about `points` values: each equal part's lowest and highest."""
     if len(values) <= points:
         return np.arange(len(values))
     size = -(-len(values) * 2 // points)
@@ -100,7 +100,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds, by use, that the log lines of a start account for."""
+    """Return the seconds of a start for the keys of HOURS that its log lines have figures of."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -120,7 +120,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 @dataclass
 class Spike:
-    """Consecutive logs with a loss far above earlier ones; loss and grad_norm are the peak's."""
+    """Consecutive logs with a loss far above earlier ones; the figures are of the highest loss."""
 
     step: int
     last_step: int
@@ -131,7 +131,7 @@ class Spike:
 
 
 def spikes(lines: Sequence[Line]) -> list[Spike]:
-    """Return losses that are far above the previous WINDOW logs, in robust deviations.
+    """Return the losses more than SPIKE_SCORE robust deviations above the logs before them.
 
     Consecutive logs are one spike. A loss that is not finite always counts.
     """
@@ -164,7 +164,7 @@ def spikes(lines: Sequence[Line]) -> list[Spike]:
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return the memory of each rank at some lines of each phase, the extremes included.
+    """Return the memory of each rank in some log lines of each phase, with the extreme ones.
 
     A point has event, step, hours, rank (its name), key (the figure), gib, and `left`: the GiB that
     its device had left, None if unknown.

@@ -1,8 +1,8 @@
 """The one reader of a run directory: its files as typed, frozen values, without torch or numpy.
 
 Any file may be missing, cut off or damaged: the rest is read, and `damaged` and `missing` list the
-faults. A start keeps the lines that a later start rolled back, marked as `lost`: the report shows
-what an interruption cost. `History.lines` leaves these out.
+faults. If a run resumes at step N, its earlier log lines with a step > N are marked as `lost`. They
+stay in `Start.lines`, so the report can show lost work. `History.lines` leaves them out.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from utils.host.redaction import redact, redacted
 from utils.host.run_lock import WATCH_S, RunOwner, run_owners
 from utils.launch.verdict import name_of_job, verdict_of
 
-# status.py reads only the beginning (for the first speed) and the end of a long journal.
+# status.py reads only the beginning (for the speed at the start) and the end of metrics.jsonl.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
-# Pages that a run writes for people: out of memory, a hang, a profile.
+# Text files that a run writes for people: out of memory, a hang, a profile.
 PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
 LONGEST_PAGE = 100_000  # characters
 # The line that slurm/job_setup.sh writes into a job's log before it requeues the job.
@@ -46,12 +46,12 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the run. Times are unix seconds.
+    """A start: one execution of the training script in this directory. Times are unix seconds.
 
-    began: when it claimed the directory. entry: its entry in provenance.json, empty if that is
-    lost. owner: its lock. trained: when training began, None if it never did. done: the step that
-    it resumed at, -1 for a new run. ended: its last sign of life. error: why it ended, by the job's
-    verdict, the lock or the job's log. lost_steps: steps that a later start repeated. Each of the
+    began: its time in provenance.json. entry: its entry in provenance.json, empty if missing.
+    owner: its run lock. trained: when training began, None if it never did. done: the step that it
+    resumed at, -1 for a new run. ended: its last sign of life. error: why it ended (verdict.txt of
+    the job, run lock, or log of the job). lost_steps: steps that a later start repeated. Each of the
     `lines` has `hours` (the running time of all starts until then), `lost` (whether a later start
     rolled it back) and `at` (its offset in the file).
     """
@@ -68,17 +68,17 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of its last line except saves, which are logged late, from the background."""
+        """The event of the last line. Saves do not count: background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
     def last_step(self) -> int:
-        """The last step that it logged; without a log, the step at which it began."""
+        """The last logged step; without a log, the step at which this start began."""
         return max((line["step"] for line in self.lines), default=max(self.done, 0))
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """The facts of its Slurm job; empty outside of one."""
+        """The Slurm job of this start, as in provenance.json; empty outside of Slurm."""
         return self.entry.get("slurm") or {}
 
 
@@ -92,7 +92,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A page that the run wrote for people. `beside`: for a profile, all names in its folder."""
+    """A text file of PAGES. `beside`: for a profile, the names of all files in its folder."""
 
     name: str
     text: str
@@ -104,8 +104,8 @@ class Page:
 class History:
     """The facts about a run that its directory holds.
 
-    refused: the lock of the newest start, if it was refused and the run has an earlier start.
-    lines: in order, without rolled-back ones. first_lines: the beginning of the file. checkpoints:
+    refused: the lock of the newest start if it failed the checks, and the run has earlier starts.
+    lines: of metrics.jsonl, without `lost` ones. first_lines: its first lines. checkpoints:
     committed ones, newest first. nonfinite: the contents of the nonfinite-step-N.json files.
     """
 
@@ -126,7 +126,7 @@ class History:
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """The name of the run directory."""
         return printable(self.path.resolve().name)
 
     @cached_property
@@ -159,7 +159,7 @@ class History:
 
     @property
     def last_logged(self) -> float | None:
-        """The time of its last line in unix seconds; None without any line."""
+        """The time of the last log line in unix seconds; None without any line."""
         times = [start.lines[-1]["time"] if start.lines else start.trained for start in self.starts]
         return max((time for time in times if time is not None), default=None)
 
@@ -174,7 +174,7 @@ class History:
         return found
 
     def time_left_s(self) -> float | None:
-        """Return the seconds left at the last start's pace, with evaluations and saves, or None."""
+        """Return the estimated seconds until `max_steps`, at the last start's pace; else None."""
         if self.max_steps is None or self.last_step is None or not self.last_trained:
             return None
         own = [line for line in self.last_trained.lines if line["event"] == "train"]
@@ -236,7 +236,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return a journal's first lines, all or its last lines, and the number of damaged lines."""
+    """Return the first lines, all lines (only the last unless `whole`), and the damaged count."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -261,10 +261,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return the run's owners, newest first, and the newest start's lock if it was refused.
+    """Return the run locks of the starts, newest first; and of the newest start if it was refused.
 
-    A refused start left the lock in the phase "starting" and has no entry in provenance.json. It
-    counts as an owner only if there is no other owner.
+    A refused start released its lock in the phase "starting" and has no entry in provenance.json.
+    It is in the list of locks only if the run has no other start.
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))
@@ -277,7 +277,7 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Group the lines by start. A `started` or `resumed` line begins the lines of another start."""
+    """Assign the log lines to starts. A line `started` or `resumed` is the first of a start."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}
@@ -305,7 +305,8 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
     """Yield each start with its lock, its end and the steps that a later start repeated.
 
-    A start takes the lock before it writes its entry. If it died in between, add it here.
+    A start locks the directory before it writes its entry of provenance.json. If the newest start
+    died in between, it is added here.
     """
     if owners and all(start.began + 1 < owners[0].since for start in starts):
         starts = [*starts, Start(owners[0].since, {})]
@@ -317,7 +318,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
         in_time = [one for one in owners if before < one.since <= start.began + 1]
         owner = next(iter(own if len(own) == 1 else in_time), None)
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
-        # The lock beats until the end. In a copied directory the lock has the time of the copy.
+        # A live process renews its lock's time. In a copied directory, that is the copy's time.
         latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])
         if owner and owner.beat < latest:
             known.append(owner.beat)
@@ -332,7 +333,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
 
 
 def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
-    """Add the cause of a start's end, from its job's verdict, its lock or its job's log."""
+    """Add why the start ended, from the job's verdict.txt, the run lock or the job's log file."""
     cause = start.owner.error if start.owner else None
     if start.job.get("job_id"):
         # The log is named by --output. Read only these folders: a foreign run may name any path.

@@ -1,4 +1,4 @@
-"""The report page: facts for page.html and page.js, in one file that needs no network."""
+"""The page report.html, rendered from page.html and page.js: one file that needs no network."""
 
 import json
 import logging
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the run directories among `named`, and those inside the other named folders.
+    """Return the named run directories, and the run directories inside the other named folders.
 
-    With `compare`, a single run is compared with all runs in its folder. Raises ConfigurationError
-    for all paths that are no run and contain none.
+    With `compare` and a single named run, return all runs in its parent folder. Raises
+    ConfigurationError if a path is no run and contains no run.
     """
     found: list[Path] = []
     problems = []
@@ -96,7 +96,7 @@ def write_at_the_end(output_dir: Path) -> None:
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Render the template. All texts are escaped: none can close the data's script element."""
+    """Return the page as HTML. Texts are escaped, so none can end the script element."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -115,7 +115,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
 
 
 def _facts_of_one(run: History) -> dict[str, Any]:
-    """Return the facts for the words and tables of one run."""
+    """Return the variables of the template page.html for one run."""
     memory = findings.memory_by_rank(run)
     seconds = findings.where_the_hours_went(run)
     samples = [line for line in run.lines if line["event"] == "samples"]
@@ -134,13 +134,13 @@ def _facts_of_one(run: History) -> dict[str, Any]:
 
 
 def _shortened(text: Any) -> str:
-    """Return the beginning of a sample, known secrets masked."""
+    """Return the beginning of a sample, with known secrets masked."""
     shown, most = redact(str(text)), SHOWN["characters"]
     return shown[:most] + "..." * (len(shown) > most)
 
 
 def _start_rows(run: History) -> list[dict[str, Any]]:
-    """Return the rows of the time bar and the table of starts; widths are percentages."""
+    """Return a row per start for the time bar and the table; left, width, useful in percent."""
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)
     rows = []
@@ -161,7 +161,7 @@ def _start_rows(run: History) -> list[dict[str, Any]]:
 
 
 def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
-    """Return the facts for the tables of several runs."""
+    """Return the variables of the template page.html for several runs."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         page = run.path / FILE_NAME

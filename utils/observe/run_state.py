@@ -1,4 +1,4 @@
-"""A run and its job in Slurm's queue, as the one value that status.py shows."""
+"""The status of a run and of its job in Slurm's queue, as one value that status.py shows."""
 
 import shutil
 import statistics
@@ -33,10 +33,10 @@ SQUEUE_S = 5.0
 class RunStatus:
     """How a run is doing; None means unknown. Ages and times left are in seconds.
 
-    because: the evidence for `state`. evaluations: newest loss and its step, by split. left_s: time
+    because: the evidence for `state`. evaluations: newest loss and step of each split. left_s: time
     of training left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
     the rank that the others wait for, and the share of each step that they wait. error: why the
-    last start ended. pages: files that it wrote when it ran out of memory or hung. advice: what to
+    last start ended. pages: its files about running out of memory or a hang. advice: what to
     do next. damaged: files that could not be read. skipped_lines: number of damaged journal lines
     found. refused: why the newest start was refused; `state` is then that of an earlier start.
     """

@@ -28,7 +28,7 @@ CUT_OFF = "incomplete record"  # wandb's message about a record without an end
 def show_runs(
     directories: Sequence[str], all_in: str | None, as_json: bool
 ) -> str | RenderableType:
-    """Look at the runs once; return JSON, lines or a table. Raises ConfigurationError."""
+    """Read the status of runs; return JSON, lines or a table. Raises ConfigurationError."""
     jobs = queued_jobs()
     if directories and all_in is None:
         runs = [read_status(Path(directory), jobs) for directory in directories]
@@ -161,19 +161,19 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload the records of all starts that are not uploaded yet, each into its run.
+    """Upload wandb's offline records that are not uploaded yet, each into its wandb run.
 
     Returns an exit code. The record of a running start is left for later, because wandb accepts a
     file only once. The record of a killed start is uploaded as far as it is complete; `wandb sync`
     alone would upload it again at each call, and never reach later starts. The key is WANDB_API_KEY
-    (from the environment or `.env`) or a login. Raises ConfigurationError if wandb refuses one.
+    (from the environment or `.env`) or a login. Raises ConfigurationError if an upload fails.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()
     done, left = 0, []
     for run in runs:
         found = run.glob("wandb/offline-run-*/run-*.wandb")
-        files = sorted(file for file in found if not _marker(file).exists())  # the latest last
+        files = sorted(file for file in found if not _marker(file).exists())  # newest last
         if files and read_status(run, {}).state == "running":
             _say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
         for file in files:

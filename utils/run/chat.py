@@ -40,7 +40,7 @@ def check_flags(given: argparse.Namespace) -> None:
 
 
 def find_model(name: str) -> str:
-    """Return the folder with the weights of `name`, or its name on the Hub.
+    """Return the weights folder of `name` (a run, model or adapter), or `name` if it is on the Hub.
 
     Raises ConfigurationError if there are no weights, StorageError if all checkpoints are damaged.
     """
@@ -149,7 +149,7 @@ class ChatModel:
                 ends.append(end_of_turn_id(self.tokenizer))
         settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
         settings.pad_token_id = self.tokenizer.pad_token_id
-        settings.use_cache, settings.max_length = True, None  # checkpoints have the cache off
+        settings.use_cache, settings.max_length = True, None  # training turned the cache off
         settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or MAX_NEW_TOKENS
         greedy = given.greedy or given.temperature == 0
         sampled = settings.do_sample or given.temperature or given.top_p
@@ -234,7 +234,7 @@ class ChatModel:
 
 
 def opening(system: str | None) -> Messages:
-    """Return the messages before the first question."""
+    """Return a list with the system message; an empty list without a system text."""
     return [{"role": "system", "content": system}] if system else []
 
 

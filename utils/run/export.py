@@ -97,7 +97,7 @@ def merged_model(
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of PEFT that are not inside another module of PEFT."""
+    """Yield (name, module) of each PEFT module that is not inside another PEFT module."""
     inside: tuple[str, ...] = ()
     for key, module in model.named_modules():
         if key.startswith(inside) and inside:
@@ -125,7 +125,7 @@ def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _untie(model: Any, state: dict[str, Tensor]) -> None:
-    """Leave tied weights out of `state`. Untie weights that differ after training."""
+    """Remove copies of tied weights from `state`. Untie weights that differ after training."""
     tied = model.all_tied_weights_keys
     unlike = set()
     for name in [name for name, source in tied.items() if {name, source} <= state.keys()]:
@@ -169,10 +169,10 @@ def _caster(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor
 
 @contextmanager
 def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
-    """Yield a directory to write into; then complete and rename it.
+    """Yield a temporary directory to write into; then complete it and rename it to `directory`.
 
-    Adds the tokenizer, the model card and the file permissions. The tokenizer has the chat template
-    of training, without the marks that only training needs.
+    Adds the tokenizer and the model card, and sets the permissions of files. The tokenizer has the
+    chat template of training, without the marks that only training needs.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended during its export
@@ -185,7 +185,7 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
         tokenizer.chat_template = without_training_marks(template)
     tokenizer.save_pretrained(partial)
     tokenizer.chat_template = template
-    (partial / CARD).unlink(missing_ok=True)  # PEFT's
+    (partial / CARD).unlink(missing_ok=True)  # PEFT wrote one
     state, name = trainer.state, shown_name(directory.parent, directory.name)
     best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step

@@ -93,10 +93,10 @@ def run_callbacks(
 
 
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
-    """Evaluate the last step, write ``final/`` in this type, log the results; return the exit code.
+    """Evaluate the last step, write ``final/`` in `save_dtype`, log; return the exit code.
 
-    A stopped run writes no ``final/``: the next start resumes it. Raises ConfigurationError, before
-    ``final/`` is written, if another job has taken the run directory.
+    A stopped run writes no ``final/``, because the next start resumes it. Raises ConfigurationError
+    before ``final/`` is written if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average
@@ -112,7 +112,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
                 if average is not None:
                     average.put_in_place()
                 export_final(trainer, save_dtype)
-        trainer.accelerator.wait_for_everyone()  # the ranks' store ends with the first rank
+        trainer.accelerator.wait_for_everyone()  # rank 0 hosts the ranks' store
         trainer.accelerator.end_training()
         trainer.callbacks.live.close()
         if trainer.callbacks.stop.stopped:
@@ -141,10 +141,10 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 
 
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
-    """Upload and benchmark ``final/`` if asked to; leave the run directory; return the exit code.
+    """Upload and benchmark ``final/`` if requested; release the run lock; return `code`.
 
-    Rank 0 acts, and a failure does not fail the run. The caller has released the trainer, because
-    benchmarks need its memory.
+    Only rank 0 uploads and benchmarks. A failure there does not change the exit code. The caller
+    must have released the trainer before, because benchmarks need its memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = Path(str(args.output_dir)), settings.values["push_to_hub"]

@@ -26,7 +26,7 @@ from utils.plan.run_plan import RunPlan
 logger = logging.getLogger(__name__)
 
 MARK = ".stoker-preflight-"  # prefix of a temporary file's name
-SIGHT_LIMIT_S = 5.0  # NFS clients look at a directory again after some seconds
+SIGHT_LIMIT_S = 5.0  # an NFS client caches a directory's contents for some seconds
 PROBE_BYTES = 2**14
 
 
@@ -84,9 +84,9 @@ def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
 
 
 def _probe(mark: Path) -> None:
-    """Find rank 0's temporary file from this host, and write to it."""
+    """Check that this host sees the temporary file of rank 0 and can write to it."""
     output_dir, end = mark.parent, time.monotonic() + SIGHT_LIMIT_S
-    # List the directory: for a single name NFS caches for a while that the file was missing.
+    # List the directory, because NFS caches for a while that a single name was missing.
     while not (output_dir.is_dir() and mark.name in os.listdir(output_dir)):  # noqa: PTH208
         if time.monotonic() > end:
             raise StorageError(
@@ -117,8 +117,8 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 def known_files(output_dir: Path) -> bool:
     """Return whether the directory holds a run. Raise ConfigurationError for other contents."""
-    # Do not follow links, because a stranger may have made this directory. A damaged file of a run
-    # is no reason to raise: it will be restored.
+    # Do not follow links, because another user may have made this directory. Do not raise for a
+    # damaged file of a run, because the start restores it.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
         if path.is_symlink() or (path.name == FOLDER and path.is_file()):
             kind = "a link" if path.is_symlink() else "no folder"

@@ -1,8 +1,8 @@
 """The record of each start in provenance.json, and the changes of a run since its last start.
 
 config.yaml stays as the first start wrote it. Each start's entry in provenance.json has the
-settings that this start changed and digests of its inputs. An accepted change stays in force.
-Changes that make another run are refused.
+settings that this start changed and digests of its inputs. An accepted change applies to all later
+starts. A change of a setting in IDENTITY needs --accept_changes.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ def write_provenance(
 ) -> None:
     """Append an entry for this start to the list of starts in a JSON file; only on rank 0.
 
-    `facts` are the caller's JSON values for the entry, besides command, code and machines. A kill
-    leaves the old file or the new one. Raises ConfigurationError if the file has other contents.
+    `facts` are more JSON values for the entry. If the process is killed, the file is the old or the
+    new one, never a part. Raises ConfigurationError if the file cannot be read as such a list.
     """
     devices = [launch.device]
     if launch.device == "cuda":
@@ -96,10 +96,10 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
-    """Return the commit of the git repository at `folder` and whether files differ, or None."""
+    """Return the git commit of `folder` and whether files differ from it; None if unknown."""
     if not (folder / ".git").exists():
         return None
-    # Optional locks off: other processes' git commands must not fail because of ours.
+    # Without optional locks, git commands of other processes cannot fail because of this one.
     command = ["git", "--no-optional-locks", "-C", str(folder)]
     command += ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
@@ -150,8 +150,8 @@ NAMES_CONTENTS = (
 )  # fmt: skip
 # Settings of a single start, not of the run.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
-# Increase when a version changes the last bits of some runs, and add the new number to the sums
-# that the version changed. A key is the setting by which --accept_changes accepts the change.
+# Increase NUMERICS when a version of Stoker changes the last bits of some runs, and add the new
+# number to CHANGED_SUMS. Users accept the change by --accept_changes KEY.
 NUMERICS = 4
 CHANGED_SUMS = {
     "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
@@ -218,10 +218,10 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 def _contents(
     facts: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the contents of a start's inputs by the setting that names them; empty if unknown.
+    """Return digests of a start's inputs, by the setting that names each input; {} if unknown.
 
-    The key of the model's configuration is always model_config, and the key of its weights is
-    always model_name_or_path, even if another setting names them.
+    The configuration of the model has the key model_config, and its weights have the key
+    model_name_or_path, even if another setting names them.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     held = {
@@ -232,7 +232,7 @@ def _contents(
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
     }
-    # This start's launch is not recorded yet: assume one that all changed sums concern.
+    # The launch of this start is not recorded yet: assume that every changed sum affects it.
     any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}
     launch = facts.get("launch") or any_launch
     low_precision = settings.get("bf16") or settings.get("fp16")
@@ -295,7 +295,7 @@ def accepted_changes(
 
 
 def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Change]:
-    """Yield every change. `resumes`: the run resumes from a checkpoint and does not begin anew."""
+    """Yield each change between two starts. `resumes`: the new start loads a checkpoint."""
     dangerous = set()
     for name, new in now.settings.items():
         old, note, impossible = before.settings.get(name, new), "", ""
@@ -351,7 +351,7 @@ def _as_before(name: str, old: Any, new: Any) -> bool:
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
     """Return why a changed path is harmless, or "" if this is not known."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
-        return "the run resumes from weights of its own"  # LoRA's hold only adapters
+        return "the run resumes from weights of its own"  # LoRA checkpoints: adapters
     if name == "train_data":
         old, new = (train_sources(one.settings[name]) for one in (before, now))
         if [*old.values()] != [*new.values()]:  # the mixture has other weights

@@ -1,7 +1,7 @@
-"""The start of a run: sets up the process and claims the run directory, new or resumed.
+"""The start of a run: sets up the process, locks the run directory, finds where to resume.
 
-A dry run checks the directory in the same way and writes nothing. It does not check the other
-nodes, nor the digests of a checkpoint's files.
+A dry run makes the same checks of the directory and writes nothing. It does not check other nodes,
+and it does not read the tensors of a checkpoint.
 """
 
 import copy
@@ -78,8 +78,8 @@ WEIGHT_FILES = (
 class Run:
     """The run in a directory: the checkpoint to resume from, and whether the run is finished.
 
-    A new run has a new id. `facts` are this start's inputs for provenance.json. `weights_from` is
-    the weights directory of --init_from, or None if this start does not load its weights.
+    A new run has a new id. `facts`: digests of the inputs and the changed settings of this start,
+    for provenance.json. `weights_from`: the weights directory of --init_from; None if not loaded.
     """
 
     run_id: str
@@ -90,10 +90,10 @@ class Run:
 
 
 def start_process(settings: RunSettings) -> LaunchFacts:
-    """Set up logging, tokens, signals and safe loading, and check the launch.
+    """Set up logging, tokens, signals and safe unpickling; return how the processes were launched.
 
-    The settings are parsed before. A dry run on a login node returns the launch that WORLD_SIZE and
-    the accelerate variables describe. Raises ConfigurationError.
+    A dry run returns the launch that WORLD_SIZE and accelerate's environment variables describe.
+    Raises ConfigurationError, for example if the processes are not connected.
     """
     configure_logging()
     for note in settings.values.notes:
@@ -111,7 +111,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
-    """Check the launch of a start; adopt the checkpoint of --resume_from_checkpoint."""
+    """Check how processes were launched; copy --resume_from_checkpoint to output_dir (rank 0)."""
     install_stop_signals()
     launch = check_launch()
     check_same_precision(settings, launch)
@@ -126,13 +126,13 @@ def _launch(settings: RunSettings) -> LaunchFacts:
         adopt_checkpoint(args.resume_from_checkpoint, output_dir, needs_best=needs_best)
 
     if args.resume_from_checkpoint:
-        on_rank_0(adopt)  # before anything reads the run's first start
+        on_rank_0(adopt)  # before anything reads provenance.json there
     guard_loading(launch.strategy)
     return launch
 
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
-    """Return the launch of a dry run, which WORLD_SIZE and accelerate's variables may describe."""
+    """Return the launch that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
     import torch
 
     world_size = settings.values.world_size
@@ -140,7 +140,7 @@ def _planned_launch(settings: RunSettings) -> LaunchFacts:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None or settings.run.assume else accelerator.type
     strategy = requested_strategy(settings.values.environment, world_size)
-    if SUBMITTING not in os.environ and not settings.run.assume:  # it is for this host
+    if SUBMITTING not in os.environ and not settings.run.assume:  # the run would use this host
         check_connected(world_size, visible_gpus=0)
         gpus = torch.cuda.device_count() if device == "cuda" else 0
         if gpus > 1 and "WORLD_SIZE" not in os.environ:
@@ -152,7 +152,7 @@ def _planned_launch(settings: RunSettings) -> LaunchFacts:
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Log if the setting `strategy` has no effect, because the launch decides otherwise."""
+    """Log that the setting `strategy` has no effect if the launcher chose another strategy."""
     given, shown = settings.run.strategy, settings.values.shown("strategy")
     if given == AUTO:
         return
@@ -166,7 +166,7 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if ranks would compute in different types; collective."""
+    """Raise UnfitClusterError if the value of bf16 differs between ranks; all ranks call this."""
     answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
     for host, (bf16, shown) in zip(launch.hosts, answers, strict=True):
         if bf16 != answers[0][0]:
@@ -180,11 +180,11 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
 def start_run(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
 ) -> tuple[Run, Checkpoints]:
-    """Claim ``--output_dir`` for these settings and record this start.
+    """Lock ``--output_dir``, begin or resume its run, and record this start there.
 
-    In a new or empty directory a run begins. In the directory of the same run it resumes from its
-    newest complete checkpoint. Writes config.yaml (once) and an entry of provenance.json (at each
-    start). Rank 0 decides for all ranks. Raises ConfigurationError, without writing, if the
+    A new or empty directory gets a new run. If the directory holds the run of these settings, that
+    run resumes from its newest complete checkpoint. Writes config.yaml (once) and an entry of
+    provenance.json (at each start). Rank 0 decides for all ranks. Raises ConfigurationError if the
     directory holds another run or other files; also StorageError and NoProgressError.
     """
     output_dir = Path(str(settings.training.output_dir))
@@ -220,7 +220,7 @@ def start_run(
 
 
 def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock the directory, refuse a run that cannot resume, and record this start; on rank 0."""
+    """Lock the directory, find where to resume and write provenance.json; only on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
@@ -264,14 +264,14 @@ def check_start(
     config: PreTrainedConfig,
     launch: LaunchFacts,
 ) -> int:
-    """Raise the errors that a start would raise; return a dry run's exit code, 0."""
+    """Make the checks of a start for a dry run. Raise the errors of a start, or return 0."""
     output_dir = Path(str(settings.training.output_dir))
     try:
         check_place(output_dir, plan, settings.training.save_total_limit)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
-        logger.warning("%s", error.problems[0])  # perhaps the job's storage is another
+        logger.warning("%s", error.problems[0])  # jobs may have other storage
     for name, text in RunRecord(output_dir).damage.items():
         logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
@@ -285,10 +285,13 @@ def check_start(
 
 
 def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Find where a start or dry run resumes; on rank 0. Raises ConfigurationError if it cannot."""
+    """Return the run in the directory and its resume checkpoint; only on rank 0.
+
+    Raises ConfigurationError if these settings cannot resume the run.
+    """
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
-    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has adopted it
+    named = settings.training.resume_from_checkpoint if dry_run else None  # a start has copied it
     foreign = foreign_checkpoint(named, output_dir)
     record = output_dir if foreign is None else foreign.record
     facts: dict[str, Any] = {}
@@ -300,7 +303,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     if foreign is not None:
         checkpoint = foreign.directory
     has_final = (output_dir / FINAL).exists()
-    if checkpoint is None and has_final:  # a start would train over it
+    if checkpoint is None and has_final:  # training would overwrite it
         raise ConfigurationError(
             f"{output_dir} holds a finished run without checkpoints ({output_dir / FINAL}): "
             "name another --output_dir; nothing is written over."
@@ -325,8 +328,8 @@ def check_progress(
 ) -> None:
     """Stop a requeued job if three of its earlier starts resumed at the same step as this one.
 
-    `starts` are the entries of provenance.json. `job` is this job, in the form of their `slurm`. A
-    job that the user has just submitted may always try. Raises NoProgressError.
+    `starts` are the entries of provenance.json. `job` is the result of `slurm_job`. The first start
+    of a submitted job is never stopped. Raises NoProgressError.
     """
     if job is None or int(job["restart_count"] or 0) == 0:
         return
@@ -349,10 +352,10 @@ def check_progress(
 def _check_weights(
     settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
 ) -> None:
-    """Refuse weights that `load_model` would refuse, by the names and shapes of their tensors.
+    """Check that the tensors in the weights files have the names and shapes of the model's.
 
-    `origin` is the weights directory of --init_from. Jobs start without a network, so they need a
-    model of the Hub in the cache.
+    `origin` is the weights directory of --init_from. Raises ConfigurationError if they differ, or
+    if a job, which has no network, needs weights that are not in the Hub cache.
     """
     model = settings.model
     if origin is None and (model.init_from is not None or model.model_config is not None):

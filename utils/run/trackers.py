@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def prepare_trackers(
     settings: RunSettings, name: str | None, output_dir: Path, run_id: str, step: int
 ) -> None:
-    """Let the trackers of `report_to` write into the run directory, as one run for all starts.
+    """Let the trackers of `report_to` write into the run directory, one tracker run for all starts.
 
-    Sets their environment variables before the Trainer is made. Values that the user has set stay.
+    Sets environment variables before the Trainer is made. Values that the user has set stay.
     `name` is the run's name in the trackers. `step` is the step from which this start resumes. Only
     rank 0 calls this.
     """
@@ -33,7 +33,7 @@ def prepare_trackers(
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps to repeat
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides later steps: this start repeats them
     if "mlflow" in reporters:
         import mlflow
 
