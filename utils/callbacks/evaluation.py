@@ -24,7 +24,7 @@ from utils.host.redaction import redacted
 if TYPE_CHECKING:
     from utils.prepare.encoding import Prompt
 
-UNIMPROVED = "unimproved_evaluations"  # in our part of a checkpoint's trainer_state.json
+UNIMPROVED = "unimproved_evaluations"  # key in Stoker's part of trainer_state.json
 
 # Fields of a generation configuration without effect on the most likely token.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Raised on all ranks before a step: early stopping has ended the run at this checkpoint."""
+    """Raised on all ranks before a step: early stopping has already ended the resumed run."""
 
 
 class EarlyStopping(TrainerCallback):
@@ -49,22 +49,22 @@ class EarlyStopping(TrainerCallback):
 
     @property
     def ended(self) -> bool:
-        """Return whether the run is over."""
+        """Return whether `patience` evaluations in a row brought no improvement."""
         return self.judge.early_stopping_patience_counter >= self.judge.early_stopping_patience
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the values that the checkpoint holds."""
+        """Restore the number of evaluations without improvement from a checkpoint's values."""
         self.judge.early_stopping_patience_counter = saved.get(UNIMPROVED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the values for the next checkpoint."""
+        """Return what a checkpoint stores: the number of evaluations without improvement."""
         return {UNIMPROVED: self.judge.early_stopping_patience_counter}
 
     def take_evaluation(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Judge an evaluation before Trainer does; return whether it ends the run."""
+        """Compare the metric with the best, before Trainer updates it; return if the run ends."""
         self.judge.on_evaluate(args, state, control, metrics)
         if self.ended and state.is_world_process_zero:
             logger.info(
@@ -76,13 +76,13 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """End a resumed run that is over at its checkpoint, or after its postponed evaluation."""
+        """End a resumed run if early stopping ended it at its checkpoint or postponed evaluation."""
         if self.ended:
             raise FinishedEarlyError
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel further actions. Trainer calls this after leaving its loop, as after an epoch."""
+        """Cancel log, evaluation and save, because Trainer calls this also after early stopping."""
         if self.ended:
             control.should_log = control.should_evaluate = control.should_save = False
 

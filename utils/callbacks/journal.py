@@ -46,12 +46,12 @@ class Journal(TrainerCallback):
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory = checkpoints, memory
         self.stopped, self.limit_s = stopped, limit_s
-        self.saves_written, self.memory_of = 0, dict[int, Any]()  # of saves, by step
+        self.saves_written, self.memory_of = 0, dict[int, Any]()  # at a save, by step
         self.resumed_at = 0  # the step that this start began with
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Write an event for this start. Damaged lines of earlier starts stay in the file."""
+        """Write the event `started` or `resumed`. Damaged lines of earlier starts stay."""
         if not state.is_world_process_zero:
             return
         try:
@@ -70,7 +70,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Write one event, whose kind follows from Trainer's keys; collective in an evaluation."""
+        """Write Trainer's log as one event; its keys decide the kind. Collective if evaluating."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()
@@ -108,7 +108,7 @@ class Journal(TrainerCallback):
             self.saves_written += 1
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, unless another job owns the run directory (the run lock logged this)."""
+        """Append a line to metrics.jsonl, unless another job has locked the run directory."""
         if known_loss(self.path.parent) is not None:
             return
         text = strict_json({**line, "time": round(time.time(), 3)})

@@ -28,8 +28,8 @@ from utils.host.machine import global_rank, host_name, memory_kills, memory_room
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-LEFT = ("memory_free_gib", "memory_headroom_gib")  # the worst rank has the least
-# Names of phases on the page and in metrics.jsonl. To finish a run is mostly to write final/.
+LEFT = ("memory_free_gib", "memory_headroom_gib")  # the lowest over ranks counts
+# Names of phases on the page and in metrics.jsonl. FINISH mostly writes final/.
 WORDS = {
     Phase.START: "load", Phase.LOAD: "load", Phase.FIRST_STEP: "train", Phase.TRAIN: "train",
     Phase.EVALUATE: "eval", Phase.SAVE: "save", Phase.FINISH: "save",
@@ -38,15 +38,14 @@ WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states",
 
 
 class MemoryMonitor(TrainerCallback):
-    """Memory in GiB of the worst rank, most used or least free; `by_rank` has all ranks and hosts.
+    """Memory in GiB: the highest use and lowest free memory of all ranks; `by_rank` has each rank.
 
     torch's allocator counts the device memory. Host memory is the memory of this process without
-    its workers. A peak belongs to training, to the evaluation of a split or to a save, and counts
-    from the last line of the journal. `sequence_bytes` is the predicted memory of one more sequence
-    in a micro-batch.
+    its workers. A peak is measured since the last line of metrics.jsonl: in training, the
+    evaluation of a split or a save. `sequence_bytes`: predicted for one more sequence per batch.
     """
 
-    by_rank: Sequence[Mapping[str, Any]] = ()  # as of the last line of the journal
+    by_rank: Sequence[Mapping[str, Any]] = ()  # at the last line of metrics.jsonl
     # The training peak that an evaluation or a save would reset; the number of training logs.
     peak_bytes = logs = 0
 
@@ -74,7 +73,7 @@ class MemoryMonitor(TrainerCallback):
             self.peak_bytes = max(self.peak_bytes, self._new_peak())
 
     def metrics(self) -> dict[str, float]:
-        """Return the worst rank's figures of training; collective over ranks."""
+        """Return the highest use and lowest free memory of all ranks in training; collective."""
         self.measure(self.peak_bytes)
         self.peak_bytes, self.logs = 0, self.logs + 1
         if self.logs == 2 and self.sequence_bytes and self.device.type == "cuda":
@@ -84,7 +83,7 @@ class MemoryMonitor(TrainerCallback):
         return {name: (min if name in LEFT else max)(each) for name, each in figures.items()}
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Return all ranks' memory; the peak is at least `before` bytes. Collective over ranks."""
+        """Return the memory of all ranks. `before`: an earlier peak in bytes. Collective."""
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
@@ -115,7 +114,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return " (rank 3 on n2)", the rank with the highest GPU peak; "" if all are about alike."""
+    """Return " (rank 3 on n2)", the rank with the highest GPU peak; "" if all are within 10%."""
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
     return f" (rank {last['rank']} on {last['host']})" if apart else ""
@@ -123,9 +122,9 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def memory_page(trainer: Any) -> Iterator[None]:
-    """Write the page and raise OutOfMemoryError if the trainer runs out of memory in this block.
+    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if this block runs out of memory.
 
-    A helper process that the kernel kills for lack of memory counts as well.
+    A data worker that the kernel kills for lack of memory counts as well.
     """
     kills = memory_kills()
     try:
@@ -139,7 +138,7 @@ def memory_page(trainer: Any) -> Iterator[None]:
         if cause is None:
             raise
         last_words = None
-        with contextlib.suppress(Exception):  # even the page may take too much memory
+        with contextlib.suppress(Exception):  # writing may take too much memory
             last_words = write_page(trainer, error, cause)
         if last_words is None:
             raise

@@ -20,7 +20,7 @@ from utils.model.flops import effective_length, peak_flops, token_products
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 10.0  # between two timings of the fixed matrix product
+PROBE_S = 10.0  # between two timings of the matrix product in OwnTime
 
 
 class MixtureShares(TrainerCallback):
@@ -62,15 +62,15 @@ class MixtureShares(TrainerCallback):
 class Throughput(TrainerCallback):
     """Speed over the steps since the last training log, without evaluations and saves.
 
-    The clock is read after the log's own wait for the device, so no step between two logs waits.
-    Before an evaluation or a save this callback waits for the device, which these would do anyway.
+    A training log waits for the device, and the clock is read after that, so no other step waits.
+    Before an evaluation or a save this callback waits for the device, as these would do anyway.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.first_step_time_s: float | None = None
-        self.window_step: int | None = None  # None until this start's first step is done
-        self.flops_per_token = 0.0  # of the model, both passes; 0 if they cannot be counted
+        self.window_step: int | None = None  # step of the last log; None before the first step
+        self.flops_per_token = 0.0  # forward and backward; 0 if they cannot be counted
         self.mfu_per_rate: float | None = None  # MFU of one token per second and device
         self.graphs = self.graphs_before = 0
         self.own: OwnTime | None = None  # None with one rank
@@ -111,7 +111,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Count the step's time. After the first step of this start, begin the window."""
+        """Count the time of the step. The first step of this start is measured alone."""
         self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
         if interrupted and args.device.type == "cuda":
@@ -147,7 +147,7 @@ class Throughput(TrainerCallback):
         self.window_tokens = self.loader.tokens_seen.count(self.step)
 
     def metrics(self) -> dict[str, float]:
-        """Return the speed since the last call; collective over ranks."""
+        """Return the speed since the last training log; collective over ranks."""
         assert self.window_step is not None, "metrics() belongs to a training log, after a step"
         steps = self.step - self.window_step
         self._count_time()
@@ -221,7 +221,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds computed since the last call, and those of the product (0: none)."""
+        """Return the seconds computed since the last call, and of the product (0: not timed)."""
         own_s, self.seconds = self.seconds, 0.0
         if self.sharded and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))
@@ -229,7 +229,7 @@ class OwnTime:
         return own_s, self.product_s
 
     def _product_s(self) -> float:
-        """Time a product: on a GPU 0.2 TFLOP in 16 MiB, after the log has waited for the device."""
+        """Return the seconds of a product (GPU: 0.2 TFLOP, 16 MiB). The device must be idle."""
         size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
         factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
         for _ in range(runs):

@@ -24,7 +24,7 @@ NAMED = 4  # documents in the message; the file lists all
 
 @dataclass(frozen=True)
 class Finding:
-    """Figures and weights of one rank and step (counted from 0) that are not finite."""
+    """The losses, gradient norm and weights of a rank that are not finite; `step` counts from 0."""
 
     rank: int
     step: int
@@ -86,7 +86,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """End the run if a rank has a finding of an earlier step; does not wait for the device."""
+        """End the run if an earlier step of any rank was not finite; no wait for the device."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():
@@ -94,7 +94,7 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement.begin_turn(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Check all steps and the weights; collective. Raises NotFiniteError on all ranks."""
+        """Check all steps, and the weights of `model`. Collective. Raises NotFiniteError."""
         if self.agreement is None:
             return  # training has ended, and all steps are checked
         self._read(wait=True)
@@ -156,7 +156,7 @@ def spoilt_weights(model: nn.Module) -> list[str]:
 
 
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
-    """Write nonfinite-step-N.json for the first step found; return the message for the user.
+    """Write nonfinite-step-N.json for the earliest step in `found`; return the user's message.
 
     The file lists the documents of the micro-batches with a loss that is not finite. If only the
     gradient or a weight is not finite, it lists the documents of the global batch.

@@ -21,7 +21,7 @@ NAME_LENGTH = 90  # characters of a kernel's name; names of C++ templates have t
 class ProfilerWindow(TrainerCallback):
     """Profiles the steps first, ..., stop - 1 on rank 0, into `output_dir`/profile.
 
-    torch's profiler runs for these steps only. Each step has a mark in the trace. The table
+    torch's profiler runs for these steps only. Each step has a label in the trace. The table
     includes evaluations and saves between the steps, and says so. If the profiler does not work
     here, the run only logs a warning.
     """
@@ -29,12 +29,12 @@ class ProfilerWindow(TrainerCallback):
     def __init__(self, first: int, stop: int, output_dir: Path):
         self.first, self.stop, self.directory = first, stop, output_dir / "profile"
         self.profiler: Any = None
-        self.mark: Any = None  # around the current step
+        self.mark: Any = None  # the current step's label in the trace
         self.remarks = ""
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Leave out steps of the window that earlier starts have done."""
+        """Leave out steps to profile that earlier starts have done already."""
         self.device, begun = args.device, state.global_step + 1
         self.first = max(self.first, begun)
         self.records = state.is_world_process_zero
@@ -46,7 +46,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the profiler at the first step of the window, and mark each step."""
+        """Start the profiler before the step `first`; label each profiled step in the trace."""
         step = state.global_step + 1
         if not self.records or not self.first <= step < self.stop:
             return
@@ -65,7 +65,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """End the mark of the step; finish after the last step of the window."""
+        """End the step's label. Write the trace after the last profiled step, or at a stop."""
         done = state.global_step
         if self.mark is not None:
             self.mark.__exit__(None, None, None)
@@ -79,7 +79,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Write the steps so far if an evaluation ended the run."""
+        """Write the trace of the steps so far if an evaluation ended the run."""
         self._finish(state.global_step)
 
     def _wait(self) -> None:
@@ -105,7 +105,7 @@ class ProfilerWindow(TrainerCallback):
             profiler.export_chrome_trace(str(trace))
             kind = DeviceType.CUDA if self.device.type == "cuda" else DeviceType.CPU
             averages = profiler.key_averages()
-            # Leave out marks such as ours of the steps, which last longer than any kernel.
+            # Leave out labels, such as those of steps: they last longer than any kernel.
             averages[:] = [
                 one for one in averages if one.device_type == kind and not one.is_user_annotation
             ]

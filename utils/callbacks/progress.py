@@ -28,7 +28,7 @@ class Progress:
     step    the current step in training, otherwise the last finished step
     since   when the phase began, by time.monotonic()
     shape   (sequences, tokens) of the last micro-batch
-    tokens  its tokens without padding, of each sequence; on the host
+    tokens  the number of tokens without padding in each sequence of that micro-batch; on the host
     split   the held-out split being evaluated, with batches_done of its batches
     """
 

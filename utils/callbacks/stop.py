@@ -22,12 +22,12 @@ from utils.launch.slurm import job_end_time
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0
-# Each rank names a number, and all ranks act on the largest. STOPPING + rank: this rank was asked
-# to stop.
+# Each rank sends one of these numbers, and all ranks act on the largest. STOPPING + rank: that rank
+# was asked to stop.
 NOTHING, SAVING, STOPPING = range(3)
 FAILED = 2**30
 
-# The next event may take as long as the longest of the last so many. Older ones predict little.
+# The next step or batch may take as long as the longest of the last RECENT_EVENTS.
 RECENT_EVENTS = 100
 LONGEST_MARGIN_S = 30.0
 # A low guess for parallel file systems. The first save replaces it by a measurement.
@@ -109,16 +109,16 @@ class StopWatch(TrainerCallback):
         self.first_step = True  # it allocates and compiles, so its time predicts no other step
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the values that the checkpoint holds."""
+        """Restore from a checkpoint's values whether an evaluation is due first."""
         self.evaluation_due = saved.get("evaluation_due", False)
 
     def state(self) -> dict[str, Any]:
-        """Return the values for the next checkpoint."""
+        """Return what a checkpoint stores: whether a resumed run must evaluate first."""
         return {"evaluation_due": self.evaluation_due}
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Set up the agreement of ranks. Evaluate first if a stop postponed an evaluation."""
+        """Begin to compare requests of ranks. Evaluate first if a stop postponed an evaluation."""
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is for the first start
             state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps
@@ -147,12 +147,12 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Reset `unscheduled_save`, as Trainer resets `control`."""
+        """Reset `unscheduled_save` for the new step."""
         self.unscheduled_save = False
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Stop, or save and continue, as the ranks agreed."""
+        """Stop, or save and continue, if the requests of all ranks say so."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
@@ -188,7 +188,7 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return what the ranks agreed on in the last round, and begin the next round."""
+        """Return the largest number that ranks sent in the last round; begin the next round."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None
@@ -213,7 +213,7 @@ class StopWatch(TrainerCallback):
         self.saved_since_turn = False
 
     def _look(self) -> int:
-        """Return NOTHING, SAVING, STOPPING + this rank, or FAILED. A request to stop is final."""
+        """Return this rank's request: NOTHING, SAVING, STOPPING + rank (final), or FAILED."""
         if self.checkpoints.failed:
             return FAILED
         now = self.clock()
@@ -271,7 +271,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel further actions. Trainer calls this after leaving its loop, as after an epoch."""
+        """Cancel log, evaluation and save, because Trainer calls this also after a stop."""
         if self.stopped:
             control.should_log = control.should_evaluate = control.should_save = False
 
@@ -294,7 +294,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Complete the current round and close the ranks' group; collective over ranks."""
+        """Complete the last round of requests and close its process group; collective."""
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None

@@ -41,7 +41,7 @@ PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a reco
 # of NCCL and of gloo.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 MISMATCH = ": MISMATCH, ranks do different things"
-# Files of threads that are shown beside the main thread.
+# Threads other than the main thread are shown if they run code of these folders.
 _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 
 
@@ -50,9 +50,9 @@ class HangWatch(TrainerCallback):
 
     Every event of training is a beat, and a thread watches for beats. All phases except a usual
     step may take three times as long. A rank without beats gives up: it logs its stack and writes a
-    note (utils/launch/verdict.py) and a record. A rank that is silent for half the time gives up as
-    well when another rank has given up. The verdict names the rank that the others wait for. The
-    lowest rank writes hang.txt from all records.
+    note (utils/launch/verdict.py) and hang/rank-N.json. If another rank has given up, a rank gives
+    up after half the time. A line in the job's log names the rank that the others wait for. The
+    lowest of these ranks writes hang.txt from all rank-N.json files.
 
     The watch runs from ``on_train_begin`` until ``leave``. All ranks have the same events, so their
     counts of beats can be compared. ``hosts`` has the host name of each rank.
@@ -147,7 +147,7 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _judge(self) -> None:
-        """Write the verdict on all ranks' records and notes. The lowest rank writes hang.txt."""
+        """Log the rank at fault, from all ranks' files. The lowest rank here writes hang.txt."""
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
@@ -180,7 +180,7 @@ def _notes() -> list[Note]:
 
 
 def leave_record(output_dir: Path, note: Note, phase: str) -> None:
-    """Write this rank's note, phase, threads' stacks and last collectives. Raises OSError."""
+    """Write hang/rank-N.json: note, phase, stacks and last collectives. Raises OSError."""
     stacks = {}
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
@@ -202,7 +202,7 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Return by rank the records left after `since`, a time in seconds since 1970."""
+    """Return by rank the contents of hang/rank-N.json written after `since` (unix seconds)."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
@@ -246,7 +246,7 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
 def write_page(
     output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
 ) -> None:
-    """Write hang.txt, with one part for all ranks in the same state. Raises OSError."""
+    """Write hang.txt. Ranks in the same state share one part. Raises OSError."""
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
     if any(MISMATCH in line for line in under_way):

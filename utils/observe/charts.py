@@ -146,10 +146,7 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return the charts of one run.
-
-    `found`: results of `spikes`. `memory`: of `memory_by_rank`. `waited`: of `stragglers`.
-    """
+    """Return the charts of a run, from `spikes`, `memory_by_rank` and `stragglers` (findings)."""
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}

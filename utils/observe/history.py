@@ -51,7 +51,7 @@ class Start:
     began: its time in provenance.json. entry: its entry in provenance.json, empty if missing.
     owner: its run lock. trained: when training began, None if it never did. done: the step that it
     resumed at, -1 for a new run. ended: its last sign of life. error: why it ended (verdict.txt of
-    the job, run lock, or log of the job). lost_steps: steps that a later start repeated. Each of the
+    the job, run lock, job log). lost_steps: steps that a later start repeated. Each of the
     `lines` has `hours` (the running time of all starts until then), `lost` (whether a later start
     rolled it back) and `at` (its offset in the file).
     """

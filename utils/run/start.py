@@ -285,10 +285,7 @@ def check_start(
 
 
 def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Return the run in the directory and its resume checkpoint; only on rank 0.
-
-    Raises ConfigurationError if these settings cannot resume the run.
-    """
+    """Return the run and its resume checkpoint; rank 0. Raises ConfigurationError if none fits."""
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
     named = settings.training.resume_from_checkpoint if dry_run else None  # a start has copied it

@@ -33,7 +33,7 @@ def prepare_trackers(
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides later steps: this start repeats them
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps to be repeated
     if "mlflow" in reporters:
         import mlflow
 
