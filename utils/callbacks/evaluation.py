@@ -76,7 +76,7 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """End a resumed run if early stopping ended it at its checkpoint or postponed evaluation."""
+        """End a resumed run that early stopping ended at its checkpoint or postponed evaluation."""
         if self.ended:
             raise FinishedEarlyError
 

@@ -120,7 +120,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 @dataclass
 class Spike:
-    """Consecutive logs with a loss far above earlier ones; the figures are of the highest loss."""
+    """Consecutive logs with a loss far above earlier ones, with the figures at the highest loss."""
 
     step: int
     last_step: int

@@ -83,7 +83,7 @@ class Start:
 
 
 class Evaluation(NamedTuple):
-    """One evaluation of a split. If the accuracy was not measured, `accuracy` is None."""
+    """One evaluation of a split. `accuracy` is None if it was not measured."""
 
     step: int
     loss: float
