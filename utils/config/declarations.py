@@ -75,7 +75,7 @@ REFUSED = by_name({
     "models are set by --model_name_or_path, --dtype and their like": "model_init_kwargs",
     "8 bits are not supported: load_in_4bit: true takes half as much, dtype: bfloat16 twice": ""
     "load_in_8bit",
-    "it shards weights in 4 bits, which is not supported: multi_gpu.yaml keeps them on each GPU": ""
+    "Stoker sets it as the strategy needs it: remove it": ""
     "bnb_4bit_quant_storage",
     "LoRA here is for causal language models": "lora_task_type",
 })  # fmt: skip
