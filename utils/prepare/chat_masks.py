@@ -3,9 +3,9 @@
 A template may have {% generation %} markers around the assistant's text. Without markers
 chat_turns.py finds the start and the end of each turn.
 
-Every chat is checked. Each message's text must be in the rendering. The trained text of a turn must
-have the turn's own text, the names, keys and numbers of its tool calls and the token that ends the
-turn. It must have no text of another message.
+Every chat is checked. The rendering must have each message's text. The trained text of a turn must
+have the message's text, the names, keys and numbers of its tool calls, and the token that ends the
+turn. It must not have text of another message.
 """
 
 import json
@@ -81,7 +81,7 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError unless spans have a turn's words and end, and no other turn's."""
+        """Raise UnusableRowError unless `spans` have all words and the end of one turn, no more."""
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
@@ -115,8 +115,8 @@ def _spans_of_blocks(
 ) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn.
 
-    A block belongs to the turn that has marks inside the block. A block without marks belongs to
-    the first turn after the last message with marks before the block.
+    A block belongs to the turn whose marks (see chat_templates.py) are inside the block. A block
+    without marks belongs to the first turn after the last message that has a mark before the block.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

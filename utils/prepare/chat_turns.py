@@ -1,15 +1,15 @@
-"""The start and the end of an assistant's turn, found by comparing renderings around its words.
+"""The start and the end of an assistant's turn, found by comparing renderings of its chat.
 
-start   Compare the text between the previous message and the turn with the text that the template
-        prints as a generation prompt. The part that both share is the header, which the model is
-        given. Blanks may differ. Some templates print the header at the end of every chat, even
-        without a request for a generation prompt: this is the standing header.
-end     Compare the text between the turn and the next message with the text behind the same turn
-        at the end of a chat. The shared part, up to its last special token, belongs to the turn.
+"Words" are the texts of a message; the template prints other text before and behind the words.
+
+start   Compare the text before the turn's words with the template's generation prompt. The part
+        that both share, apart from blanks, is the header (<|im_start|>assistant). It is not trained
+        on. A standing header is printed at the end of every chat, not only on request.
+end     Compare the text behind the turn's words with the text that the template prints there if
+        the chat ends with this turn. The shared part, up to its last special token, is trained on.
         Tool calls end as answers do, or with a token that is printed once after all calls
         (<|call|>). If a template has no token to end a turn (GLM), the token that opens the next
-        message ends the turn. If the template has no special tokens at all, the tokenizer's EOS is
-        appended to the last turn.
+        message ends the turn. If it has no special tokens at all, EOS is appended to the last turn.
 """
 
 import re
@@ -24,7 +24,7 @@ from utils.prepare.values import ASSISTANT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHED = 20_000  # kinds of turns in the cache; chats of one template have a few dozen kinds
+CACHED = 20_000  # entries in the cache of turns' delimiters; most templates need a few dozen
 PROBE = "probe"
 LEADING_TAGS = re.compile(rf"(?:\s*{TAGS.pattern})+\s*")
 PARTIAL_TAG = re.compile(r"\s*(?:[<\[][|/\w]*)?")
@@ -35,13 +35,13 @@ Span = tuple[int, int]  # [start, stop), in characters
 class TurnDelimiter:
     """Finder of the start and the end of turns in the renderings of one template.
 
-    The texts between the words of messages have these names everywhere:
+    The code has these names for the texts that the template prints around the words of messages:
 
-    gap        between the previous message and the turn
-    following  between the turn and the next message
-    ended      behind the turn, if the turn is the last message of the chat
-    continued  behind the turn, if another message follows
-    bare       behind the last message of a chat without a generation prompt
+    gap        between the words of the previous message and those of the turn
+    following  between the words of the turn and those of the next message
+    ended      behind the turn's words, if the turn is the last message of the chat
+    continued  behind the turn's words, if another message follows
+    bare       behind the words of a chat's last message, without a generation prompt
 
     stop: the tokenizer's EOS. added: a pattern of all added tokens, special or not.
     """
@@ -87,7 +87,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _key(chat: MarkedChat, turn: int, gap: str, following: str) -> tuple[Any, ...]:
-        """Return what decides a turn's start and end: the kinds and the texts around the turn."""
+        """Return a cache key: turns with equal keys have headers and ends of equal lengths."""
         given, messages = chat.chat, chat.chat.messages
         ids = [call.get("id") for call in messages[turn].get("tool_calls") or []]
         numbers = "|".join([*map(re.escape, filter(None, ids)), r"\d"])
@@ -103,7 +103,7 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the index in the gap where the turn's header ends; raises UnusableRowError."""
+        """Return the index in `gap` where the turn's header ends; raises UnusableRowError."""
         endings = self._endings(chat, chat.messages[:turn])
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
         if header >= 0:
@@ -125,7 +125,7 @@ class TurnDelimiter:
     def _header_like_prompt(
         self, chat: MarkedChat, turn: int, gap: str, bare: str, prompt: str
     ) -> int:
-        """Return the end of the header that a gap and the generation prompt share; else -1."""
+        """Return where the header that `gap` shares with `prompt` ends in `gap`; -1 if nowhere."""
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
@@ -150,10 +150,10 @@ class TurnDelimiter:
         return shared if not closed and bare.strip() and common == len(bare) else -1
 
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
-        """Return the end of the header if gap and prompt differ behind the header; else -1.
+        """Return where the header ends if `gap` and `prompt` differ behind the header; else -1.
 
         For example, the chat has <think></think> and the prompt has <think> and a line break.
-        closed: the end of the previous message. reply: the text before any short reply.
+        closed: the text that ends the previous message. reply: the text before a short reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -171,7 +171,7 @@ class TurnDelimiter:
         return -1 if is_other or has_words else cut
 
     def _end_of_last_message(self, chat: MarkedChat, turn: int, gap: str, bare: str) -> str:
-        """Return the part of `bare` that ends the last message, without a standing header."""
+        """Return the text in `bare` that ends the last message, without a standing header."""
         for role in ("user", "tool"):
             before, probe, _ = self._followed_by(chat, turn, {"role": role}).rpartition(PROBE)
             if probe:
@@ -185,7 +185,7 @@ class TurnDelimiter:
         return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the last part of the standing header, or "" if the template has none."""
+        """Return the part of the standing header that user messages do not share; "" if none."""
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key in self._standing_headers:
             return self._standing_headers[key]
@@ -210,7 +210,7 @@ class TurnDelimiter:
     # --- the end of a turn
 
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
-        """Return (the length of the turn's end in the text behind it, a text to append to it).
+        """Return (the number of characters behind the words that end the turn, a text to append).
 
         The text to append is "" if the template itself ends the turn. Raises UnusableRowError.
         """
@@ -265,7 +265,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return the end of the token that is printed once after all calls; 0 without one."""
+        """Return where a token printed once after all calls ends in `ended`; 0 without one."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -293,8 +293,8 @@ class TurnDelimiter:
             return (one if is_last else two).end(), ""
         is_bare = not ended.strip() and (not is_last or continued.startswith(ended))
         if one is None and two and is_bare and not continued[: two.start()].strip():
-            # Nothing ends the last turn: append the text up to the next special token, which ends
-            # other turns or opens the next message.
+            # Nothing ends the last turn: append what the template prints behind other turns, up to
+            # the special token that ends them or opens the next message.
             closing = continued[len(ended) : two.end()] if is_last else ""
             return len(ended) if is_last else two.end(), closing
         before, stop, _ = (ended if is_last else continued).partition(self.stop)
@@ -320,7 +320,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text behind the last turn if another message followed; "" if none can."""
+        """Return the text between the last turn and a next message; "" if none can follow."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
@@ -328,9 +328,9 @@ class TurnDelimiter:
         return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text behind `turn` messages if a message with the text PROBE follows.
+        """Return the text behind the words of the first `turn` messages if `message` follows.
 
-        The text is "" if the template refuses the chat.
+        `message` gets the content PROBE, which is in the text. "" if the template refuses the chat.
         """
         (probe,) = self._template.adapted([{**message, "content": PROBE}])
         try:
@@ -340,7 +340,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return the texts behind messages without and with generation prompt; None if refused."""
+        """Return the texts behind `messages`: (bare, with generation prompt); None if refused."""
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
         except Exception:  # the template refuses an empty chat, or a chat that ends with these
@@ -348,7 +348,7 @@ class TurnDelimiter:
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
-    """Return the length of the common beginning in each of two strings, ignoring blanks."""
+    """Return where the common beginning of two strings ends in each; blanks may differ."""
     i = j = 0
     shared = (0, 0)
     while i < len(one) and j < len(two):

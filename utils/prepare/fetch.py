@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MODEL = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@(.+))?")
-# The files of a configuration and a tokenizer: no pickles and no code.
+# The files of a model's configuration and tokenizer, without pickles and code.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-# Folders hold other formats (onnx/), and Mistral's consolidated files are a second copy.
+# Not downloaded: other formats in subfolders (onnx/), and Mistral's second copy of the weights.
 _OTHER_FILES = ["*/*", "*consolidated*.safetensors"]
 
 
 class Download(NamedTuple):
-    """Files of one commit that must be in the cache; part: for the log."""
+    """Files of one commit that the cache must have; `part` says in the log which files."""
 
     kind: Kind
     name: str
@@ -60,9 +60,9 @@ class Download(NamedTuple):
 def fetch(arguments: PreparationArguments) -> dict[str, Path]:
     """Download the files that the settings name and the cache lacks; does nothing when offline.
 
-    Returns the folders of the models and of the tokenizer by name. Logs the size and the free space
-    before the download begins. Raises ConfigurationError with every dataset and model that cannot
-    be downloaded, and StorageError if the disk has too little room.
+    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer. Logs
+    the size and the free space before the download begins. Raises ConfigurationError for datasets
+    and models that cannot be downloaded, and StorageError if the disk has too little space.
     """
     from huggingface_hub import is_offline_mode
 
@@ -86,10 +86,10 @@ def fetch(arguments: PreparationArguments) -> dict[str, Path]:
 def _missing_files(
     arguments: PreparationArguments, cache: HubCache
 ) -> tuple[dict[str, Path], list[Download], int]:
-    """Return the folders as `fetch` does, the downloads that the cache lacks, and their bytes.
+    """Return (the folders that `fetch` returns, the necessary downloads, their size in bytes).
 
-    Returns nothing if the Hub cannot be reached: the cache may be enough. With `models` or
-    `offline_dir` that is an error.
+    If the Hub cannot be reached, all three are empty: the cache may be enough. With `models` or
+    `offline_dir`, this raises ConfigurationError. So do settings that the Hub refuses.
     """
     named: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
@@ -113,7 +113,7 @@ def _missing_files(
             continue
         if wanted:
             folders[given] = cache.snapshot(wanted.kind, wanted.name, wanted.revision.resolved)
-        # A file with the content of another one is cached, but not yet in this folder.
+        # huggingface_hub counts a file as cached if its content is, even if this folder lacks it.
         absent = [file for file in files if not Path(file.local_path).exists()]
         absent = [file for file in absent if file.local_path not in sizes]
         if wanted and absent:
@@ -127,10 +127,7 @@ def _missing_files(
 
 
 def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
-    """Return the files of a dataset to read; None for a local path.
-
-    Raises ValueError for a missing path, subset or split.
-    """
+    """Return a dataset's files; None for a local path. ValueError: no such path, subset, split."""
     dataset = hub_dataset(path, source)
     if dataset is None:
         if not (glob.has_magic(path) or os.path.lexists(path)):
@@ -214,7 +211,7 @@ def describe_fault(error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Fetch into `offline_dir`, and check that the folder holds what a job needs.
+    """Download into `offline_dir`, and check that a job without a network can work with the folder.
 
     Loads the tokenizer and the models' configurations from the folder, without a request to the
     Hub. Raises ConfigurationError for a download that fails, and for a file that is missing or does

@@ -1,4 +1,4 @@
-"""Advice for rows that fit no format: flags that would read them, each tried on the row."""
+"""Advice for rows of no known format: the --columns to set, each of them tried on the row first."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ _CONTEXT = {
     "system": "system", "history": "history", "tools": "tools", "functions": "functions",
 }  # fmt: skip
 
-Renaming = dict[str, str]  # {name in the file: our name}
+Renaming = dict[str, str]  # {column of the file: column of a row format in rows.py}
 
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
-    """Return advice for a row without known column names: the flags that would read the row."""
+    """Return advice for a row of no known format: the --columns flags with which it can be read."""
     if "input_ids" in fields:
         return (
             "it is tokenized already: write it to a folder with save_to_disk of datasets, and give "
@@ -99,7 +99,7 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
 
 
 def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
-    """Yield renamings of columns with known names, the likeliest first, each with its kind."""
+    """Yield (kind of document, renaming of columns with known names), the likeliest first."""
     spelled = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
@@ -136,7 +136,7 @@ def _chats(
 
 
 def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
-    """Return renamings by kind for a row that has only strings in columns of unknown names."""
+    """Return {kind of document: renaming} for a row of strings whose columns have unknown names."""
     names = [
         name
         for name, value in fields.items()

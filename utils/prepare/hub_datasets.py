@@ -1,8 +1,8 @@
 """Datasets of the Hugging Face Hub: the files of their splits, and paths in the Hub's cache.
 
-A preparation reads only the cache, so it works alike with and without a network; fetch.py fills
-the cache. The Hub is asked once per commit for the files of each split. The answer is saved in the
-cache with the files, so that both are copied together.
+A preparation reads only the cache, so it works the same with and without a network. fetch.py fills
+the cache. It asks the Hub once per commit and subset for the files of each split, and saves the
+answer in the cache. A copy of the cache then has the files and this answer.
 """
 
 import json
@@ -35,7 +35,7 @@ _DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset as a source names it.
+    """A dataset of the Hub, as a source in the settings names it.
 
     revision: None for the branch main. subset: None for the only subset or the default one.
     """
@@ -46,7 +46,7 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """The name under which the dataset's commit is recorded."""
+        """NAME@REVISION, the key for the dataset's commit in `HubCache` and in the output."""
         return f"{self.name}@{self.revision or 'main'}"
 
 
@@ -54,8 +54,8 @@ class HubDataset:
 class Listing:
     """The files of each split of a subset at one commit.
 
-    others: the names of the other subsets. mtime_ns: the newest date of a file's last commit, which
-    is the same on every machine.
+    others: the names of the other subsets. mtime_ns: the date of the newest commit that changed one
+    of the first _DATED_FILES files. Unlike a local file's date, it is the same on every machine.
     """
 
     subset: str
@@ -67,8 +67,8 @@ class Listing:
 def hub_dataset(path: str, source: Source) -> HubDataset | None:
     """Return the Hub dataset that a path of a source names; None for a local path.
 
-    A path that exists locally is a local path, unless it begins with hf://. Raises ValueError if a
-    local path has keys that only datasets of the Hub have.
+    A path that exists locally is a local path, unless it begins with hf://. Raises ValueError for a
+    malformed hf:// path, and for a local path with settings that only Hub datasets have.
     """
     found = _DATASET.fullmatch(path)
     if path.startswith("hf://") and found is None:
@@ -82,11 +82,11 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 
 
 class HubCache:
-    """The Hub's cache in the user's HF_HOME, or in `offline_dir`.
+    """The Hub's cache in `offline_dir`, or by default in the user's HF_HOME.
 
-    begun_with: the commits that earlier work in the output folder has read, by `HubDataset.key`.
-    All shards and later starts read these commits, even if the dataset has changed since.
-    commits: the commits that `cached_files` has found in the cache, by the same keys.
+    begun_with: {HubDataset.key: commit} of the datasets that earlier runs read for this output_dir.
+    All shards and reruns read the same commits, even if the dataset has changed on the Hub.
+    commits: {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
     """
 
     def __init__(self, arguments: PreparationArguments):
@@ -115,10 +115,10 @@ class HubCache:
         return self.folder / repository / "snapshots" / commit
 
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
-        """Return the commit and the files of a dataset.
+        """Return a dataset's commit and the list of its files, which the cache keeps as JSON.
 
-        If the cache has no list of the files, `ask` the Hub and save its answer. Without `ask`,
-        raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
+        ask: if the cache has no list, get it from the Hub and save it. If `ask` is False, a missing
+        list raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         from huggingface_hub import HfApi
 
@@ -166,16 +166,16 @@ def files_of_split(
     return split, list(listing.splits[split])[: source.max_files]
 
 
-# --- what the cache holds
+# --- reading the cache
 
 
 def cached_files(
     cache: HubCache, source: Source, remarks: Remarks
 ) -> tuple[list[str], dict[str, tuple[str, int]]]:
-    """Return the paths of a source, and for the Hub's files among them {path: (url, mtime_ns)}.
+    """Return a source's local paths, and {path: (url, mtime_ns)} of the paths in the Hub's cache.
 
-    url: the file's name on every machine. The remarks get a problem for each path that is faulty
-    or not completely in the cache.
+    url: hf://..., the same on every machine. Each path that is faulty, or not completely in the
+    cache, adds a message to `remarks.problems`.
     """
     paths: list[str] = []
     of_hub: dict[str, tuple[str, int]] = {}
@@ -222,18 +222,18 @@ def _cached(
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise ConfigurationError if datasets of the Hub are not in the cache; it lists them all."""
+    """Raise one ConfigurationError that lists all Hub datasets missing from the cache, if any."""
     cache, remarks = HubCache(arguments), Remarks()
     for source in sources_of(arguments):
         cached_files(cache, source, remarks)
     remarks.refuse()
 
 
-# --- questions to the Hub
+# --- requests to the Hub
 
 
 def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Return the subset, all subsets and the files of each split, from the dataset's card."""
+    """Read the dataset's card; return (subset, names of all subsets, files of each split)."""
     from datasets import load_dataset_builder
 
     # With an empty cache the library asks the Hub instead of answering from an older download.
@@ -258,7 +258,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
 
 def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Return the same as `_read_card`, from the Hub's branch of SUBSET/SPLIT/NUMBER.parquet."""
+    """Return what `_read_card` does, from the Hub's branch with SUBSET/SPLIT/NUMBER.parquet."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)

@@ -48,8 +48,8 @@ ABOUT_A_ROW = re.compile(
     r"language|source|url|score|rank|hash|status)s?",
     re.IGNORECASE,
 )
-# _TRAINED: keys of axolotl, ms-swift, LLaMA-Factory, OpenAI and Mistral. _MASKED: torchtune's keys,
-# which have the opposite sense.
+# Keys that say whether a message is trained on. True means "train on it" for _TRAINED (axolotl,
+# ms-swift, LLaMA-Factory, OpenAI, Mistral), and "do not train on it" for _MASKED (torchtune).
 _TRAINED = (
     *("weight", "loss_weight", "loss_scale", "loss", "loss_mask"),
     *("train", "training", "trainable", "train_on_turn"),
@@ -99,7 +99,7 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
 
 
 def role_word(message: Mapping[str, Any]) -> str:
-    """Return the role of a published message, spelled as in ROLES."""
+    """Return the role of a published message spelled as in ROLES: tool_call for "Tool-Call:"."""
     word = str(message.get("role", message.get("from"))).strip().rstrip(":")
     return word.lower().replace("-", "_")
 
@@ -109,8 +109,7 @@ def check_answers(
 ) -> None:
     """Raise UnusableRowError if there is no answer, or an answer without text.
 
-    An answer without text would train only the end token. column: a name of the messages for the
-    error.
+    An answer without text would train only the end token. column: the messages' name in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -149,7 +148,7 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a tool message for each `tool_result` part (Anthropic), and messages of other parts."""
+    """Yield a message; each `tool_result` part (Anthropic) in it becomes a tool message."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(_is_tool_result, content)):
         yield message
@@ -189,7 +188,7 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return one message with role, content as one text, and its calls as objects."""
+    """Return a message in the form that the module's docstring describes."""
     message, text_key = _with_role_and_content(where, given)
     content = message.get("content")
     parts: list[Any] = []
@@ -228,7 +227,7 @@ def _twice(where: str, *names: str) -> UnusableRowError:
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a message with OpenAI's name for its role, its text as `content`; the text's key."""
+    """Return a message with the keys `role` and `content`, and the key that its text had before."""
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
@@ -279,7 +278,7 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
 
 
 def _thought_text(said: Any) -> Any:
-    """Return the text of a thought that is a list of texts or text parts (Mistral, OpenAI)."""
+    """Join a list of texts or text parts (Mistral, OpenAI); return any other value unchanged."""
     if not isinstance(said, list):
         return said
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in said]
@@ -331,7 +330,7 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a message with `weight: 0` if its keys, or those of its parts, exclude it."""
+    """Return a message; an answer that its keys or parts mark as not trained gets `weight: 0`."""
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
     if message["role"] != ASSISTANT:  # a key that asks for training is counted as not read
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]

@@ -29,10 +29,10 @@ ROWS_PER_READ = 64
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part [start, stop) of one file; `size` is in bytes on disk.
+    """The part of a file from `start` to `stop` (excluded), and its approximate bytes on disk.
 
-    The unit is bytes for uncompressed JSONL, row groups for Parquet and rows for a datasets folder.
-    (0, 1) is the whole of any other file.
+    `start` and `stop` count bytes in uncompressed JSONL, row groups in Parquet, and rows in a
+    datasets folder. Any other file has one part: start 0, stop 1.
     """
 
     file: SourceFile
@@ -77,8 +77,8 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
     """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
 
     columns: the columns of Parquet files and datasets folders to read; None: all. A text file gives
-    one record, whose only field has the name of the first column. Text files and JSON arrays are
-    loaded whole.
+    one record with one field, named columns[0] (None: "text"). Text files and JSON files are loaded
+    whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -94,7 +94,7 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
 
 
 def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
-    """Yield the whole file as one record: one document, with one end of text."""
+    """Yield the whole file as one record, which becomes one document."""
     file, column = part.file, columns[0] if columns else "text"
     location = Location(file.path)
     with open_source(file.path, file.compression) as stream:
@@ -162,7 +162,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records of a JSON value: an array, table, record, or object with an array."""
+    """Return the records of a JSON value: an array, table, object with an array, or one record."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
     if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
@@ -244,7 +244,7 @@ def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _delimiter(header: str, usual: str) -> str:
-    """Return the delimiter: `usual` if it splits the header, else the one that splits it most."""
+    """Return `usual` if it splits the header, else the delimiter that gives the most columns."""
     cells: dict[str, int] = {}
     for mark in (usual, *",;|\t"):
         with suppress(csv.Error):

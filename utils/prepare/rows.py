@@ -22,7 +22,7 @@ from utils.prepare.values import (
     wrong_type,
 )
 
-# The columns of each row format.
+# The columns that each row format needs, and below in OPTIONAL those that it may have.
 NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),  # of role and content (OpenAI, Hugging Face)
@@ -38,7 +38,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "history", *_OF_CHATS),
     "prompt_completion": ("history", *_OF_CHATS),
 }
-# The format of the documents, for row formats that are converted.
+# Row formats that are converted to another format of documents.
 DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages"}
 _MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
 
@@ -88,9 +88,9 @@ Document = TextDocument | ChatDocument | CompletionDocument
 class RowSettings:
     """How the rows of one source are read, and how many of them are used.
 
-    columns: pairs (name in the file, our name). filters: pairs (name in the file, what is kept: a
-    value, a list of values, or {"min": ..., "max": ...}). weight: the copies of each document; 2.3
-    writes two copies, and a third one for 30 % of the documents. max_tokens: limit for the source.
+    columns: pairs (name in the file, name in NEEDED or OPTIONAL). filters: pairs (name in the file,
+    what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: the copies of a
+    document; 2.3 is two, and a third for 30 % of the documents. max_tokens: limit for the source.
     chat_template_kwargs: variables of the chat template, for rows that do not give them.
     """
 
@@ -103,23 +103,23 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The file's names of the columns to read: those of the format, then those of filters."""
+        """The columns to read, by their names in the file: of the format, then of the filters."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
     def name_of(self, column: str) -> str:
-        """Return the file's name of the column with one of our names."""
+        """Return a column's name in the file; `column` is its name in NEEDED or OPTIONAL."""
         return next((name for name, ours in self.columns if ours == column), column)
 
     @property
     def answers_column(self) -> str:
-        """The file's name of the column with the trained text, for error messages."""
+        """The name in the file of the column with the trained text, for error messages."""
         # Alpaca: the history, because errors about the output are raised earlier.
         alpaca = self.row_format == "alpaca"
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters select a row; UnusableRowError if it lacks a filter's column."""
+        """Tell whether the filters select a row; UnusableRowError if the row lacks their column."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"
@@ -163,7 +163,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Return the fields under our names. A renamed column replaces one that had its new name."""
+    """Rename fields by pairs (old, new). A renamed field replaces one that had the new name."""
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -174,20 +174,20 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Ma
 
 
 class _Row(dict[str, Any]):
-    """The fields of a row under our names; error messages name its columns as the file does."""
+    """A row's fields by their names in NEEDED and OPTIONAL; `shown` gives the names in the file."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
         self._theirs = {ours: theirs for theirs, ours in columns}
 
     def shown(self, name: str) -> str:
-        """Return the file's name of the column with one of our names, in quotes."""
+        """Return a column's name in the file, in quotes."""
         return repr(self._theirs.get(name, name))
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return the name and value of the column that is set, among two with the same meaning.
+        """Return (name, value) of the one that is set, of two columns with the same meaning.
 
-        Raises UnusableRowError if both are set to different values.
+        Returns (names[0], None) if both are empty. UnusableRowError: both are set and differ.
         """
         found = {name: self[name] for name in names if decoded(self.get(name))}
         if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
@@ -198,7 +198,7 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return every format whose columns the row has. A clear row has exactly one format."""
+    """Return every format whose NEEDED columns the row has; only one if the row is unambiguous."""
     return [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
 
 
@@ -284,7 +284,7 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
 
 
 def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
-    """Yield the turns of a row of Alpaca; join instruction and input as LLaMA-Factory does."""
+    """Yield the messages of an Alpaca row; join instruction and input as LLaMA-Factory does."""
     instruction, given, output = fields["instruction"], fields.get("input") or "", fields["output"]
     for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.shown(name), text)

@@ -97,7 +97,7 @@ class DocumentTokenizer:
         self._template_date = template_date
 
     def __call__(self, documents: Sequence[Document]) -> list[TokenizedDocument | BadRow]:
-        """Return the tokens of each document in order, or a BadRow for a document without any."""
+        """Return the tokens of each document, in order; a BadRow for an unusable document."""
         kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
@@ -176,7 +176,7 @@ class DocumentTokenizer:
                 yield whole, len(prompt), ""
             elif self.tokenizer.is_fast:
                 yield from self._joined_ids_by_offsets([pair])
-            else:  # without offsets, the first token that differs holds the boundary
+            else:  # no offsets: the completion begins at the first token that differs
                 alike = whole[: len(prompt)] == prompt[: len(whole)]
                 yield whole, int(np.argmin([*alike, False])), pair[0][-1]
 
@@ -233,7 +233,7 @@ class DocumentTokenizer:
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def _thinks_after_closed_thought(self, document: ChatDocument) -> bool:
-        """Tell whether the last answer has a thought although its prompt ends with an empty one."""
+        """Tell whether the last answer thinks although its prompt ends with an empty thought."""
         last = len(document.messages) - 1
         message = document.messages[last]
         said = str(message.get("content"))
@@ -277,11 +277,12 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 
 
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
-    """Return which tokens are trained on (bool); offsets: start and stop of each, (tokens, 2).
+    """Return which tokens are trained on: bool, (tokens,).
 
-    A token may lie across the edge of a turn. With only blanks outside the turn it is trained on.
-    With the end of the turn's header, and only blanks inside the turn, it is not trained on. Raises
-    UnusableRowError for a token with words on both sides of the edge.
+    offsets: each token's start and stop in characters, (tokens, 2). A token may contain the border
+    between a turn and the text around it. The token is trained on if its outer part is blank, and
+    not trained on if it ends the turn's header and its inner part is blank. Any other such token
+    raises UnusableRowError.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -301,9 +302,9 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 
 
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
-    """Return the index of the first token of text[start:stop], and its text before `start`.
+    """Return the index of the first token of text[start:stop], and the token's text before `start`.
 
-    A token with text before `start` and only blanks after `start` does not count as the first one.
+    If a token across `start` has only blanks after `start`, the next token is the first one.
     """
     starts, stops = offsets.T
     first = int(np.searchsorted(stops, start, side="right"))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A usable template can train on at least one of these chats. Some templates take no second turn,
-# and some take no chat without tools.
+# Chats of one and two turns, without and with tools, to try a template on. Some templates refuse a
+# second turn or a chat without tools, so it is enough that one of these chats can be trained on.
 TURN = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "reply"}]
 PROBES = tuple(
     ChatDocument(turns, PROBE, tools)
@@ -69,11 +69,11 @@ def attach_template(
     date: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Set the tokenizer's chat template: the given file's, else the tokenizer's present one.
+    """Set the tokenizer's chat template to `template_file`, or keep the tokenizer's own template.
 
-    `defaults` become the defaults of the template's variables. Logs whether the loss masks come
-    from {% generation %} markers or are derived, and the date that the template prints. Raises
-    ConfigurationError without a template, or if no chat can be trained on with it.
+    Its variables get the default values `defaults`. Logs a line if the template has no
+    {% generation %} markers, and `date` if it prints today's date. Raises ConfigurationError if the
+    template is missing or invalid or fits no chat of PROBES, or if the tokenizer is not fast.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -153,7 +153,7 @@ def _warn_of_unread(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str
 
 
 def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
-    """Return a short tokenized chat that the template can train on; ValueError if it cannot."""
+    """Return the tokens of the first chat of PROBES that is trainable; ValueError if none is."""
     found = DocumentTokenizer(tokenizer)(PROBES)
     trained = (probe for probe in found if isinstance(probe, TokenizedDocument))
     if (probe := next(trained, None)) is None:
@@ -179,12 +179,12 @@ def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def masks_from(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the origin of chats' loss masks: "template" (its markers) or "derived"."""
+    """Return the source of loss masks: "template" ({% generation %} markers) or "derived"."""
     return "template" if GENERATION.search(str(tokenizer.chat_template)) else "derived"
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the id of the token that ends an answer: the last trained one that is not blank."""
+    """Return the id of the token that ends an answer: the last trained token with visible text."""
     probe = _trained_probe(tokenizer)
     trained = probe.ids[probe.loss_mask == 1].tolist()
     return next(token for token in reversed(trained) if str(tokenizer.decode([token])).strip())

@@ -53,8 +53,8 @@ LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
     """Prepare all units in at most `num_proc` worker processes; small jobs run in this process.
 
-    Raises ConfigurationError with the first fault of the sources, or if a worker was killed.
-    Finished units stay finished.
+    Raises ConfigurationError for the first faulty document, OutOfMemoryError if the kernel killed a
+    worker for lack of memory, else LostProcessError. The files of finished units are kept.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -118,7 +118,7 @@ def _start_worker(worker: "UnitWorker") -> None:
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker process; return its counts, or the problems of a refusal."""
+    """Prepare a unit in a worker process; return its counts, or its ConfigurationError's texts."""
     assert _worker is not None
     try:
         return _worker.run(unit)
@@ -137,7 +137,7 @@ class UnitWorker:
 
     @cached_property
     def _tokenize(self) -> DocumentTokenizer:
-        """The document tokenizer: one per process, because gigatoken becomes faster with use."""
+        """The document tokenizer, created once per process: gigatoken becomes faster with use."""
         return DocumentTokenizer(self.tokenizer, self.backend, self.settings.template_date)
 
     def run(self, unit: WorkUnit) -> UnitCounts:
@@ -190,7 +190,7 @@ class UnitWorker:
                     yield split, document, fitted
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
-        """Yield (split, document) for every usable record, as often as its source's weight says."""
+        """Yield (split, document) of usable records; a source's weight repeats those of train."""
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
@@ -212,10 +212,10 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return a document's tokens: whole, truncated, or a BadRow that is dropped.
+        """Return a document's tokens, at most sequence_length of them, or a BadRow to drop.
 
-        Raises ConfigurationError if on_bad_row or on_overlong is "error". Long texts stay whole,
-        because training splits them.
+        Long plain texts are not cut, because training splits them. Raises ConfigurationError for a
+        bad document if on_bad_row is "error", and for a long one if on_overlong is "error".
         """
         if isinstance(tokenized, BadRow):
             tokenized.refuse(self.settings.on_bad_row)
@@ -244,7 +244,7 @@ def read_documents(
 ) -> Iterator[Document | BadRow]:
     """Yield the document of every record in order, or the fault of the record.
 
-    Each record adds 1 to `unread` for every column that is not read, unless it is known as empty.
+    Each record adds 1 to `unread` for every column that is not read, except empty loaded columns.
     """
     rows = settings.sources[unit.source]
     read = set(rows.read_columns)
@@ -289,7 +289,7 @@ def content_digest(document: Document, seed: int) -> int:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return the strings of a document in order. A message gives its text, thought and calls."""
+    """Return a document's strings in order; of each message the text, the reasoning, the calls."""
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, CompletionDocument):

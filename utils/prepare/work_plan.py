@@ -2,7 +2,7 @@
 
 The sources are cut into work units that are prepared independently of each other. Where they are
 cut depends only on the sources, never on the number of processes or shards. A unit becomes one
-Arrow file per split, so the output has the same bytes however the work is divided.
+Arrow file per split, so the output has the same bytes for any number of processes and shards.
 """
 
 import hashlib
@@ -81,8 +81,8 @@ class PreparationPlan:
     """Files, work units and settings: all that decides the output, except the tokenizer.
 
     sources: the files of each split, `train` first; `units` are cut from them. needs_chat_template:
-    documents are messages, or prompts and completions made of messages. commits: those of the Hub's
-    datasets, by `HubDataset.key`. lines: what to log, as (level, text).
+    documents are messages, or prompts and completions made of messages. commits: of the Hub's
+    datasets, as {NAME@REVISION: commit}. lines: what to log, as (level, text).
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
@@ -119,7 +119,7 @@ class PreparationPlan:
 
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
-    """Find the files, cut them into work units and decide the format by the first records.
+    """Find the files, cut them into work units, and derive the formats from the first records.
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
@@ -242,9 +242,10 @@ def _documents_of(rows: RowSettings) -> str:
 def _decide_formats(
     sources: SourceFiles, units: Sequence[WorkUnit], on_bad_row: str, remarks: Remarks
 ) -> tuple[list[RowSettings], bool]:
-    """Return how to read each source, and whether any are chats.
+    """Return the settings to read each source with, and whether any source has chats.
 
-    Adds a problem for each source of an unknown format, or of other documents than the first one.
+    Adds to `remarks` a problem for each source whose first record is faulty or of unknown format,
+    or makes another kind of document than the first source.
     """
     rows: list[RowSettings] = []
     decided_by, is_chat = "", False
@@ -335,9 +336,10 @@ def _row_format(record: Record, source: Source, wanted: str, on_bad_row: str) ->
 def _check_first_record(
     record: Record, read: RowSettings, source: Source, on_bad_row: str, remarks: Remarks
 ) -> None:
-    """Add a line about the columns that are read.
+    """Check the first record of a source, and list its used and unused columns in `remarks`.
 
-    Raises ConfigurationError for a faulty row, and for a row that would be read wrongly.
+    Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`), and for
+    a faulty row unless `on_bad_row` is "skip".
     """
     path = record.location.path
     if problem := misreading(record.fields, source):

@@ -1,8 +1,8 @@
 """The workspace OUT/.shards: the Arrow files and counts of finished work units.
 
-A unit is done once its record exists, a JSON file with its counts. Records and Arrow files get
-their names when they are complete. So a preparation may be killed at any moment, and several shards
-may write at the same time.
+A unit is finished when its JSON file with counts exists. JSON and Arrow files are written under
+temporary names, and renamed when they are complete. So a preparation may be killed at any moment,
+and several shards may write at the same time.
 """
 
 import json
@@ -65,19 +65,19 @@ NOTES = {
 _LOOKED_UP = re.compile(
     r"""(\w+)(?=(?:\[[^\]'"]*\])?\s*(?:\.get\(['"]([^'"]+)|\.(\w+)|\[['"]([^'"]+)))"""
 )
-# Objects with these names are calls and tools, not messages.
+# Variables of a template with these words in their names are tool calls or tools, not messages.
 _OF_CALLS = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
-# Notes that are warnings: the trained answers think where they should not, or the other way round.
+# The notes to log as warnings: answers that think although they should not, or the opposite.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
 
 @dataclass
 class UnitCounts:
-    """Counts over the records of a unit, or of several.
+    """Counts over the records of one or more work units.
 
-    documents, tokens, loss_tokens and text_bytes are counted by split, dropped records by reason
-    (examples: the first few error messages), notes by the names in NOTES, and unread by the labels
-    of the columns, message keys and roles that are not read.
+    Keys of documents, tokens, loss_tokens and text_bytes: the splits; of dropped: the reasons; of
+    notes: the names in NOTES; of unread: labels of columns, message keys and roles that are not
+    read. examples: the first few error messages of dropped records.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -101,7 +101,7 @@ class UnitCounts:
 
 
 def commits_begun_with(output_dir: Path) -> dict[str, str]:
-    """Return the commits of the Hub's datasets in an output directory, by `HubDataset.key`."""
+    """Return {NAME@REVISION: commit} of the Hub datasets that earlier runs read for output_dir."""
     with suppress(OSError, ValueError):
         settings = json.loads((output_dir / WORKSPACE / SETTINGS).read_text(encoding="utf-8"))
         return dict(settings.get("hub", {}))
@@ -113,7 +113,7 @@ def commits_begun_with(output_dir: Path) -> dict[str, str]:
 class Workspace:
     """Files of one preparation; `digest` identifies its sources and settings.
 
-    commits: those of the Hub's datasets among the sources.
+    commits: {NAME@REVISION: commit} of the Hub's datasets among the sources.
     """
 
     output_dir: Path
@@ -122,7 +122,7 @@ class Workspace:
 
     @property
     def root(self) -> Path:
-        """The folder of unfinished work."""
+        """The folder OUT/.shards, which is deleted when the datasets are complete."""
         return self.output_dir / WORKSPACE
 
     def is_prepared(self) -> bool:
@@ -148,8 +148,8 @@ class Workspace:
     def open(self, *, may_discard: bool) -> None:
         """Create the workspace, or resume an existing one.
 
-        Units of other settings or sources are discarded if `may_discard` and their assembly has
-        not begun; otherwise such units raise ConfigurationError.
+        Finished units of other settings or sources are deleted if `may_discard` is True and their
+        assembly into a dataset has not begun. Otherwise they raise ConfigurationError.
         """
         settings = self.root / SETTINGS
         of_hub = {"hub": dict(self.commits)} if self.commits else {}
@@ -170,16 +170,16 @@ class Workspace:
         replace_text(settings, content)
 
     def unit_file(self, unit: int, split: str) -> Path:
-        """Return the path of a unit's documents of one split."""
+        """Return the path of the Arrow file with a unit's documents of one split."""
         return self.root / f"unit-{unit:06d}-{split}.arrow"
 
     def finish(self, unit: int, counts: UnitCounts) -> None:
-        """Write the record of a unit, after its files are complete."""
+        """Write a unit's JSON file with its counts, after its Arrow files are complete."""
         record = {"digest": self.digest, "counts": vars(counts)}
         replace_text(self.root / f"unit-{unit:06d}.json", json.dumps(record, indent=1))
 
     def counts_of(self, unit: int) -> UnitCounts | None:
-        """Return the counts of a finished unit; None for a unit that has to be done (again)."""
+        """Return the counts of a finished unit; None for a unit that must be prepared (again)."""
         try:
             record = json.loads((self.root / f"unit-{unit:06d}.json").read_text(encoding="utf-8"))
             examples = record["counts"].pop("examples")
@@ -192,9 +192,9 @@ class Workspace:
     def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
         """Record that a shard of a job array is done; tell whether its task must merge all shards.
 
-        The last task sees all shards. If two tasks end at once, both may see them, but only one can
-        create the link `claim`. A requeued task finds its own link. The file names have the array's
-        number, so a task that died does not block a later array.
+        The last task sees all shards as done. If two tasks end at once, both may see this, but only
+        one can create the link `claim`. A requeued task finds its own link. The file names contain
+        the job array's id, so a task that died does not block a later array.
         """
         finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
@@ -261,7 +261,7 @@ class TokenFileWriter:
         self._documents, self._tokens = [], 0
 
     def finish(self) -> None:
-        """Write the last batch, flush it to disk, and give the file its name."""
+        """Write the last batch, flush the file to disk and rename it to its final name."""
         if self._documents:
             self._write_batch()
         self._stream.close()
@@ -286,7 +286,7 @@ def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
 
 
 def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every key and role of messages that Stoker itself does not read."""
+    """Yield a label for every message key and role that only a chat template may read."""
     for message in messages:
         if message["role"] not in OWN_ROLES:
             yield f"role {message['role']}, which is context only"
@@ -294,7 +294,7 @@ def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def list_unread(counts: Mapping[str, int], template: str) -> str:
-    """Return the labels and their counts as a text, without keys that the chat template reads."""
+    """Return a text of all labels with their counts, except keys that the chat template reads."""
     read = set()
     for holder, *keys in _LOOKED_UP.findall(template):
         if not _OF_CALLS.search(holder.lower()):
