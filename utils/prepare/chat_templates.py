@@ -41,8 +41,8 @@ class ChatTemplate:
 
     date: the date (YYYY-MM-DD) that the template prints as today's date. Some templates read
     message contents as strings, others as lists of parts. Some read the arguments of tool calls as
-    objects, others as JSON strings. Short chats show the form that this template reads, and
-    `adapted` converts messages to this form.
+    objects, others as JSON strings. This class renders short chats to find the form that the
+    template reads, and `adapted` converts messages to this form.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
@@ -112,14 +112,14 @@ class ChatTemplate:
         """Whether the template reads arguments of calls as objects. If not, it reads strings."""
         for as_object in (True, False):
             text = self._render_call({"stoker": "probe"}, as_object)
-            # The wrong form shows: an object in Python's notation, or a string encoded twice.
+            # The wrong form is visible: an object in Python's notation, or a string encoded twice.
             if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
                 return as_object
         return True
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether the template prints a call's id, not its name (Kimi's ids: functions.NAME:0)."""
+        """Whether the template prints ids of calls, but no names (Kimi's ids: functions.NAME:0)."""
         text = self._render_call({}, self._reads_objects)
         return "look_up" not in text and PROBE_ID in text
 
@@ -175,8 +175,8 @@ class MarkedChat:
     """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
 
     Marks surround the words between tags. There is also a mark at the edge of a text that begins or
-    ends with a tag, and before an empty text. UnusableRowError is raised if the template prints
-    anything else because of the marks, for example because it compares the start of texts.
+    ends with a tag, and before an empty text. UnusableRowError is raised if the marks change what
+    the template prints, for example because the template compares the start of texts.
     `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
     position of each mark in `text`. `marks_of`: by message, the indices of its marks in `marks`.
     """
@@ -240,11 +240,11 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render other messages with the tools and options of this chat."""
+        """Render `messages`, marked or not, with the tools and options of this chat."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
     def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render messages, some of them marked; return the text behind the last words."""
+        """Render messages; return the text behind the last marked words, without the marks."""
         text, marks = self._without_marks(self.rendered(messages, generation_prompt))
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 

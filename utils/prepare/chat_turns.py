@@ -4,7 +4,7 @@
 
 start   Compare the text before the turn's words with the template's generation prompt. The part
         that both share, apart from blanks, is the header (<|im_start|>assistant). It is not trained
-        on. A standing header is printed at the end of every chat, not only on request.
+        on. A standing header is printed at the end of every chat, also without a request.
 end     Compare the text behind the turn's words with the text that the template prints there if
         the chat ends with this turn. The shared part, up to its last special token, is trained on.
         Tool calls end as answers do, or with a token that is printed once after all calls
@@ -210,7 +210,7 @@ class TurnDelimiter:
     # --- the end of a turn
 
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
-        """Return (the number of characters behind the words that end the turn, a text to append).
+        """Return (characters behind the turn's words that belong to the turn, a text to append).
 
         The text to append is "" if the template itself ends the turn. Raises UnusableRowError.
         """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FAILS = "it does not turn text into tokens"
-# verbose: the warning that a text is longer than the model's maximum; packing splits texts.
+# verbose=False: no warning about texts above the model's maximum length; packing splits them.
 IDS_ALONE = dict.fromkeys(("return_attention_mask", "return_token_type_ids", "verbose"), False)
 # Longer texts are tokenized in pieces, because a tokenizer needs about 100 bytes per token.
 LARGEST_PIECE_CHARACTERS = 4 << 20
@@ -33,7 +33,7 @@ CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that a tokenizer adds at the start and the end of a text, and its end token.
+    """The ids that a tokenizer adds before and behind a text; `end`: the tokenizer's EOS.
 
     A token with which a text already begins or ends is not added again.
     """
@@ -162,7 +162,7 @@ def load_prompts(
 
 
 def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the origin and the text of each prompt; raises ConfigurationError."""
+    """Yield (origin, text) of each prompt; ConfigurationError for an unreadable or empty file."""
     for entry in entries:
         path = Path(entry)
         is_named_like_a_file = path.suffix in (".jsonl", ".txt")

@@ -188,7 +188,7 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in the form that the module's docstring describes."""
+    """Return a message with its role, its content as one text, and its tool calls as objects."""
     message, text_key = _with_role_and_content(where, given)
     content = message.get("content")
     parts: list[Any] = []
@@ -330,9 +330,9 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a message; an answer that its keys or parts mark as not trained gets `weight: 0`."""
+    """Replace a message's flags for training by `weight: 0`, or by nothing if it is trained on."""
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
-    if message["role"] != ASSISTANT:  # a key that asks for training is counted as not read
+    if message["role"] != ASSISTANT:  # a key that asks for training stays: unread
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
         return {key: value for key, value in message.items() if key not in idle}
     said = [_is_trained(where, key, message.pop(key)) for key in flags]

@@ -43,9 +43,9 @@ EXAMPLE_TOKENS = 256
 
 
 def prepare(arguments: PreparationArguments) -> None:
-    """Prepare the unfinished work units of this shard, then assemble the datasets.
+    """Prepare the unfinished work units of this shard; assemble the datasets after the last shard.
 
-    Every step can be repeated: a preparation that was interrupted resumes. Raises
+    With --shard outside a job array, only --merge assembles. An interrupted run resumes. Raises
     ConfigurationError for settings, sources, a tokenizer, a chat template or an output directory
     that cannot be used, and at the first record that cannot be used, unless bad rows are skipped.
     """
@@ -209,7 +209,7 @@ def move_files(
 ) -> None:
     """Move the Arrow files of a split to its folder, and add the JSON files of `datasets`.
 
-    Files that an interrupted run has moved stay.
+    Files that an interrupted run has already moved are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{number:05d}-of-{len(units):05d}.arrow" for number in range(len(units))]
@@ -237,7 +237,7 @@ def move_files(
 def describe_sources(
     split: str, plan: PreparationPlan, counts: Mapping[int, UnitCounts]
 ) -> dict[str, Any]:
-    """Return the files and counts of a split's sources; validation has the sources of train."""
+    """Return files and counts of a split's sources (train's, if it was drawn from train)."""
     origin = split if split in plan.sources else TRAIN
     files = plan.sources[origin]
     own = (counts[unit.index] for unit in plan.units if unit.split == origin)

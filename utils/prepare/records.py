@@ -110,7 +110,7 @@ def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:
     with open_source(part.file.path, part.file.compression) as stream:
         position = number = 0
         if part.start:
-            # A line across the cut belongs to the earlier part.
+            # A line that begins before this part belongs to the earlier part.
             stream.seek(part.start - 1)
             position = part.start - 1 + len(stream.readline())
         offset = position

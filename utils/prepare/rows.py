@@ -143,7 +143,7 @@ def _found(names: Iterable[str]) -> str:
 
 
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
-    """Return the document of a record, or its fault."""
+    """Return a record's document; a BadRow if it is faulty or not selected by the filters."""
     place, column = record.location, rows.answers_column
     try:
         if not rows.selects(record.fields):

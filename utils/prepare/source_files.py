@@ -94,7 +94,7 @@ class SourceFile:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The attributes that differ between files, and between versions of a file."""
+        """The attributes that identify this version of the file in the digest of the plan."""
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         return {**own, "path": self.name}
 
@@ -158,7 +158,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A zstd file with a window of any size (`zstd --long=31`). pyarrow's limit is 128 MiB."""
+    """A zstd file with a window up to 2 GiB (`zstd --long=31`). pyarrow's limit is 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)

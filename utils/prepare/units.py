@@ -143,7 +143,7 @@ class UnitWorker:
     def run(self, unit: WorkUnit) -> UnitCounts:
         """Write a unit's documents, one file per split, and return their counts.
 
-        Raises ConfigurationError at the first document that is refused.
+        Writes at most unit.max_tokens tokens. Raises ConfigurationError for a refused document.
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)

@@ -21,7 +21,7 @@ NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 @dataclass(frozen=True)
 class Location:
-    """The file of a record, and its line (from 1) or row (from 0).
+    """The file of a record, and the number of its line (from 1), row or JSON value (from 0).
 
     A work unit that begins inside a file counts lines from byte `offset` on. The lines before this
     byte are counted only when the location is printed.

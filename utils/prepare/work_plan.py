@@ -99,7 +99,7 @@ class PreparationPlan:
         return [TRAIN, *held_out, *(name for name in self.sources if name != TRAIN)]
 
     def digest(self, tokenizer: Mapping[str, Any]) -> str:
-        """Return a hash of sources, settings, `tokenizer` and the versions of its libraries.
+        """Return a hash of the sources, settings, `tokenizer` and versions of tokenizer libraries.
 
         The number of processes and the shards are left out, because they change no byte.
         """
@@ -180,7 +180,7 @@ def _find_sources(
     return found
 
 
-# --- which work units
+# --- work units
 
 
 def cut_into_units(sources: SourceFiles) -> list[WorkUnit]:
@@ -232,7 +232,7 @@ def _share_of_tokens(
     ]
 
 
-# --- which format
+# --- formats
 
 
 def _documents_of(rows: RowSettings) -> str:
