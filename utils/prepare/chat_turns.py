@@ -210,7 +210,7 @@ class TurnDelimiter:
     # --- the end of a turn
 
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
-        """Return (characters behind the turn's words that belong to the turn, a text to append).
+        """Return (the length of the text behind the words that ends the turn, a text to append).
 
         The text to append is "" if the template itself ends the turn. Raises UnusableRowError.
         """
@@ -265,7 +265,7 @@ class TurnDelimiter:
         return found
 
     def _end_of_all_calls(self, chat: MarkedChat, turn: int, ended: str, continued: str) -> int:
-        """Return where a token printed once after all calls ends in `ended`; 0 without one."""
+        """Return the index in `ended` after the token that closes all calls at once; else 0."""
         end = self._end_of_shared_tokens(chat, ended, continued)
         tokens = (t.group() for t in self._specials.finditer(ended) if t.end() == end)
         if (token := next(tokens, None)) is None:
@@ -304,7 +304,7 @@ class TurnDelimiter:
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return the end of the special tokens in the common start of both texts; 0 without any."""
+        """Return where the last special token in the texts' common start ends; 0 without any."""
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)

@@ -46,7 +46,7 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """NAME@REVISION, the key for the dataset's commit in `HubCache` and in the output."""
+        """NAME@REVISION, the key for the dataset's commit in `HubCache` and in stoker.json."""
         return f"{self.name}@{self.revision or 'main'}"
 
 

@@ -170,7 +170,7 @@ def _is_tool_result(part: Any) -> bool:
 
 
 def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the two messages of an object that holds a question and its answer."""
+    """Yield the messages of an object that holds a question and its answer."""
     spelled = {key.lower(): key for key in message}
     asked = next((spelled[key] for key in _ASKED if key in spelled), None)
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
@@ -330,9 +330,9 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Replace a message's flags for training by `weight: 0`, or by nothing if it is trained on."""
+    """Return a message; an answer loses its training flags, and gets `weight: 0` if they say no."""
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
-    if message["role"] != ASSISTANT:  # a key that asks for training stays: unread
+    if message["role"] != ASSISTANT:  # a key that asks for training stays
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
         return {key: value for key, value in message.items() if key not in idle}
     said = [_is_trained(where, key, message.pop(key)) for key in flags]

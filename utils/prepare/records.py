@@ -29,7 +29,7 @@ ROWS_PER_READ = 64
 
 @dataclass(frozen=True)
 class FilePart:
-    """The part of a file from `start` to `stop` (excluded), and its approximate bytes on disk.
+    """The part of a file from `start` to `stop` (excluded); `size`: its bytes on disk, roughly.
 
     `start` and `stop` count bytes in uncompressed JSONL, row groups in Parquet, and rows in a
     datasets folder. Any other file has one part: start 0, stop 1.
@@ -189,7 +189,7 @@ def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a table that pandas wrote as one object; [] for another object.
 
     pandas has three forms: {"columns": names, "data": rows}; {row number: row}; {name: column}. A
-    column is an object with the keys "0", "1" and so on, or a list with a text for each row.
+    column is an object with the keys "0", "1" and so on, or a list with one string per row.
     """
     if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
         return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]

@@ -86,7 +86,7 @@ Document = TextDocument | ChatDocument | CompletionDocument
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How the rows of one source are read, and how many of them are used.
+    """Settings for the rows of one source: how to read them, and how many to use.
 
     columns: pairs (name in the file, name in NEEDED or OPTIONAL). filters: pairs (name in the file,
     what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: the copies of a
@@ -163,7 +163,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Rename fields by pairs (old, new). A renamed field replaces one that had the new name."""
+    """Return fields renamed by (old, new) pairs; a renamed one replaces one with the new name."""
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -305,7 +305,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put the row's system text first; UnusableRowError if messages begin with another one."""
+    """Put the row's system text first; UnusableRowError if the messages have a different one."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

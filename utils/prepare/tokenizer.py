@@ -71,9 +71,10 @@ def attach_template(
 ) -> None:
     """Set the tokenizer's chat template to `template_file`, or keep the tokenizer's own template.
 
-    Its variables get the default values `defaults`. Logs a line if the template has no
-    {% generation %} markers, and `date` if it prints today's date. Raises ConfigurationError if the
-    template is missing or invalid or fits no chat of PROBES, or if the tokenizer is not fast.
+    The template's variables get the default values `defaults`. Logs a line if the template has no
+    {% generation %} markers, and a line with `date` if the template prints today's date. Raises
+    ConfigurationError if the template is missing or invalid, if no chat of PROBES can be trained on
+    with the template, or if the tokenizer is not fast.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

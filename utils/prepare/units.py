@@ -53,8 +53,8 @@ LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
     """Prepare all units in at most `num_proc` worker processes; small jobs run in this process.
 
-    Raises ConfigurationError for the first faulty document, OutOfMemoryError if the kernel killed a
-    worker for lack of memory, else LostProcessError. The files of finished units are kept.
+    Raises ConfigurationError for the first faulty document. If a worker is killed, raises
+    OutOfMemoryError or LostProcessError. The files of finished units are kept.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -118,7 +118,7 @@ def _start_worker(worker: "UnitWorker") -> None:
 
 
 def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
-    """Prepare a unit in a worker process; return its counts, or its ConfigurationError's texts."""
+    """Prepare a unit in a worker process; return its counts, or an error's messages."""
     assert _worker is not None
     try:
         return _worker.run(unit)
@@ -190,7 +190,7 @@ class UnitWorker:
                     yield split, document, fitted
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
-        """Yield (split, document) of usable records; a source's weight repeats those of train."""
+        """Yield (split, document) of usable records; those of train as often as `weight` says."""
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
