@@ -44,8 +44,8 @@ SOURCE = "shares of the peak as measured on an H200"
 # above. The table's rows with recomputation are higher.
 SEVERAL = 0.87
 # Not measured: factors on the share for layers that are not compiled, for experts, and for float32
-# instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time: recomputation
-# repeats a third of the time of norms and the like in benchmarks/hardware/roofline.py.
+# instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time: recomputation adds
+# a third of the time that norms and the like take in benchmarks/hardware/roofline.py.
 NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
 # Not measured: the share of a link's speed that an exchange reaches. The network's speed is not
 # known: 200 Gbit/s per GPU are assumed, in bytes per second.
@@ -75,10 +75,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predictions of memory and speed on some GPUs: of the run's setup, and of changed setups.
+    """Predicts a run's memory and speed on `gpus`, with its own or with changed settings.
 
-    document_tokens: mean, over all tokens, of the length of the token's document. products,
-    has_experts: facts of the model.
+    document_tokens: the length of the document that contains a token, averaged over all tokens.
+    products: multiplications per token in the model. has_experts: whether the model has experts.
     """
 
     setup: Setup
@@ -131,14 +131,14 @@ class Planner:
         return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
 
     def candidate(self, strategy: str, micro_batch: int, recomputed: str) -> Candidate:
-        """Predict one choice. Raises ConfigurationError if the global batch does not divide."""
+        """Predict these settings. Raises ConfigurationError if the global batch does not divide."""
         setup = changed(self.setup, {"strategy": strategy, ROWS: micro_batch})
         speed, memory = self.tokens_per_s(setup, recomputed), estimate_memory(setup, recomputed)
         return Candidate(strategy, micro_batch, recomputed, memory.total, speed, memory.counted)
 
     @property
     def room(self) -> int:
-        """Return the bytes that a prediction may take, as for activation_checkpointing: auto."""
+        """Return the limit of a prediction in bytes, as for activation_checkpointing: auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> Iterator[Candidate]:
@@ -185,7 +185,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     while rest:
         fastest = max(one.tokens_per_s for one in rest)
         near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest]
-        # candidates() yields the strategy that shards least first. max takes the first of equals.
+        # candidates() yields strategies with less sharding first. max takes the first of equals.
         simplest = [one for one in near if one.strategy == near[0].strategy]
         best = max(simplest, key=lambda one: one.micro_batch)
         ordered.append(best)
@@ -218,7 +218,7 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
             f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
             f"({first_line(error)}): leave them out."
         ) from error
-    # The GPUs are not those of this machine.
+    # These GPUs are in another machine.
     return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
 
 

@@ -53,8 +53,9 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
-    micro_batch: sequences; None: as set. Accumulation follows from the micro-batch that is set. If
-    the architecture cannot run without data, activations are left out and `fault` says why.
+    micro_batch: number of sequences; None: the setting. The setting alone decides whether gradients
+    accumulate. If the architecture cannot run without data, activations are left out and `fault`
+    says why.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -110,8 +111,8 @@ def most_alive(
     """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
 
     A rank keeps one of `shards` parts of a layer's gradients once the layer's backward pass ends.
-    To sum gradients over the ranks, they are copied into a buffer of `copied` times their bytes. A
-    buffer lives until the next layer's buffer; the last buffer is for weights outside the layers.
+    To sum gradients over the ranks, they are copied into a buffer of `copied` times their bytes. It
+    lives until the next layer's buffer is made; the last buffer is for weights outside the layers.
     `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
     """
     alive = most = made = of_most = held
@@ -134,9 +135,9 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float)
 
 
 def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
-    """Return the bytes of EMA and of the optimizer's states; an unknown optimizer counts as AdamW.
+    """Return the bytes of averaged weights (EMA) and of the optimizer's states.
 
-    own_bytes: size of the trained weights.
+    An optimizer that is not known here counts as AdamW. own_bytes: bytes of the trained weights.
     """
     settings, count = setup.settings, setup.parameters[1]
     averages = 0 if settings.run.ema_decay is None else 4 * count

@@ -33,7 +33,7 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # Factors by which a run may need more than predicted. A process on a CPU also holds kernels, their
 # threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
-# Changes that may make a run fit, besides settings' names: the number of GPUs of the launch.
+# A change that may make a run fit is {setting: value}. This key is the launch's number of GPUs.
 GPUS = "GPUs"
 ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
 SHOWN = 3
@@ -64,10 +64,10 @@ class MemoryPlan:
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     """Predict the memory of one device and choose the activation checkpointing; add to `report`.
 
-    All ranks must call this; they choose by the device with the least room. If the run trains on
+    All ranks must call this: the device with the least room decides for all. If the run trains on
     another machine, the device is the GPU that --assume or slurm/cluster.env names. Raises
-    ConfigurationError if the run does not fit a GPU even though the prediction may be too high by
-    MARGIN. On a CPU only weights that do not fit are refused.
+    ConfigurationError if the prediction exceeds a GPU's memory by more than the factor MARGIN. On a
+    CPU only weights that do not fit are refused.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -161,7 +161,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return (free usable bytes of this rank's device, size of its GPU); None: unknown, no GPU."""
+    """Return (usable free bytes for this rank, bytes of its GPU). None: not known, or no GPU."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -174,7 +174,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     assume: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return (usable bytes, size) of the GPU of --assume or slurm/cluster.env; None: unknown."""
+    """Return (usable, all) bytes of the GPU of --assume or slurm/cluster.env. None: not known."""
     given = environment.get(VARIABLE, "").strip()
     if assume:
         given = str(assumed_gpus(assume).memory_gib)
@@ -206,7 +206,7 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield changes, smallest first. `remedies` skips a change that extends a fitting one."""
+    """Yield changes, smallest first. `remedies` skips a change that adds to a fitting one."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]

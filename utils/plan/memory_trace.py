@@ -45,9 +45,9 @@ EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 class Setup:
     """Everything that determines a run's memory and speed.
 
-    settings: the model settings contain the full names of LoRA's targets, as in AdapterPlan.
-    parameters: numbers of (all, trained) parameters. compiled: whether layers are compiled if the
-    strategy allows it. elsewhere: the run trains on another machine.
+    settings: parsed settings, in which LoRA's targets have their full module names. parameters:
+    numbers of (all, trained) parameters. compiled: whether the run wants compiled layers (see
+    `compiles`). elsewhere: whether the run trains on another machine.
     """
 
     settings: RunSettings
@@ -81,7 +81,7 @@ class Setup:
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """Return the weights' type in the layers. FSDP and ZeRO gather them in mixed precision."""
+        """Return the type of weights in a pass. FSDP and ZeRO gather them in autocast's type."""
         sharded = self.launch.strategy.startswith(("fsdp", "zero"))
         return self.autocast if sharded and self.autocast is not None else self.dtype
 
@@ -95,8 +95,8 @@ class Setup:
 class Stretch:
     """A part of a step, such as the forward pass of a layer.
 
-    change: bytes allocated minus bytes freed in the stretch; key: the stretch that allocated them.
-    peak: the largest growth of the live bytes since the beginning of the stretch.
+    change: bytes allocated minus bytes freed during this stretch, by the name of the stretch that
+    allocated them. peak: the largest growth of the live bytes since this stretch began.
     gradients: bytes of the layer's gradients, all of them live when its backward pass ends.
     """
 
@@ -114,10 +114,10 @@ class Stretch:
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
     """Count a step's memory with this activation checkpointing; nothing is computed.
 
-    Returns the stretches in the order of the step, the bytes of gathered weights, and why layers
-    were not counted as compiled. If the strategy shards weights, each rank gathers those of two
-    layers and of everything outside the layers. Raises one of MISFITS if the architecture cannot
-    run without data.
+    Returns the stretches in the order of the step, the bytes of the weights that a rank gathers if
+    they are sharded (of two layers, and of everything outside the layers), and a warning if
+    compiled layers are counted as not compiled, else "". Raises one of MISFITS if the architecture
+    cannot run without data.
     """
     fault = ""
     # With recomputation torch.utils.checkpoint decides what is kept, not the compiler.
@@ -142,7 +142,7 @@ def _trace(setup: Setup, choice: str, micro_batch: int, *, cut: bool) -> tuple[l
     # Experts use transformers' fallback for torch's grouped product: it accepts fake tensors of any
     # type, and its results have the same sizes. (A Mock would keep its arguments alive.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
-    head = mock.patch.object(ChunkedHead, "chunk", _zero)  # the head keeps only buffers
+    head = mock.patch.object(ChunkedHead, "chunk", _zero)  # count only the buffers of the loss head
     # A CPU build of torch has no fake GPU tensors: use fake CPU tensors with the GPU's sizes.
     of_gpu = mock.patch.dict(SIZES, {"cpu": SIZES["cuda"]} if setup.elsewhere else {})
     with FakeTensorMode(), torch.device(device), head, by_shape, of_gpu, torch_operators():
@@ -198,7 +198,7 @@ def _put_on_device(model: nn.Module) -> None:
 
 
 def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Attend like a flash kernel: for backward it keeps its output and the softmax statistics."""
+    """Attend like a flash kernel: save only output and softmax statistics for backward."""
     query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
     output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return output[0, ..., : value.shape[-1]].transpose(0, 1)
@@ -308,7 +308,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Return for each layer the number of the first layer that is equal to it."""
+    """Return one number per layer: that of the first layer with the same class and shapes."""
     first: dict[Any, int] = {}
     kinds = []
     for number, layer in enumerate(layers):
@@ -356,9 +356,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Repeat the stretches of the first layer of each kind for the other layers of the kind.
+    """Return the stretches of all layers. Layers of a kind get those of its first layer.
 
-    When autocast ends, it frees its copies of all layers' weights.
+    The end of autocast is one stretch for all layers: it frees its copies of all their weights.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

@@ -27,7 +27,7 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-# Settings that only some optimizers read. Then: what to do instead of giving a key of optim_args.
+# Settings that only some optimizers read. INSTEAD: advice for a key of optim_args without effect.
 OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 INSTEAD = {
     "lr": "set learning_rate", "weight_decay": "set weight_decay", "beta1": "set adam_beta1",
@@ -105,7 +105,11 @@ def _tiny_model(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Add an exception in the with block to `problems`, with the settings that may cause it."""
+    """Catch any exception in the with block, and add its text and settings to `problems`.
+
+    names: the settings that may cause it, separated by spaces. Unchanged ones are not shown, except
+    the first.
+    """
     try:
         yield
     except Exception as error:
@@ -119,7 +123,7 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
-    """Recompute one product with activation_checkpointing_kwargs; faulty keywords raise."""
+    """Recompute one product as activation_checkpointing_kwargs say: wrong keywords then raise."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
     keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
@@ -175,7 +179,7 @@ def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
 
 
 def optimizer_pairs(text: str | None) -> dict[str, str]:
-    """Return the pairs of optim_args. Raises ValueError unless it is `KEY=VALUE,KEY=VALUE`."""
+    """Parse `KEY=VALUE,KEY=VALUE`. Raise ValueError for other texts and for a repeated key."""
     pairs: dict[str, str] = {}
     for pair in text.replace(" ", "").split(",") if text else ():
         key, _, value = pair.partition("=")

@@ -62,7 +62,10 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is set, the data's, or the model's. Raises ConfigurationError."""
+    """Load the tokenizer of the settings, else of the training data, else of the model.
+
+    Raises ConfigurationError.
+    """
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
@@ -153,7 +156,7 @@ def _prompts(
 ) -> "Sequence[Prompt]":
     """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
 
-    The prompts are chats if a dataset in `examples` has chats or does not tell how it was made.
+    The prompts are chats if a dataset in `examples` has chats, or does not name its tokenizer.
     """
     run = settings.run
     if not run.sample_prompts:
@@ -190,7 +193,7 @@ def _tokenizer_problems(
 
 
 def _open(directory: str, split: str = "train") -> TokenDataset:
-    """Open a dataset, first on rank 0. The other ranks find its measurements in the disk cache."""
+    """Open a dataset, first on rank 0, so that the other ranks need not count its tokens."""
     opened: list[TokenDataset] = []
     on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
     return opened[0] if opened else open_token_dataset(directory, split)

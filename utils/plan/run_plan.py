@@ -61,7 +61,7 @@ class OptimizerStates:
 class RunPlan:
     """The sequences of every step, the kernels that compute them, and the memory they take.
 
-    settings: as they were parsed. report: the log lines of the plan.
+    settings: the parsed settings. report: the log lines of the plan.
     """
 
     settings: RunSettings
@@ -128,7 +128,7 @@ def plan_run(
 ) -> RunPlan:
     """Work out steps, kernels and memory. Raises ConfigurationError for a run that cannot work.
 
-    An error has the log lines up to it, as Report says.
+    The error carries the log lines that were collected before it (see Report).
     """
     run, training = settings.run, settings.training
     elsewhere = on_a_login_node(settings, launch)
@@ -188,7 +188,7 @@ def plan_run(
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return the number types of our optimizer; None: torch's. Raises ConfigurationError."""
+    """Return the options of our own AdamW; None: torch's is used. Raises ConfigurationError."""
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
@@ -324,9 +324,9 @@ def _attention(
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
     """Test on a login node's CPU whether packed documents stay apart; return the result.
 
-    Raises ConfigurationError if attention lets documents see each other: every device has the same
-    masks. A model that does not run on a CPU is tested where it trains, and the result says so. So
-    is a recurrent model that fails here, because its GPU kernels are different.
+    Raises ConfigurationError if documents see each other: the masks would be the same on a GPU. Two
+    kinds of models are instead tested where they train, and the result says so: models that do not
+    run on a CPU, and recurrent models that fail here, because their GPU kernels are different.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
@@ -346,7 +346,7 @@ def _loss_head(
     device: torch.device | None,
     report: Report,
 ) -> LossHeadChoice:
-    """Choose the loss head. With `device` None (a login node) the CPU tests it if it can."""
+    """Choose the loss head and add its lines to `report`. device: None on a login node."""
     training = settings.training
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
