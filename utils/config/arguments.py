@@ -331,7 +331,7 @@ def profiled_steps(written: str) -> tuple[int, int]:
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
     """Parse the entries `DIR` or `DIR=weight` to {directory: weight}. `DIR` has the weight None.
 
-    Raises ValueError for any other entry, a directory given twice, and weights for only some.
+    Raises ValueError if an entry has another form, a directory repeats, or only some have weights.
     """
     sources: dict[str, float | None] = {}
     for entry in entries:
@@ -383,6 +383,6 @@ def counted_ranks(number: int) -> str:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch (at most the given) that fits batch and ranks; or 0."""
+    """Return the largest possible micro-batch size, at most the given one; 0 if none divides."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

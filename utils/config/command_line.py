@@ -44,9 +44,9 @@ def read_settings(
 
     Flags win over recipes, later recipes win over earlier ones. settle: functions that reset
     settings without effect and derive missing ones. checks: functions that yield faults, called
-    last. Either ends if it reads a missing or faulty setting. Raises ConfigurationError with every
-    fault. `--help` prints and exits with code 0. `--print_config` checks the settings as for a dry
-    run, then raises Answer with the text to print.
+    last. A function of either list ends if it reads a missing or faulty setting. Raises
+    ConfigurationError with every fault. `--help` prints and exits with code 0. `--print_config`
+    checks the settings as for a dry run, then raises Answer with the text to print.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -59,7 +59,7 @@ def read_settings(
         flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
-    complete = not problems  # else a faulty file or flag may have a missing setting
+    complete = not problems  # else a missing setting may be in a faulty file
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     for settlement in settle:

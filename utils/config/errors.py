@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
 class Report(list[tuple[int, str]]):
     """Log lines (level, text). Functions that plan a run collect them, and their caller logs.
 
-    If an exception leaves the block `with Report() as report`, it takes the lines along: a
+    An exception that leaves the block `with Report() as report` gets the lines: a
     ConfigurationError in its `report`, any other as notes, which Python prints after the traceback.
     """
 

@@ -1,4 +1,4 @@
-"""Settings of accelerate: refused, overruled, or deciding the precision that nobody set.
+"""Settings of accelerate that are refused or overruled; the choice of bf16 if it is null.
 
 `accelerate launch` passes its config file and its flags to the processes in environment variables.
 One table of variables therefore serves for files, flags and the environment.
@@ -16,7 +16,7 @@ from utils.config.declarations import Given, SettingValues, is_true
 
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
-NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run may be elsewhere
+NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run cannot see the node
 # accelerate/utils/environment.py takes these variables of MPI launchers and srun for a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
@@ -36,7 +36,7 @@ _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs
 
 
 def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block of an accelerate config. All keys get the prefix; null values are left out."""
+    """Return a block of an accelerate config, its keys with a prefix of PREFIXES, without nulls."""
     prefix = PREFIXES[name]
     keys = (content.get(name) or {}).items()
     return {prefix + key.removeprefix(prefix): value for key, value in keys if value is not None}
@@ -45,7 +45,7 @@ def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for the settings of a config.
 
-    Only variables are returned that say which strategy runs, or that are checked here.
+    Returns only the variables that name the strategy or that this module checks.
     """
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
@@ -188,7 +188,7 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 
 def settle_precision(values: SettingValues) -> None:
-    """Choose `bf16` if it is open. Add a note if settings overrule the accelerate config.
+    """Choose `bf16` if it is null. Add a note if settings overrule the accelerate config.
 
     config.yaml stores the choice, so that a run that moves to another CPU computes the same. bf16
     on a CPU also sets `use_cpu`, which TrainingArguments demands.

@@ -137,7 +137,7 @@ def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
 
 
 def check_preparation(given: PreparationArguments) -> None:
-    """Raise ConfigurationError with every contradiction, before any file is read."""
+    """Raise ConfigurationError with every invalid or contradictory setting; read no file."""
     valid_shard = re.fullmatch(r"\d+/\d+", given.shard or "0/1") is not None
     index, number = shard_of(given) if valid_shard else (1, 0)
     faults = {
@@ -194,7 +194,7 @@ class Source:
     """One entry of `sources` or `eval_sources`: its paths, format, columns and amount.
 
     split: "train", or the name of the evaluation split that is written. from_split: the split to
-    read from a folder with several splits; None: the one of the same name. columns: pairs (name in
+    read from a folder with several splits; None: the split named `split`. columns: pairs (name in
     the files, our name). subset, revision and max_files are for datasets of the Hub.
     """
 

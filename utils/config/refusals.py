@@ -1,7 +1,7 @@
 """Checks that refuse settings which cannot work, before anything is built or any file is opened.
 
-A check gets the values of all settings and yields one line per fault. It ends if it reads a missing
-or faulty setting: another line reports this fault. utils/config/rules.py refuses contradictions.
+A check gets the values of all settings and yields one line per fault. It ends if it reads a setting
+whose fault is already reported. utils/config/rules.py refuses settings that contradict each other.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse a run without directory or model, LoRA from scratch, and debugging that fails."""
+    """Refuse faulty output_dir, model, hub_model_id, use_peft, accept_changes and debug."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -73,7 +73,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse float16 weights that train, fp16 on a CPU, and 4 bits without their package."""
+    """Refuse float16 weights that train, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -107,7 +107,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Refuse evaluation at each log line, and a best model without a metric."""
+    """Refuse save_strategy: best, evaluation at each log line, and a faulty best-model metric."""
     splits = eval_splits(values["eval_data"])
     if values["save_strategy"] == "best":
         yield (
@@ -183,7 +183,7 @@ def check_schedule(values: SettingValues) -> Iterator[str]:
 
 
 def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str:
-    """Return the error that Trainer would raise late for this schedule; empty: no error."""
+    """Return what is wrong with the keywords of a schedule; empty: nothing is wrong."""
     import torch
     from transformers import get_scheduler
 
@@ -208,7 +208,7 @@ REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse trackers, optimizers and benchmarks whose package is not installed."""
+    """Refuse unknown trackers, and trackers, optimizers or benchmarks without their package."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     reporters = values["report_to"] or []

@@ -90,9 +90,10 @@ RULES = (*MOOT, *CONTRADICTIONS)
 
 
 def leave_out_overruled(values: SettingValues) -> None:
-    """Reset settings that a stronger source (flag, later recipe) overrules, and moot settings.
+    """Reset settings that contradict a setting of a stronger source (a flag, a later recipe).
 
-    A default makes no setting moot here, because another value may be derived later.
+    Also reset settings that have no effect beside another given setting (see MOOT). A default
+    of the other setting does not count, because a derived value may replace the default later.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):
@@ -104,7 +105,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def leave_out_moot(values: SettingValues) -> None:
-    """Reset settings that a default or derived setting makes moot. Call this after deriving all."""
+    """Reset settings without effect beside a default or derived value. Call after deriving all."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:

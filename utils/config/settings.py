@@ -94,7 +94,7 @@ def _parse(
 
 
 def rename_checkpointing(values: SettingValues) -> None:
-    """Move transformers' old names of activation checkpointing to the new ones."""
+    """Rename gradient_checkpointing* to activation_checkpointing*. The stronger source wins."""
     for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
         old = name.replace("activation", "gradient")
         if old in values.given and values.rank(old) > values.rank(name):
@@ -105,9 +105,10 @@ def rename_checkpointing(values: SettingValues) -> None:
 
 
 def choose_length(values: SettingValues) -> None:
-    """Reset num_train_epochs, or max_steps and max_tokens, if the other has a stronger source.
+    """Keep one limit of the run's length: num_train_epochs, or else max_steps and max_tokens.
 
-    If one source gives both, num_train_epochs is reset, as transformers documents.
+    The limit of the stronger source (a flag, a later recipe) stays. If one source gives both,
+    num_train_epochs is reset, as transformers documents.
     """
     for limit in ("max_steps", "max_tokens"):
         if not values.changed(limit):
@@ -127,16 +128,16 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
-    """Derive the global batch from the micro-batch, or a micro-batch that divides the global one.
+    """Derive global_batch_size from a given micro-batch, or a micro-batch that divides it.
 
-    A smaller micro-batch trains the same. A given micro-batch is replaced only if the global batch
-    comes from a stronger source, or if it divides the global batch on one rank but not on all.
+    A smaller micro-batch gives the same training. A given one is replaced only if the global batch
+    has a stronger source, or if the micro-batch divides it on one rank but not on all ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size
     micro_rank = values.rank("per_device_train_batch_size")
     if micro < 1:
-        return  # check_ranges says so
+        return  # check_ranges reports it
     if total is None:
         if micro_rank > 0:
             why = f"{values.shown('per_device_train_batch_size')} x {counted_ranks(ranks)}"
@@ -163,13 +164,13 @@ def derive_evaluation(values: SettingValues) -> None:
 
 
 def derive_best_model(values: SettingValues) -> None:
-    """Derive the metric of the best model if there is a single split, its direction, and save_best.
+    """Derive metric_for_best_model (if there is one split), greater_is_better and save_best.
 
-    save_best is derived if the best model is to be loaded but not every evaluation has a save.
-    Otherwise Trainer would load the best saved model, but report the metric of a better evaluation
-    without a checkpoint.
+    save_best becomes true if the best model is to be loaded at the end, but some evaluations have
+    no checkpoint. Otherwise Trainer would load the best saved model, but report the metric of a
+    better evaluation that was not saved.
     """
-    with suppress(ValueError):  # check_forms says so
+    with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))
         judges = [name for name in BEST_MODEL_JUDGES if values[name]]
         if values["metric_for_best_model"] is None and judges and len(splits) == 1:

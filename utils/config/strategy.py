@@ -23,7 +23,7 @@ from utils.config.launch_settings import (
 )
 
 CONFIG = "ACCELERATE_CONFIG"
-SUBMITTING = "STOKER_SUBMITTING"  # set where slurm/submit.sh started the dry run
+SUBMITTING = "STOKER_SUBMITTING"  # set if slurm/submit.sh started the dry run
 AUTO = "auto"
 FOLDER = Path("accelerate_configs")
 NAMES = ("single_gpu", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "cpu")
@@ -141,10 +141,10 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
 
 
 def describe_launch(values: SettingValues) -> None:
-    """Give a dry run the environment of the launch that it plans: processes and strategy.
+    """Add the planned launch's variables (WORLD_SIZE, strategy) to a dry run's `environment`.
 
-    The number of processes comes from `assume` or WORLD_SIZE (set by slurm/submit.sh). Without
-    `assume`, a dry run under `accelerate launch` keeps its environment.
+    The number of processes comes from `assume` or from WORLD_SIZE, which slurm/submit.sh sets. If
+    neither is given, or if `accelerate launch` started a dry run without `assume`, nothing changes.
     """
     environment = values.environment
     is_known = "WORLD_SIZE" not in environment or is_launched(environment)

@@ -1,4 +1,4 @@
-"""Converts every key of another toolkit's config to lines of our recipes, or notes why not."""
+"""Converts the keys of another toolkit's config to our recipes, or notes why a key is left out."""
 
 import re
 from collections.abc import Mapping
@@ -74,7 +74,6 @@ def _check_method(given: Conversion) -> None:
 
 
 def _convert_batch(given: Conversion) -> None:
-    """Convert batch sizes and packing."""
     total = given.take("total_batch_size")
     steps = given.value("gradient_accumulation_steps")
     if total or not isinstance(steps, int):  # DeepSpeed's "auto"
@@ -192,7 +191,7 @@ def _convert_adapter(given: Conversion) -> None:
 
 
 def _convert_precision(given: Conversion) -> None:
-    """Convert number types and recomputation. With bf16, LoRA's base weights become bfloat16."""
+    """Convert number types and recomputation. With LoRA and bf16, base weights are bfloat16."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
     bf16, pure = given.take("bf16"), given.take("pure_bf16")
     pure = pure or bf16 == "full"

@@ -10,7 +10,7 @@ from typing import Any
 from utils.config.declarations import Given
 from utils.importing.toolkits import Conversion, is_off, listed
 
-# The beginning of axolotl's types -> our format; None if the columns determine it.
+# {beginning of axolotl's type: our format}. None: the columns determine the format.
 FORMATS = {
     "completion": "text", "pretrain": "text", "sharegpt": "sharegpt", "alpaca": "alpaca",
     "gpteacher": "alpaca", "chat_template": None, "messages": None,
@@ -57,7 +57,7 @@ def convert_data(given: Conversion, folder: str) -> None:
 
 
 def _hold_out(given: Conversion, folder: str) -> None:
-    """Convert held-out data: separate splits, or a share of all documents."""
+    """Convert the held-out data: given datasets, or a share of the training documents."""
     splits = []
     if given.value("eval_sources"):
         found = _read(given, "eval_sources")
@@ -75,7 +75,7 @@ def _hold_out(given: Conversion, folder: str) -> None:
 
 
 def _read(given: Conversion, name: str) -> Entries:
-    """Return our entry for each dataset, and add notes on settings that are not converted."""
+    """Convert the datasets in the setting `name` to entries for our data recipe, with notes."""
     reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
     source = given.given[name].source
     entries = reader(given, source, given.take(name))
@@ -122,7 +122,7 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 def _axolotl_columns(
     given: Conversion, source: str, entry: dict[str, Any], kind: Any
 ) -> dict[str, str]:
-    """Remove the names of columns from an entry, and return them as our `columns`."""
+    """Remove the keys that name columns from `entry`; return {column: our name for it}."""
     columns = {}
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     for fields in (custom, entry):
@@ -141,10 +141,10 @@ def _axolotl_columns(
 
 
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
-    """Convert datasets that have only a name, with the entries of dataset_info.json.
+    """Convert LLaMA-Factory's names of datasets, which dataset_info.json describes.
 
-    The file is in dataset_dir (default: data), below the working directory or a parent of the
-    config.
+    The setting dataset_dir (default: data) names the folder of dataset_info.json. It is below the
+    working directory, or below a folder that contains the config.
     """
     folder, known = Path(given.value("dataset_dir") or "data"), {}
     for base in (Path(), *given.path.absolute().parents):
@@ -180,7 +180,7 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
 
 
 def _trl(given: Conversion, source: str, value: Any) -> Entries:
-    """Convert a dataset's name, TRL's mixture, or the Alignment Handbook's weights by name."""
+    """Convert a dataset's name, TRL's mixture, or the Alignment Handbook's {name: weight}."""
     subset, split = given.take("dataset_config"), given.take("dataset_train_split")
     is_mixture = not isinstance(value, str)
     if isinstance(value, Mapping) and "datasets" in value:

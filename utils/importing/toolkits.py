@@ -35,10 +35,11 @@ _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A toolkit: the keys that identify it, our names for its keys, and its defaults by our names.
+    """A toolkit whose configs can be converted.
 
-    winners: keys that the toolkit prefers among keys of the same meaning. null_counts: null
-    overrides a default in this toolkit.
+    marks: keys that identify its configs. names: {its key: our name}. defaults: {our name: its
+    default}. winners: keys that win over other keys of the same meaning. null_counts: whether
+    null in a config replaces a default.
     """
 
     marks: tuple[str, ...]
@@ -48,7 +49,7 @@ class Toolkit:
     null_counts: bool = True
 
 
-# Why keys have no counterpart here: keys of any toolkit, including keys in a dataset's entry.
+# {key: why it has no counterpart here}, for keys of all toolkits and of a dataset's entry.
 LEFT = by_name({
     "not needed: Stoker does it by itself, or in its own way (docs/coming-from.md)": ""
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
@@ -151,15 +152,14 @@ TOOLKITS = {
 class Conversion:
     """The state of a conversion.
 
-    given: the keys that are not converted yet, by our name. run: (value, comment) by setting of the
-    training recipe. data: values of the data recipe. notes: the keys without a counterpart, by
-    reason.
+    given: values that are not converted yet, by our name. run: {setting: (value, comment)} of the
+    training recipe. data: values of the data recipe. notes: {reason: keys without a counterpart}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
         self.kind, self.path, self.gpus = kind, path, gpus
         self.its_default = f"the default of {kind}"
-        self.made_of: dict[str, str] = {}  # the key behind each line, by our name
+        self.made_of: dict[str, str] = {}  # {setting: the key it was made of}
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, Any] = {}
         self.notes: dict[str, list[str]] = {}
@@ -186,20 +186,20 @@ class Conversion:
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a setting, by our name."""
+        """Return the value of a setting in `given`; `name` is our name."""
         return self.given[name].value if name in self.given else default
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Remove a setting and return its value."""
+        """Remove a setting from `given` and return its value."""
         return self.given.pop(name).value if name in self.given else default
 
     def note(self, key: str, reason: str) -> None:
-        """Add a note about a key."""
+        """Add a key of the config to `notes` under a reason. Skip the toolkit's own defaults."""
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
     def drop(self, name: str, reason: str) -> None:
-        """Remove a setting, with a note that says why."""
+        """Remove a setting from `given`, and note the reason."""
         if name in self.given:
             self.note(self.given.pop(name).source, reason)
 
@@ -240,7 +240,7 @@ class Conversion:
         self.made_of[name] = key
 
     def move(self, name: str) -> None:
-        """Move a setting to the training recipe unchanged."""
+        """Move a setting from `given` to the training recipe unchanged."""
         if name in self.given:
             entry = self.given.pop(name)
             self.put(name, entry.value, "" if entry.source == name else entry.source, entry.source)

@@ -75,7 +75,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts a run's memory and speed on `gpus`, with its own or with changed settings.
+    """A predictor of memory and speed on `gpus`, with a run's own settings or changed ones.
 
     document_tokens: the length of the document that contains a token, averaged over all tokens.
     products: multiplications per token in the model. has_experts: whether the model has experts.

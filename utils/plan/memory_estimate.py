@@ -53,9 +53,8 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one device while it trains with this activation checkpointing.
 
-    micro_batch: number of sequences; None: the setting. The setting alone decides whether gradients
-    accumulate. If the architecture cannot run without data, activations are left out and `fault`
-    says why.
+    micro_batch: sequences instead of the setting, which still decides whether gradients accumulate.
+    If the architecture cannot run without data, activations are left out and `fault` says why.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized

@@ -231,7 +231,6 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
 
 
 def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> bool:
-    """Return whether a run with these changes fits into `room` bytes."""
     try:
         other = changed(setup, changes)
     except ConfigurationError:  # PEFT does not adapt every model

@@ -105,11 +105,7 @@ def _tiny_model(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Catch any exception in the with block, and add its text and settings to `problems`.
-
-    names: the settings that may cause it, separated by spaces. Unchanged ones are not shown, except
-    the first.
-    """
+    """Turn an exception in the with block into a line of `problems` that shows its settings."""
     try:
         yield
     except Exception as error:

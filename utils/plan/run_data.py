@@ -62,10 +62,7 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the settings, else of the training data, else of the model.
-
-    Raises ConfigurationError.
-    """
+    """Load the tokenizer of settings, data or model, in this order. Raises ConfigurationError."""
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))

@@ -102,7 +102,7 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
-    """Return the number of GPUs per node, for every option that requests GPUs."""
+    """Return the GPUs per node, whether the job requests them per node, per task or per job."""
     nodes = int(job["NumNodes"])
     return (
         _gpus(job["tres-per-node"])
@@ -112,8 +112,8 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def _gpus(tres: str) -> int:
-    """Return the GPUs in gres:gpu:h100:4, gres/gpu=4 or gpu (one). Slurm uses the last entry."""
-    entries = [entry for entry in tres.split(",") if "gpu" in entry]
+    """Return 4 for Slurm's texts gres:gpu:h100:4 and gres/gpu=4, 1 for gpu, 0 without GPUs."""
+    entries = [entry for entry in tres.split(",") if "gpu" in entry]  # Slurm uses the last one
     number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
     return int(number[1]) if number else len(entries[:1])
 
@@ -122,8 +122,8 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
     squeue does not show --signal, so read the options, else SBATCH_SIGNAL, else the #SBATCH lines.
-    The value needs `B:`. Only then Slurm signals the job script, which passes the signal to all
-    nodes.
+    The value needs `B:`. Without it, Slurm does not signal the job script, which passes the signal
+    to all nodes.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
@@ -134,7 +134,7 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
 
 
 def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `python` for the dry run of a job. `kind`: the job script's name.
+    """Return the arguments of `python` for the dry run of a job. kind: name of the job script.
 
     Raises ConfigurationError for a script that does not know --dry_run and would start training.
     """

@@ -1,4 +1,4 @@
-"""A sweep file and its points (one run each), for slurm/submit.sh and slurm/sweep_job.sh.
+"""Reads a sweep file, which describes several runs, and lists or checks its points (the runs).
 
     python -m utils.submit.sweep points FILE          number, name and state of every point
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
@@ -123,7 +123,7 @@ def read_sweep(file: str) -> Sweep:
 def _setting_faults(
     fixed: Mapping[str, Any], grid: Mapping[str, list[Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the key and the fault of each setting that cannot be a flag of a point."""
+    """Yield ("settings" or "grid", fault) for each setting that cannot be a flag of a point."""
     settings = [("settings", name, value) for name, value in fixed.items()]
     settings += [("grid", name, value) for name, values in grid.items() for value in values]
     for key, name, value in settings:
