@@ -1,6 +1,6 @@
 """Settings: their declarations in argument classes, and their values with the source of each.
 
-REFUSED and other_names.yaml map an answer for the user to the names of settings that get it.
+REFUSED and other_names.yaml list answers to the user, each with the settings that get the answer.
 """
 
 import copy

@@ -17,7 +17,7 @@ from utils.config.declarations import Given, SettingValues, is_true
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run cannot see the node
-# accelerate/utils/environment.py takes these variables of MPI launchers and srun for a launch.
+# accelerate/utils/environment.py reads these variables of MPI launchers and srun as a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # torchrun's variables for a process. accelerate connects to the other processes if it sees them.
@@ -142,7 +142,7 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 def let_recipe_decide(values: SettingValues) -> None:
     """Set DeepSpeed's values to "auto" if the recipe decides them. Trainer fills them in.
 
-    `accelerate config` writes numbers there. Trainer would refuse the numbers, but only after the
+    `accelerate config` writes numbers instead. Trainer would refuse the numbers, but only after the
     model is loaded.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
@@ -157,7 +157,7 @@ def let_recipe_decide(values: SettingValues) -> None:
 
 
 def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
-    """Yield a line for each value of a DeepSpeed file that contradicts the recipe."""
+    """Yield a line for each value of a DeepSpeed file that is refused or contradicts the recipe."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -128,7 +128,7 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
-    """Derive global_batch_size from a given micro-batch, or a micro-batch that divides it.
+    """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
     A smaller micro-batch gives the same training. A given one is replaced only if the global batch
     has a stronger source, or if the micro-batch divides it on one rank but not on all ranks.

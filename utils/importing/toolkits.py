@@ -224,7 +224,7 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
-        """Set a line of the training recipe. If the value is refused, add a note about `key`."""
+        """Set a line of the training recipe, or note that `key` is refused or is our default."""
         key = key or name
         declaration = self.declared.get(name)
         if declaration is not None:

@@ -131,14 +131,14 @@ class Planner:
         return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
 
     def candidate(self, strategy: str, micro_batch: int, recomputed: str) -> Candidate:
-        """Predict these settings. Raises ConfigurationError if the global batch does not divide."""
+        """Predict memory and speed. Raises ConfigurationError if the batch does not divide."""
         setup = changed(self.setup, {"strategy": strategy, ROWS: micro_batch})
         speed, memory = self.tokens_per_s(setup, recomputed), estimate_memory(setup, recomputed)
         return Candidate(strategy, micro_batch, recomputed, memory.total, speed, memory.counted)
 
     @property
     def room(self) -> int:
-        """Return the limit of a prediction in bytes, as for activation_checkpointing: auto."""
+        """Return the bytes up to which a prediction fits, as for activation_checkpointing: auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> Iterator[Candidate]:

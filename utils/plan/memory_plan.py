@@ -206,7 +206,7 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield changes, smallest first. `remedies` skips a change that adds to a fitting one."""
+    """Yield changes, smallest first. `remedies` skips a change that contains a fitting one."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]

@@ -288,7 +288,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator and count its results."""
         outcome, stretch = func(*args, **(kwargs or {})), self.stretches[-1]
         for tensor in tree_leaves(outcome):
             if not isinstance(tensor, torch.Tensor):

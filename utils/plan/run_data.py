@@ -62,7 +62,10 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of settings, data or model, in this order. Raises ConfigurationError."""
+    """Load the tokenizer that the settings name, else the training data's, else the model's.
+
+    Raises ConfigurationError.
+    """
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))

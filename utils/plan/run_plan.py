@@ -292,7 +292,7 @@ def report_run(
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
-    """Return whether this is a dry run of training on another machine's hardware."""
+    """Return whether this is a dry run of a training that needs another machine's hardware."""
     if settings.run.assume:
         return True
     return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu

@@ -3,8 +3,8 @@
     python -m utils.submit.check DIRECTORY FIELDS ANSWER COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
 DIRECTORY: where sbatch was called. FIELDS: names of squeue's fields, joined by commas. ANSWER:
-squeue's output for the job. It has the value of each field, padded to WIDTH bytes, so that text in
-a value cannot look like another field. COUNT: the number of OPTIONS.
+squeue's output for the job: the value of each field, padded to WIDTH bytes, so that text in a value
+cannot look like another field. COUNT: the number of OPTIONS.
 """
 
 import os
@@ -122,8 +122,7 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
     squeue does not show --signal, so read the options, else SBATCH_SIGNAL, else the #SBATCH lines.
-    The value needs `B:`. Without it, Slurm does not signal the job script, which passes the signal
-    to all nodes.
+    Without `B:` Slurm does not signal the job script, which passes the signal to all nodes.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
