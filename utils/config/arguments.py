@@ -383,6 +383,6 @@ def counted_ranks(number: int) -> str:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest possible micro-batch size, at most the given one; 0 if none divides."""
+    """Return the largest micro-batch, at most the given, that divides the batch per rank; or 0."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -82,7 +82,7 @@ REFUSED = by_name({
 
 
 class UnusableSettingError(LookupError):
-    """The error of reading a missing or faulty setting. It ends the check that reads it."""
+    """The error of reading a missing or faulty setting. The error ends the check that reads it."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create the dataclass from its given settings and `instead`. Raises ConfigurationError."""
+        """Create the dataclass with given values; `instead` wins. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})

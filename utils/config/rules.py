@@ -113,7 +113,7 @@ def leave_out_moot(values: SettingValues) -> None:
 
 
 def check_contradictions(values: SettingValues) -> Iterator[str]:
-    """Refuse settings that contradict others. Report only one of two that exclude each other."""
+    """Refuse settings that contradict others. If two exclude each other, report only one fault."""
     refused: set[str] = set()
     # Given causes come first: a value that somebody wrote explains more than a default.
     by_rank = sorted(CONTRADICTIONS, key=lambda rule: values.rank(rule[0]), reverse=True)

@@ -223,7 +223,7 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
 
 
 def suggest(planner: Planner, report: Report) -> None:
-    """Report the lines of `--suggest`: the fastest settings that fit, else changes that fit."""
+    """Report the lines of `--suggest`: the fastest settings that fit, or changes that fit."""
     setup, gpus = planner.setup, planner.gpus
     most = possible_checkpointing(setup)[-1]
     if not planner.candidate(setup.launch.strategy, 1, most).counted:

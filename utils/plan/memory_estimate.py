@@ -51,7 +51,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
-    """Estimate the memory of one device while it trains with this activation checkpointing.
+    """Estimate the memory of one training device with the activation checkpointing `choice`.
 
     micro_batch: sequences instead of the setting, which still decides whether gradients accumulate.
     If the architecture cannot run without data, activations are left out and `fault` says why.
@@ -110,8 +110,8 @@ def most_alive(
     """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
 
     A rank keeps one of `shards` parts of a layer's gradients once the layer's backward pass ends.
-    To sum gradients over the ranks, they are copied into a buffer of `copied` times their bytes. It
-    lives until the next layer's buffer is made; the last buffer is for weights outside the layers.
+    To be summed over ranks, gradients are copied into a buffer of `copied` times their bytes. It
+    lives until the next layer's buffer is made. The last buffer is for weights outside the layers.
     `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
     """
     alive = most = made = of_most = held

@@ -62,7 +62,7 @@ class MemoryPlan:
 
 
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
-    """Predict the memory of one device and choose the activation checkpointing; add to `report`.
+    """Predict a device's memory, choose the activation checkpointing, and add lines to `report`.
 
     All ranks must call this: the device with the least room decides for all. If the run trains on
     another machine, the device is the GPU that --assume or slurm/cluster.env names. Raises

@@ -112,7 +112,7 @@ class Stretch:
 
 
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
-    """Count a step's memory with this activation checkpointing; nothing is computed.
+    """Count a step's memory with the activation checkpointing `choice`; compute nothing.
 
     Returns the stretches in the order of the step, the bytes of the weights that a rank gathers if
     they are sharded (of two layers, and of everything outside the layers), and a warning if
@@ -163,7 +163,7 @@ def _zero(*_: Any) -> int:
 
 
 def _build(setup: Setup, choice: str) -> nn.Module:
-    """Build the model on the meta device, with this activation checkpointing."""
+    """Build the model on the meta device, with the activation checkpointing `choice`."""
     config, settings = copy.deepcopy(setup.config), setup.settings
     config._attn_implementation = setup.attention.name
     if setup.attention.name not in WITH_SCORES:

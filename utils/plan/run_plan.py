@@ -45,7 +45,7 @@ from utils.plan.run_data import RunData, plan_steps
 
 logger = logging.getLogger(__name__)
 
-# Strategies of our own optimizer. It needs whole weights, or weights sharded by rows.
+# Strategies that our own AdamW supports. It needs whole weights, or weights sharded by rows.
 STRATEGIES = ("single", "ddp", "fsdp2")
 
 
@@ -243,7 +243,7 @@ def precision_line(
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return the number of steps between two checkpoints; None: only a stop saves one."""
+    """Return the steps between two checkpoints; None: only a run that is stopped saves one."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
@@ -261,8 +261,8 @@ def report_run(
 ) -> None:
     """Report the processes, saves and run directory of a dry run.
 
-    Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py prints how Slurm
-    understood the job, such as its time limit.
+    Raises ConfigurationError for a GPU strategy on a CPU. Facts of the Slurm job, such as
+    its time limit, are printed by utils/submit/check.py.
     """
     training, output_dir = settings.training, Path(str(settings.training.output_dir))
     # `values` has what the user set. A dry run without a GPU changes use_cpu in `training`.
