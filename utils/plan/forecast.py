@@ -218,7 +218,6 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
             f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
             f"({first_line(error)}): leave them out."
         ) from error
-    # These GPUs are in another machine.
     return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
 
 
