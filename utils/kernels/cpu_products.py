@@ -16,12 +16,12 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 
 
 def settle_products() -> str | None:
-    """Use oneDNN for float32 products in this process if MKL is slow; return a line for the log.
+    """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a line for the log.
 
     MKL's AVX-512 kernels are only fast on Intel's processors: a float32 step on an AMD EPYC takes
-    1.8 times as long with them. The precision "medium" selects oneDNN but allows it to round
-    factors to bfloat16. oneDNN rounds only on a CPU with AMX; a check here verifies that it does
-    not. A precision that the user set is not changed.
+    1.8 times as long with them. torch's precision "medium" selects oneDNN but allows it to round
+    factors to bfloat16. oneDNN does so only on a CPU with AMX, and a check here verifies that
+    nothing is rounded. A precision that the user set is not changed.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -35,19 +35,19 @@ def settle_products() -> str | None:
 
 
 def by_onednn() -> bool:
-    """Return whether this process uses oneDNN for float32 products."""
+    """Return whether this process uses oneDNN for float32 matrix products."""
     return torch.get_float32_matmul_precision() == _ONEDNN and not has_amx()
 
 
 def products_name() -> str:
-    """Return the name of the library for float32 products."""
+    """Return the name of the library for float32 matrix products."""
     return "oneDNN" if by_onednn() else "torch's default"
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Let glibc keep freed memory. Return False if the user configured malloc or glibc is missing.
 
-    Otherwise the kernel would clear hundreds of megabytes in each step, a tenth of the step's time.
+    Without this, Linux would clear hundreds of megabytes in each step, a tenth of the step's time.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -57,10 +57,10 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy weights on a CPU whose address is not a multiple of a cache line.
+    """Copy each weight on the CPU that does not start at a multiple of a cache line.
 
-    A weight from a safetensors file can start at any address. After a resume its address is
-    aligned, and MKL may sum in another order there.
+    A weight from a safetensors file can start at any address. A resumed run has it at an aligned
+    address, where MKL may sum in another order.
     """
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head for a few tokens at a time, without the logits of all tokens.
+"""Last layer and cross-entropy for a chunk of tokens at a time, without the logits of all tokens.
 
-The forward pass also computes the gradients while a chunk's logits are in memory, so the head needs
-three matrix products instead of four. Buffers are allocated once. If layers are compiled on a GPU,
-the softmax is compiled too. Otherwise the softmax reads and writes memory several times.
+The forward pass also computes the gradients while a chunk's logits are in memory, so the last layer
+needs three matrix products instead of four. Buffers are allocated once. If layers are compiled on a
+GPU, so is the softmax. An uncompiled softmax reads and writes memory several times.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ IGNORED = -100
 
 
 class Sizes(NamedTuple):
-    """The sizes of chunks and buffers on a kind of device."""
+    """The sizes of chunks and buffers on one type of device."""
 
     rows: int  # maximal tokens of a chunk
-    tile: int  # the tokens of a chunk are a multiple of this
+    tile: int  # the number of tokens of a chunk is a multiple of this
     logits: int  # maximal logits of a chunk
-    block: int  # logits that are in float32 at a time
+    block: int  # number of logits that are converted to float32 at a time
     words: int  # the vocabulary is padded with zeros to a multiple of this
 
 
-# On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes: with
-# GPT-2's 50,257 words a step took twice as long as with a padded vocabulary.
+# On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes:
+# with GPT-2's 50,257 words a step took twice as long as with a padded vocabulary.
 SIZES = {
     "cpu": Sizes(rows=1024, tile=64, logits=2**26, block=2**20, words=1),
     "cuda": Sizes(rows=4096, tile=128, logits=2**29, block=2**25, words=8),
@@ -44,7 +44,7 @@ _checked: set[tuple[object, ...]] = set()
 
 
 class LogitTerms(NamedTuple):
-    """A model's changes of its logits: multiply by `scale`, then cap * tanh(logits / cap)."""
+    """The changes of a model's logits: times `scale`, then softcap * tanh(logits / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -57,17 +57,17 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *,
     bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), float32, shape ().
+    """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), the losses and hits.
 
-    Also return the loss of each token, float32 (N,), without a gradient, and whether its target has
-    the largest logit, bool (N,). The third result becomes None if gradients
-    are computed, because they overwrite the logits.
+    The sum is float32, shape (). The losses of the tokens, float32 (N,), have no gradient. The
+    hits, bool (N,), say whether a token's target has the largest logit. They are None if gradients
+    are computed, because these overwrite the logits.
 
     hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
-    Equals `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding. Products have
-    autocast's type, or the weight's type without autocast. Everything else is float32, including
-    the sum of the weight's gradient. Does not wait for the device. compiled: compile the softmax if
-    the device is a GPU.
+    The sum equals `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding. Matrix
+    products have autocast's type, or the weight's type without autocast. Everything else is
+    float32, including the sum of the weight's gradient. The host does not wait for the device.
+    compiled: compile the softmax if the device is a GPU.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -127,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class ChunkedHead:
     """The buffers of one call of `linear_cross_entropy`, and the gradients of the summed loss.
 
-    The weight has W >= V rows. Rows beyond the vocabulary and their gradients are zeros.
+    The weight (V, H) is padded to W >= V rows. The added rows and their gradients are zeros.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class ChunkedHead:
         self.compiled, self.needed = compiled, any(needed)
         most = min(COMPILED_ROWS if compiled else sizes.rows, sizes.logits // words)
         self.chunk_rows = max(1, most // sizes.tile * sizes.tile)
-        if not compiled:  # else only one shape is compiled
-            chunks = max(1, -(-len(hidden) // self.chunk_rows))  # all of about the same size
+        if not compiled:  # compiled chunks keep one size, because each shape compiles again
+            chunks = max(1, -(-len(hidden) // self.chunk_rows))  # chunks get about the same size
             even = _whole(max(1, -(-len(hidden) // chunks)), sizes.tile)
             self.chunk_rows = min(even, self.chunk_rows)
         self.logits = hidden.new_empty(self.chunk_rows, words)
         zeros = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
-        # Tokens whose logits are in float32 at a time, at least one per thread.
+        # The number of tokens whose logits are converted at a time: at least one per thread.
         block = max(torch.get_num_threads(), sizes.block // self.vocabulary)
         shape = min(self.chunk_rows, block), self.vocabulary
         self.buffers = [] if compiled else [zeros(shape) for _ in range(2)]
@@ -163,7 +163,7 @@ class ChunkedHead:
         self.product = torch.empty_like(self.weight) if product else None
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, without padding rows."""
+        """Return the gradients of hidden states, weight and bias, without rows of padding."""
         weight, bias = self.weight_gradient, self.bias_gradient
         if len(self.weight) != self.vocabulary:  # a view would stop autograd from adding in place
             weight = None if weight is None else weight[: self.vocabulary]
@@ -171,7 +171,7 @@ class ChunkedHead:
         return self.hidden_gradient, weight, bias
 
     def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
-        """Return the loss of each token (C,) and accumulate the gradients; targets (C,)."""
+        """Return the losses (C,) of the tokens `rows`, and add their part to the gradients."""
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
@@ -216,7 +216,7 @@ class ChunkedHead:
 def softmax_derivative(
     logits: Tensor, targets: Tensor, buffers: list[Tensor], cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Return the losses (C,) of logits (C, V), and replace the logits by their derivatives.
+    """Return the losses (C,) of logits (C, V); `differentiate`: replace logits by derivatives.
 
     buffers: two float32 tensors (B, V), for B tokens at a time.
     """
@@ -226,8 +226,8 @@ def softmax_derivative(
         wide.copy_(some)
         if cap is not None:
             wide.div_(cap).tanh_().mul_(cap)
-        # `wide` is our float32 copy: given the logits, torch would allocate one.
-        # On a CPU use that the largest probability is exp(largest) / sum(exp): 0.6 of the time.
+        # `wide` is our float32 copy of the logits: torch would allocate a new one.
+        # On a CPU the largest probability, exp(largest) / sum(exp), gives the sum: 0.6 of the time.
         if wide.is_cpu:
             torch.softmax(wide, -1, out=derivative)
             normalizer = wide.amax(-1) - derivative.amax(-1).log()
@@ -247,15 +247,15 @@ def softmax_derivative(
 def compiled_softmax_derivative(
     logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Compute `softmax_derivative` by one compiled function, which is compiled once per shape.
+    """Compute the same as `softmax_derivative` by a function that torch compiles once per shape.
 
-    It reads the logits twice and writes them once. For each new shape it compares the first tokens
-    with `softmax_derivative`, and raises ConfigurationError if they differ.
+    The function reads the logits twice and writes them once. For each new shape, the results for
+    the first tokens are compared with `softmax_derivative`; ConfigurationError if they differ.
     """
     kind = (logits.shape, logits.dtype, cap, differentiate)
     before = None if kind in _checked else logits[:CHECKED_TOKENS].clone()
-    # Not in the compiled function: torch 2.11 on a CPU would read the target's logit there only
-    # after overwriting the logits.
+    # Read the targets' logits outside the compiled function. Inside, torch 2.11 on a CPU would read
+    # them only after overwriting the logits.
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1).float()
     if cap is not None:
         chosen = chosen.div_(cap).tanh_().mul_(cap)
@@ -263,8 +263,8 @@ def compiled_softmax_derivative(
     if before is not None:
         buffers = [torch.empty_like(before, dtype=torch.float32) for _ in range(2)]
         expected = softmax_derivative(before, targets[: len(before)], buffers, cap, differentiate)
-        # Values that are not finite, as after a divergence, count as 0 in both. Without gradients
-        # the logits must be unchanged.
+        # Values that are not finite, as after a divergence, count as 0 on both sides. Without
+        # `differentiate` the logits must be unchanged.
         for found, wanted in ((losses, expected), (logits, before)):
             one, other = (v[: len(before)].float().nan_to_num(0, 0, 0) for v in (found, wanted))
             if (one - other).norm() > TOLERANCE * other.norm():
@@ -282,9 +282,9 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
-    """Return log(sum(exp(logits))) of each token (C,). With `differentiate`, overwrite the logits.
+    """Return log(sum(exp(logits))) (C,); `differentiate`: replace logits by derivatives.
 
-    It compiles to one reading and one writing kernel.
+    torch compiles this to one kernel that reads the logits and one that writes them.
     """
     wide = logits.float()
     if cap is not None:
@@ -300,7 +300,7 @@ def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate
 
 
 def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    """Return (V, ...) padded with zeros to (words, ...) in this type; copy only if necessary."""
+    """Return values (V, ...) as `dtype`, padded with zeros to (words, ...). Copy only if needed."""
     if len(values) == words:
         return values.to(dtype)
     padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)

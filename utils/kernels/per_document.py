@@ -1,4 +1,4 @@
-"""Causal attention document by document through SDPA: any device, any dtype."""
+"""Causal attention of one document after another by torch's SDPA, on any device in any dtype."""
 
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ SCORES = 2**21  # float32 scores at a time; they fit a CPU's caches
 class Documents(NamedTuple):
     """The boundaries of documents in a micro-batch.
 
-    `cu_seq_lens` is int32 (n + 1,); the last value is repeated as padding. No document is longer
-    than `max_length`, nor than a sequence of `row_length` tokens.
+    cu_seq_lens, int32 (n + 1,): where documents begin and end; the last value may be repeated. No
+    document is longer than `max_length`. A packed sequence has `row_length` tokens.
     """
 
     cu_seq_lens: Tensor
@@ -30,7 +30,7 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """Inputs of the scores besides queries and keys; `window` includes the query's own token."""
+    """Settings of attention. `window` is a number of tokens, including the query's own token."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -44,7 +44,7 @@ class ScoreTerms(NamedTuple):
 def per_document_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    """Run SDPA in each document of (tokens, heads, dim), with one call per document length.
+    """Attend causally inside each document of (tokens, heads, dim); one SDPA call for each length.
 
     The host reads the lengths, so it waits for the device unless `cu_seq_lens` is on the CPU.
     """
@@ -82,7 +82,7 @@ def _filled(states: Tensor, length: int) -> Tensor:
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend causally within each row of (rows, heads, length, dim); kv heads may be fewer."""
+    """Attend causally along the length of (batch, heads, length, dim). Keys can have fewer."""
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
@@ -111,7 +111,7 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
 
 
 def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
-    """Return whether `_blocked_attention` computes documents of this length."""
+    """Return whether `_blocked_attention` is used for documents of this length."""
     plain = terms._replace(scale=None, window=None) == ScoreTerms()
     whole = terms.window is None or terms.window >= length
     computed = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
@@ -119,7 +119,7 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attend by oneDNN's batched products, with which a step on packed chats is 16 % shorter."""
+    """Attend by oneDNN's batched products: a step on packed chats takes 16 % less time."""
     heads, length, _ = query.shape[1:]
     # Use few shapes: group documents by powers of two, the largest group first.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
@@ -153,7 +153,7 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreT
     """Attend with all scores in memory, because SDPA has neither soft caps nor sinks.
 
     Soft caps follow Gemma 2 (arXiv 2408.00118, section 2). Sinks follow gpt-oss: one more logit per
-    head, which gets weight but has no value.
+    head, which takes a part of the softmax but has no value.
     """
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))

@@ -1,8 +1,8 @@
 """Causal attention over packed documents: `packed_varlen` for transformers, and its kernels.
 
-A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) of all
-sequences of a micro-batch, concatenated, with `Documents` and `ScoreTerms`. It returns (tokens,
-heads, value_dim).
+A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim), where
+tokens are those of all sequences of a micro-batch, with `Documents` and `ScoreTerms`. It returns
+(tokens, heads, value_dim).
 """
 
 import importlib
@@ -27,7 +27,7 @@ from utils.kernels.per_document import (
     per_document_sdpa,
 )  # fmt: skip
 
-# The name must not contain "flash", "sdpa" or "flex_attention", which transformers looks for.
+# Without "flash", "sdpa" or "flex_attention", because transformers handles such names differently.
 NAME = "packed_varlen"
 ROW_SDPA = "row_sdpa"
 MAX_FLASH_HEAD_DIM = 256  # limit of FlashAttention 2 and 3 and of torch's copy
@@ -54,7 +54,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel that can run here. `features` is a subset of softcap, sinks and dropout."""
+    """A kernel for this host. `features`: which of softcap, sinks and dropout it supports."""
 
     name: str
     label: str
@@ -82,10 +82,10 @@ PER_DOCUMENT = VarlenKernel(
 
 
 def register_packed_varlen(kernel: VarlenKernel) -> None:
-    """Register `packed_varlen` with `kernel` for half precision on CUDA.
+    """Register the attention `packed_varlen` in transformers, computed by `kernel`.
 
-    No mask function is registered, so models build no mask. The kernel gets the documents'
-    boundaries from `cu_seq_lens`; padding must be a separate segment.
+    No mask function is registered, so models build no mask. The kernel takes the documents'
+    boundaries from `cu_seq_lens`, which must include the boundaries of padding.
     """
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
 
@@ -99,10 +99,10 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally inside each document of a packed micro-batch.
 
-    query (B, H, T, D), key and value (B, Hkv, T, D); `cu_seq_lens_q` runs over the B * T tokens of
-    all sequences. Returns ((B, T, H, D), None). CUDA kernels are replaced by PER_DOCUMENT on a CPU
-    and in float32, as in the isolation check. Raises ConfigurationError for inputs that it cannot
-    compute.
+    query (B, H, T, D), key and value (B, Hkv, T, D). `cu_seq_lens_q`: where documents begin and end
+    in the B * T tokens of all sequences. Returns ((B, T, H, D), None). On a CPU and in float32, as
+    in `check_isolation`, PER_DOCUMENT replaces a kernel that needs CUDA. Raises ConfigurationError
+    for inputs that it cannot compute.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
@@ -140,7 +140,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 def find_kernels(
     device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
 ) -> tuple[list[VarlenKernel], list[str]]:
-    """Return the kernels that support `needs` here, best first, and why other kernels do not.
+    """Return the kernels that support `needs` here, fastest first, and why other kernels do not.
 
     whole_rows: no sequence of the run has more than one document.
     """
@@ -153,8 +153,8 @@ def find_kernels(
             refusals.append(f"{label} lacks {', '.join(missing)}")
         else:
             usable.append(kernel)
-    # cuDNN's kernel is faster than the two named here, but not than FlashAttention 3. It needs half
-    # precision like these two, so it is possible only if one of them is usable.
+    # On Hopper cuDNN's kernel is faster than these two, but not faster than FlashAttention 3. Like
+    # these two it needs half precision.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
         by_row = load_row_sdpa(needs, packed=usable[0])
         usable = [by_row, *usable] if by_row else usable
@@ -162,7 +162,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Load the CUDA kernels with their labels, best first. A string says why one is missing."""
+    """Return (label, kernel) of CUDA's kernels, fastest first, or (label, why it is missing)."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -181,7 +181,7 @@ def _is_hopper() -> bool:
 
 
 def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
-    """Import a kernel, or return why it cannot be imported."""
+    """Return the function `name` of a module, or why it cannot be imported."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -191,7 +191,7 @@ def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
 
 
 def load_flash_attention(version: int) -> VarlenKernel | str:
-    """Load FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or return why not."""
+    """Return FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), or why it is absent."""
     module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
     function = _import_function(module, "flash_attn_varlen_func")
     if isinstance(function, str):
@@ -207,9 +207,9 @@ def _flash(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
 ) -> Tensor:  # fmt: skip
-    """Call `flash_attn_varlen_func` of FlashAttention 2 or 3; only terms in use are passed."""
+    """Call `flash_attn_varlen_func` of FlashAttention 2 or 3, only with the terms that are set."""
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
-    # By default the backward pass sums with atomics, in varying order.
+    # By default the backward pass sums with atomic additions, in an order that varies.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if terms.window is not None:
         options["window_size"] = (terms.window - 1, 0)  # tokens to the left, inclusive
@@ -228,7 +228,7 @@ def _flash(
 
 
 def load_torch_varlen() -> VarlenKernel | str:
-    """Load torch's variable-length attention, or return why not."""
+    """Return torch's variable-length attention, or why it is missing."""
     function = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if isinstance(function, str):
         return function
@@ -252,9 +252,9 @@ def load_torch_varlen() -> VarlenKernel | str:
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
     """Return SDPA over whole sequences by cuDNN's kernel, or None if torch would not choose it.
 
-    It computes sequences of one document, with or without padding at the end. No token of the
+    It is for sequences of one document, with or without padding at the end. No token of the
     document sees the padding. The padding sees the document but has no loss. For sequences of
-    several documents, as in the isolation check, it calls `packed`.
+    several documents, as in `check_isolation`, it calls `packed`.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:
@@ -278,7 +278,7 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
 
 
 def sdpa_backend(head_dim: int) -> SDPBackend:
-    """Return the kernel that torch's SDPA chooses on this GPU in training, preferring cuDNN's."""
+    """Return the kernel that torch's SDPA chooses for training here if cuDNN's has priority."""
     states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
     states.requires_grad_()
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):

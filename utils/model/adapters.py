@@ -32,8 +32,8 @@ from utils.model.architecture import (
 )
 
 ALL = "all-linear"
-# Published recipes name the linear layers of each expert. transformers now has one parameter for
-# all experts: old name -> new name.
+# Old name of a linear layer of one expert -> new name of the parameter of all experts. Published
+# recipes have the old names. transformers now has the new ones.
 FORMERLY = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj",
     "w3": "gate_up_proj", "w2": "down_proj", "down_proj": "down_proj",
@@ -55,7 +55,7 @@ class AdapterPlan:
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters. Without LoRA, freeze its unused weights instead."""
+    """Return the model with LoRA's adapters. Without LoRA, only freeze weights without gradient."""
     if not model.use_peft:
         freeze_unused(built)
         return built
@@ -104,8 +104,8 @@ def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Mod
 def _check_adapter_size(model: PreTrainedModel, config_file: Path) -> None:
     """Raise ConfigurationError if an adapter needs more memory than is free.
 
-    PEFT allocates the adapter by its settings before it reads the weights. If the adapter cannot
-    be built on the meta device, nothing is raised here, because PEFT reports the error later.
+    PEFT allocates the adapter by its settings before it reads the weights. If PEFT cannot build the
+    adapter, nothing is raised here, because loading the adapter raises the error later.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -128,9 +128,9 @@ def trained_bytes(
 ) -> int:
     """Return the bytes of the trained weights. Their gradients take as many bytes.
 
-    PEFT keeps adapters in float32 even if the weights are in half precision
-    (autocast_adapter_dtype). Layers that PEFT trains whole (lora_modules_to_save) keep their type,
-    except with QLoRA, where they are float32.
+    `trained` is the number of trained weights, and `dtype` the type of the model's weights. PEFT
+    keeps adapters in float32 (autocast_adapter_dtype). Layers that PEFT trains whole
+    (lora_modules_to_save) keep `dtype`, except with QLoRA, where they are float32.
     """
     if not model.use_peft:
         return trained * dtype.itemsize
@@ -156,10 +156,10 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
-    """Find the layers that LoRA adapts. Return None without LoRA. Raises ConfigurationError.
+    """Return the layers that LoRA adapts, or None without LoRA.
 
-    By default LoRA adapts the experts and every linear layer of the text model except the last.
-    PEFT adapts a model without weights here, so that errors appear before the weights load.
+    By default these are the experts and every linear layer of the text model except the last. PEFT
+    adapts a model without weights here, so that ConfigurationError comes before weights load.
     """
     if not model.use_peft:
         return None
@@ -174,8 +174,8 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
     try:
         model, adapted, missed = _adapt(config, model, modules, parameters)
         if missed:
-            # PEFT mistakes these modules for experts' layers under old names. It accepts them as
-            # target_parameters.
+            # Their names are old names of experts' layers, so PEFT did not adapt these modules. It
+            # adapts their weights as target_parameters.
             modules = [name for name in modules if name not in missed]
             parameters = [*parameters, *(f"{name}.weight" for name in missed)]
             model, adapted, _ = _adapt(config, model, modules, parameters)
@@ -195,7 +195,7 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
-    """Return settings with these targets, the adapted model, and the modules PEFT did not adapt."""
+    """Return settings with these targets, the adapted model, and modules that PEFT left out."""
     from peft.tuners.lora import LoraLayer
 
     model = with_values(
@@ -208,10 +208,10 @@ def _adapt(
 
 
 def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], list[str], bool]:
-    """Resolve LoRA's settings to full names of modules and of experts' parameters.
+    """Return LoRA's targets as full names of modules and of parameters.
 
-    Also return whether lora_modules_to_save has the last layer. Raises ConfigurationError for
-    unknown names.
+    Also return whether lora_modules_to_save names the last layer. Raises ConfigurationError for
+    names that the model lacks.
     """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
@@ -267,12 +267,12 @@ def _matched(
 
 
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return two lists of names in the text model: linear layers except the last; experts' weights.
+    """Return two lists of names: linear layers except the last, and weights of experts.
 
-    The forward method decides whether a layer is linear, because some routers derive from nn.Linear
-    but return more than a tensor. Layers that PEFT refuses are left out: Mamba's fused kernels read
-    their weights directly. An expert weight is one tensor for all experts, (experts, in, out)
-    or (experts, out, in).
+    Both are those of the text model. A layer is linear if its class has the forward method of a
+    linear layer; some routers derive from nn.Linear but return more than a tensor. Layers that PEFT
+    refuses are left out: Mamba's fused kernels read their weights directly. A weight of experts is
+    one tensor for all of them, (experts, in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

@@ -57,18 +57,18 @@ def first_line(error: BaseException) -> str:
 
 
 def first_set(owner: Any, names: Sequence[str]) -> Any:
-    """Return the first of these settings that a config or a layer has, or None."""
+    """Return the value of the first of these settings that is set (not None, 0 or empty)."""
     return next((getattr(owner, name) for name in names if getattr(owner, name, None)), None)
 
 
 def layer_settings(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
-    """Return, by layer index, settings that only this layer has, such as Gemma 4's heads."""
+    """Return the settings of single layers that differ from the model's, by layer index."""
     settings = config.to_dict().get("per_layer_config") or {}
     return {int(layer): own for layer, own in settings.items()}
 
 
 def causal_lm_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the model to train, which includes towers for images or sound.
+    """Return the class of the model to train, with its towers for images or sound if it has any.
 
     Raises ConfigurationError if transformers has no class that trains on text alone.
     """
@@ -133,14 +133,14 @@ def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | Non
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """Return the model without its head."""
+    """Return the part of the model that computes the last hidden states, without the last layer."""
     body: Any = model.base_model
     # Llama 4 names a base model that it does not have; `base_model` is then the model itself.
     return model.model if body is model else body
 
 
 def text_model_of(model: PreTrainedModel) -> Any:
-    """Return the decoder that text passes through, without towers for images."""
+    """Return the decoder of text, without the last layer and without towers for images."""
     decoder: Any = model.get_decoder()
     return body_of(model) if decoder is model else decoder
 
@@ -164,7 +164,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_room(needed: int, what: str) -> None:
-    """Raise ConfigurationError if this host does not have so many bytes of free memory."""
+    """Raise ConfigurationError if this host has fewer than `needed` bytes of free memory."""
     room = memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
@@ -174,7 +174,7 @@ def check_room(needed: int, what: str) -> None:
 
 
 def check_model(config: PretrainedConfig) -> None:
-    """Raise ConfigurationError unless the model can be built and its text model has a head."""
+    """Raise ConfigurationError if the model cannot be built, or has no text model or last layer."""
     kind = f"model type {config.model_type!r}"
     with foreign(config.name_or_path or kind, f"transformers cannot build this model of {kind}"):
         built = without_weights(config)
@@ -194,7 +194,7 @@ def expert_count(layer: torch.nn.Module) -> int:
 
 
 def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the routers: the layers that choose a token's experts, as transformers lists them."""
+    """Return the layers that choose the experts of a token, as the model's class lists them."""
     parts = (model, text_model_of(model))
     tables = [getattr(part, "_can_record_outputs", None) or {} for part in parts]
     recorded: Any = next(filter(None, (table.get("router_logits") for table in tables)), [])
@@ -206,14 +206,14 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def has_experts(built: PreTrainedModel) -> bool:
-    """Return whether the built model routes tokens to experts. Its config does not say so."""
+    """Return whether a model routes tokens to experts. No setting says so in all architectures."""
     return bool(routers(built)) or any(map(expert_count, built.modules()))
 
 
 def add_input_hooks(model: PreTrainedModel) -> None:
-    """Adapt the forward pass of two architectures to training on text.
+    """Register hooks before the forward pass of two architectures, so that they train on text.
 
-    Molmo 2 requires token types in training. xLSTM's Triton kernels have another mode for training.
+    Molmo 2 requires token types. xLSTM's Triton kernels need the mode of training or inference.
     """
     if model.config.model_type == "molmo2":
 
@@ -236,7 +236,7 @@ def add_input_hooks(model: PreTrainedModel) -> None:
 def accept_xlstm_kernels() -> None:
     """Let transformers accept the names of Triton's kernels if the package xlstm is missing.
 
-    transformers would refuse a configuration with these names. It then uses its own kernels anyway.
+    transformers would refuse these names, which `choose_xlstm_kernels` then replaces.
     """
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig
@@ -247,7 +247,7 @@ def accept_xlstm_kernels() -> None:
 def choose_xlstm_kernels(
     config: PretrainedConfig, device_type: str, length: int | None = None
 ) -> None:
-    """Set and log the kernels of an xLSTM's configuration; leave other configurations alone.
+    """Set and log the kernels in an xLSTM's configuration. Do nothing for other architectures.
 
     Raises ConfigurationError if Triton's kernels do not support the sequence length.
     """
@@ -267,9 +267,9 @@ def choose_xlstm_kernels(
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return name parts of modules that are inside the text model but that text does not use.
+    """Return parts of names (".layers.3.") of modules inside the text model that text does not use.
 
-    Chameleon and Phi-4 have towers there; Llama 3.2 Vision has layers that attend to images.
+    Chameleon and Phi-4 have image towers there. Llama 3.2 Vision has layers that attend to images.
     """
     config: Any = model.config
     text_config, text = config.get_text_config(decoder=True), text_model_of(model)

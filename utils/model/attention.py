@@ -39,7 +39,7 @@ MASK_COST = (
     "sequence length"
 )
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
-OPEN = "open"  # kernel not known yet: the run trains on another machine and chooses there
+OPEN = "open"  # in place of a kernel's name: the run trains on another machine and chooses there
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
 ONE_DOCUMENT = "{}: each sequence is one document, as --packing none has it"
 KERNELS = (
@@ -49,20 +49,20 @@ KERNELS = (
 
 
 Rows = tuple[tuple[int, ...], ...]
-# Two packed sequences of the proof: lengths of their documents, which all differ, and then of their
-# padding.
+# Two packed sequences for `check_isolation`: the lengths of the documents, which all differ, and
+# last the length of the padding.
 ROWS = ((7, 5, 9, 3), (4, 13, 7))
 # Two sequences of one document each. The first ends in padding.
 WHOLE_ROWS = ((17, 7), (24,))
-FULL_ROW = ((24,),)  # transformers may skip the mask for it
-# Values shorter than the documents of the equivalence check. Windows then hide tokens, and sparse
-# attention (as in DeepSeek) must select tokens or blocks.
+FULL_ROW = ((24,),)  # one document without padding, for which transformers may build no mask
+# Settings for the comparison with eager attention (`_difference`), smaller than the documents:
+# windows then hide tokens, and sparse attention (as in DeepSeek) must select tokens or blocks.
 CUT_SHORT = {
     "sliding_window": 4, "attention_chunk_size": 4, "compress_rates": 4, "index_topk": 2,
     "index_topk_blocks": 2,
 }  # fmt: skip
-# Factors for the length and the number of the check's documents under sparse attention. With few
-# tokens many scores would be equal.
+# Under sparse attention `_difference` compares documents that are LONGER times as long, and MORE
+# times as many sequences. With few tokens many scores would be equal.
 LONGER, MORE = 4, 4
 TOLERANCE = 1e-4
 
@@ -75,11 +75,11 @@ class AttentionChoice:
     kernel: str
     reason: str
     batches: str = "packed"  # the shape of the model's inputs, see `shape_inputs`
-    unproved: str = ""  # why isolation could not be proved
+    unproved: str = ""  # why `check_isolation` could not run
 
     @property
     def proof(self) -> str:
-        """Return what the isolation check found, in words for the log."""
+        """Return the result of `check_isolation`, in words for the log."""
         plain = self.batches == "plain"
         found = "no document sees the padding" if plain else "keeps packed documents apart"
         return self.unproved or found
@@ -93,14 +93,14 @@ def attention_choices(
     dtype: torch.dtype,
     whole_rows: bool = False,
 ) -> Iterator[AttentionChoice]:
-    """Yield the attention for packed training, then alternatives in case documents leak in it.
+    """Yield the best attention for packed training, then others in case it fails the check.
 
-    `requested` is --attn_implementation; a flash kernel's name means `packed_varlen` with that
-    kernel, which is registered here. `needs` is the result of `observe_attention`. `dtype` is the
-    type that training computes in. With `whole_rows` no sequence has more than one document. The
-    alternative is then plain batches (padding comes last, where no token sees it). Without
-    `whole_rows` the alternative is a block mask, yielded only if no attention is requested. Raises
-    ConfigurationError.
+    `requested` is --attn_implementation: an attention of transformers, or a kernel that is then
+    registered for `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the
+    type that training computes in. `whole_rows`: no sequence has more than one document.
+    The others are then sdpa or eager without document boundaries, because no token sees the padding
+    at the end. Without `whole_rows` the others use a block mask, and come only if nothing is
+    requested. Raises ConfigurationError if the requested attention cannot run.
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)
@@ -141,7 +141,7 @@ def own_attention(
 def _choose_packed(
     name: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool
 ) -> AttentionChoice:
-    """Choose and register the best kernel for packed_varlen, or the requested one."""
+    """Register `packed_varlen` with the requested kernel, or with the best that runs here."""
     usable, refusals = find_kernels(device_type, dtype, needs, whole_rows)
     wanted = [kernel for kernel in usable if name in ("auto", NAME, kernel.name)]
     if not wanted:
@@ -159,10 +159,10 @@ def _choose_packed(
 
 
 def shape_inputs(inputs: dict[str, Any], batches: str) -> dict[str, Any]:
-    """Bring the inputs of packed sequences, (B, T), into the shape that the model takes.
+    """Return the inputs of packed sequences, (B, T), in the form that the model takes.
 
-    "packed": unchanged. "plain": only tokens and labels, for sequences of one document. "flat", for
-    kernels of recurrent layers: (1, B * T) with `seq_idx`, the document of each token, int32.
+    "packed": unchanged. "plain", for sequences of one document: without document boundaries.
+    "flat", for recurrent layers: (1, B * T), with the document index of each token as `seq_idx`.
     """
     if batches == "packed":
         return inputs
@@ -185,7 +185,7 @@ def is_recurrent(model_config: PretrainedConfig) -> bool:
 
 
 def check_row_positions(model_config: PretrainedConfig, sequence_length: int) -> None:
-    """Refuse packing if Llama 4 would scale queries by the position in the packed sequence."""
+    """Raise ConfigurationError if Llama 4 would scale queries by positions in packed sequences."""
     text = model_config.get_text_config(decoder=True)
     first = getattr(text, "floor_scale", None)
     if first and text.attn_temperature_tuning and sequence_length >= first:
@@ -204,10 +204,10 @@ def choose_isolated_attention(
     *,
     whole_rows: bool,
 ) -> AttentionChoice:
-    """Choose the attention and prove on `device` that documents do not see each other.
+    """Return the first of `attention_choices` with which documents do not see each other.
 
-    The arguments are those of `attention_choices`. Raises ConfigurationError with advice if no
-    choice passes. Raises ProbeError if the probe model does not run, so that nothing is proved.
+    The arguments are those of `attention_choices`. Raises ConfigurationError if no choice passes,
+    and ProbeError if the small model does not run on `device`. `whole_rows` then needs no check.
     """
     refusals: list[ConfigurationError] = []
     try:
@@ -237,7 +237,7 @@ def choose_isolated_attention(
     if getattr(model_config, "is_decoder", None) is False:  # an encoder
         ways.insert(0, "set is_decoder: true in its config")
     ways += ["take another model"]
-    first = refusals[0]  # the most useful one
+    first = refusals[0]  # that of the best attention
     advice = f"To train it, {', or '.join(ways)}."
     raise type(first)(f"{first.problems[0]} {advice}") from first
 
@@ -245,13 +245,12 @@ def choose_isolated_attention(
 def check_isolation(
     config: PretrainedConfig, choice: AttentionChoice, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Prove that no document changes another's logits, bit for bit.
+    """Check that a changed token of one document changes no logit of another document.
 
-    Builds the model of a probe config on `device` in `dtype`, the type that training computes in,
-    and perturbs each document of a batch in turn. If the attention also runs in float32, compares
-    the logits with those of each document alone under eager attention, with short windows. A kernel
-    for sequences of one document is also checked on such sequences. Raises ConfigurationError for a
-    leak or a difference, and ProbeError for a batch that cannot be computed.
+    `config` is that of a small model (`probe_config`). The model runs on `device` in `dtype`, the
+    type that training computes in. If the attention also runs in float32, its logits are compared
+    with those of eager attention for each document alone. Raises ConfigurationError if documents
+    see each other or the logits differ, and ProbeError if the model does not run.
     """
     checked: tuple[Rows, ...] = (ROWS, FULL_ROW)
     if choice.kernel == ROW_SDPA:
@@ -275,11 +274,11 @@ def check_isolation(
 
 
 def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any]:
-    """Return a packed batch as the loader makes it. A sequence's padding is a separate segment."""
+    """Return a packed batch as the loader makes it: padding has boundaries like a document."""
     generator = torch.Generator().manual_seed(0)
     row_length = sum(rows[0])
     shape = (len(rows), row_length)
-    # 0 is the padding id, with an embedding of zeros. The last id is used to perturb.
+    # Leave out 0, the padding id with an embedding of zeros, and the last id, which `_leak` needs.
     input_ids = torch.randint(1, VOCABULARY - 1, shape, generator=generator)
     for row, lengths in enumerate(rows):
         if len(lengths) > 1:
@@ -296,7 +295,7 @@ def packed_batch(rows: Rows = ROWS, device: torch.device = CPU) -> dict[str, Any
 
 
 def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, start, stop) of every segment, including padding."""
+    """Yield (sequence, start, stop) of every document and of every padding."""
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
@@ -306,15 +305,15 @@ def _segments(rows: Rows) -> Iterator[tuple[int, int, int]]:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, batch: dict[str, Any], batches: str) -> torch.Tensor:
-    """Return the logits (B, T, vocabulary) of a batch; `batches` is its shape for the model."""
+    """Return the logits (B, T, vocabulary) of a packed batch; `batches`: see `shape_inputs`."""
     logits = model(**shape_inputs(batch, batches)).logits
     return logits.view(*batch["input_ids"].shape, -1) if batches == "flat" else logits
 
 
 def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
-    """Perturb the first and the last token of each segment in turn, and return the first fault.
+    """Change the first and last token of each document in turn; return the first fault, or "".
 
-    Only logits from that token to the end of its document may change.
+    Only logits from the changed token to the end of its document may change.
     """
     batch = packed_batch(rows, model.device)
     reference = _logits(model, batch, batches)
@@ -340,7 +339,7 @@ def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
 
 
 def _cut_short(config: PretrainedConfig) -> None:
-    """Make the windows of all layers, and the selections of sparse attention, small."""
+    """Set windows and sparse attention of all layers to the small values of CUT_SHORT."""
     settings = layer_settings(config)
     config.per_layer_config = None
     for name, short in CUT_SHORT.items():
@@ -356,7 +355,7 @@ def _cut_short(config: PretrainedConfig) -> None:
 def _difference(
     config: PretrainedConfig, choice: AttentionChoice, rows: Rows, device: torch.device
 ) -> str:
-    """Compare logits with those of each document alone under eager attention, in float32."""
+    """Compare with eager attention of each document alone, in float32; return the fault, or ""."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     _cut_short(text)

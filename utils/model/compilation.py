@@ -39,7 +39,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Make activation checkpointing of `model` selective when Trainer enables it.
+    """Let Trainer enable the selective mode when it enables activation checkpointing of `model`.
 
     Call this before PEFT wraps the model and FSDP2 shards it. If experts have a bias (gpt-oss),
     their products are recomputed, because transformers adds the bias to the output in place.
@@ -75,15 +75,15 @@ def kept(
     return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
 
-# Set before torch is imported, because torch then sets its own default in /tmp.
+# Must be set before torch is imported, because torch then sets it to a directory in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch's names of layer arguments that are numbers and change from step to step.
+# torch's names of the arguments of a layer whose numbers change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
 
 def compile_cache() -> Path:
-    """Return torch's cache directory for compiled code. utils/launch/caches.py sets it in a job."""
+    """Return torch's directory of compiled code, which utils/launch/caches.py sets in a job."""
     return Path(os.environ.get(CACHE_VARIABLE) or cache_root() / "compiled")
 
 
@@ -95,7 +95,7 @@ def check_compilation(strategy: str, compiles_here: bool = True) -> None:
             "compiles each time; take strategy: fsdp2, which shards as much, or set --compile false"
         )
     compiler = os.environ.get("CXX") or os.environ.get("CC") or "g++"
-    if compiles_here and not shutil.which(compiler.split()[0]):  # "ccache g++": torch runs ccache
+    if compiles_here and not shutil.which(compiler.split()[0]):  # for "ccache g++" find ccache
         raise ConfigurationError(
             f"--compile true needs a C++ compiler, and there is no {compiler} here (CXX names "
             "another): load or install one, or set --compile false"
@@ -110,7 +110,7 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 def compile_layers(model: nn.Module) -> None:
     """Let torch compile each layer when it first runs.
 
-    Another micro-batch size or sequence length compiles again. Beyond a limit torch raises.
+    Another micro-batch size or sequence length compiles again, until torch raises at a limit.
     """
     layers = marked_layers(model)
     if not layers:
@@ -130,9 +130,9 @@ def choose_compilation(
     """Return whether to compile layers, and the reason for the log ("" for no log line).
 
     By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
-    decides as before the interruption, because compiled layers round differently. `elsewhere` means
-    that the run trains on another machine. Collective: all ranks decide alike. Raises
-    ConfigurationError if compilation is requested but not possible.
+    decides as its last start did, because compiled layers round differently. `elsewhere` means that
+    the run trains on another machine. All ranks must call this; the result is the same on all.
+    Raises ConfigurationError if compilation is requested but not possible.
     """
     compiled, why = settings.model.compile, "as requested"
     if compiled is None:

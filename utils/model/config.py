@@ -71,8 +71,8 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """Return the configuration of the model to train; no weights are loaded.
 
-    New tokens enlarge its vocabulary. Raises ConfigurationError if the configuration is unreadable
-    or unknown, or has too few positions.
+    New tokens of the tokenizer enlarge the vocabulary. Raises ConfigurationError if transformers
+    does not know the configuration, or if the model has fewer positions than a sequence.
     """
     accept_xlstm_kernels()
     model, length = settings.model, settings.data.sequence_length
@@ -95,8 +95,8 @@ def load_model_config(
         for name, value in vars(text).items():
             if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}, not a probability")
-        # The attention is chosen later. Drop the file's name for it, which could refer to code on
-        # the Hub (CVE-2026-4372).
+        # The attention is chosen later. Drop the attention that the file names, because the name
+        # could refer to code on the Hub (CVE-2026-4372).
         config._attn_implementation_internal = None
         positions = getattr(text, "max_position_embeddings", None) or length
         if length > positions:
@@ -112,9 +112,9 @@ def load_model_config(
 
 
 def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the whole model, or of its text model if only that runs.
+    """Return `config`, or the text model's configuration if only the text model runs on text.
 
-    Raises ConfigurationError for a model that cannot be built or that needs images with every text.
+    Raises ConfigurationError if the model cannot be built, or if no part of it runs on text alone.
     """
     text = text_model_config(config)
     check_model(config)
@@ -173,11 +173,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Build the configuration of a model from scratch from a file.
+    """Build a model's configuration from the file of --model_config.
 
-    The tokenizer sets vocabulary and special tokens unless the file does. Raises ConfigurationError
-    for values that the architecture cannot have, and for unused keys; in a published file unused
-    keys are only logged.
+    The tokenizer sets the vocabulary size and special tokens that the file leaves out. Raises
+    ConfigurationError for an unknown model_type, and for keys without effect. In a file written by
+    a library (a published config.json), such keys are only logged.
     """
     values = read_config_file(path)
     model_type = values["model_type"]
@@ -211,11 +211,11 @@ def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrain
 
 
 def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Return the keys of a file that end up in the configuration but that nothing reads.
+    """Return the keys of a configuration file that have no effect on the model.
 
-    A key is used if the class declares it, if it became part of another setting (then the
-    configuration has no such attribute), or if the architecture's code reads it. Keys of vision
-    towers are not checked.
+    A key has an effect if the configuration's class declares it, if it became part of another
+    setting (the configuration then has no such attribute), or if its name is in the architecture's
+    code. Keys of vision towers are not checked.
     """
     known = {field.name for field in dataclasses.fields(config)}
     known |= {name for name, _ in inspect.getmembers(type(config), inspect.isdatadescriptor)}
@@ -239,9 +239,9 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
 def compare_with_model(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase, directory: str
 ) -> None:
-    """Log how the run's tokenizer, in `directory`, differs from the model's own.
+    """Log how the run's tokenizer, in `directory`, differs from the model's own tokenizer.
 
-    Raises ConfigurationError if an id means different tokens in the two.
+    Raises ConfigurationError if an id means different tokens in the two tokenizers.
     """
     own = _own_tokenizer(settings)
     if own is None or own.name_or_path == directory:
@@ -262,7 +262,7 @@ def compare_with_model(
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the model's own tokenizer lacks. They have no trained embedding row."""
+    """Return the ids that the model's own tokenizer lacks. Their embedding rows are untrained."""
     own = _own_tokenizer(settings)
     if own is None:
         return []
@@ -272,10 +272,10 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Enlarge the configuration's vocabulary for new tokens and padding, and log it.
+    """Enlarge the configuration's vocabulary for new tokens, rounded up to a multiple, and log it.
 
-    Some published tokenizers have more tokens than their model has rows (Gemma 3 1B). These tokens
-    do not count as new: data that uses them is refused.
+    Some published tokenizers have more tokens than their model has embedding rows (Gemma 3 1B).
+    These tokens do not count as new. Data that uses them is refused.
     """
     text, new = config.get_text_config(), new_token_ids(settings, tokenizer)
     multiple, before = settings.model.pad_embeddings_to_multiple_of, text.vocab_size
@@ -293,11 +293,11 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize a loaded model's embedding to `rows`; new rows begin as the mean of the others."""
+    """Resize the embedding to `rows`. Set rows that are added or in `new` to the others' mean."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:
-        with torch.random.fork_rng(devices=[]):  # transformers draws new rows, replaced below
+        with torch.random.fork_rng(devices=[]):  # transformers draws random rows, replaced below
             model.resize_token_embeddings(rows, mean_resizing=False)
     fresh = sorted({*new, *range(before, rows)})
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -317,14 +317,14 @@ def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
 
 
 def _own_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of the weights that the run starts from, or return None."""
+    """Return the tokenizer published with the run's first weights, or None if it is missing."""
     model = settings.model.model_name_or_path or stage_tokenizer(settings)
     return None if model is None else _load_own(model)
 
 
 @functools.lru_cache(maxsize=1)
 def _load_own(model: str) -> PreTrainedTokenizerBase | None:
-    """Load a model's tokenizer; None, with a log line, if it cannot be loaded."""
+    """Return a model's tokenizer, or None if the tokenizer is missing or fails to load (logged)."""
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The generation settings, the tensor type and the published files of `final/`.
+"""Generation settings, tensor type and other published files of a run's finished model, `final/`.
 
 All of these are read before weights load, so that errors appear at the start of the run.
 """
@@ -28,9 +28,9 @@ SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
-    """Return the published generation settings, or those that transformers derives.
+    """Return the base model's published generation settings, or those derived from `config`.
 
-    Raises ConfigurationError for settings that cannot be read or are invalid.
+    Raises ConfigurationError if the published settings cannot be read or are invalid.
     """
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     if file := _published(source, GENERATION_CONFIG_NAME, settings):
@@ -41,7 +41,7 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
             check_token_ids(found)
             return found
     config = copy.deepcopy(config)
-    config.use_cache = True  # only training on packed documents turns it off
+    config.use_cache = True  # `load_model_config` turned it off for training
     return GenerationConfig.from_model_config(config)
 
 
@@ -57,10 +57,10 @@ def check_token_ids(found: GenerationConfig) -> None:
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return generation settings that also stop at the tokens that end answers in this data.
+    """Return the model's generation settings, which also stop at tokens that end answers in `data`.
 
-    `padded` means that the embedding has rows without a token. Generation suppresses their ids.
-    Returns None if the model cannot generate.
+    padded: the embedding has more rows than the tokenizer has tokens. Generation then suppresses
+    the ids of these rows. Returns None if the model cannot generate.
     """
     if not model.can_generate():
         return None
@@ -81,13 +81,13 @@ def finished_generation(
 
 @dataclass(frozen=True)
 class PublishedFiles:
-    """Published content that is saved unchanged: processor files, and xLSTM's kernel names."""
+    """Parts of the base model that `final/` keeps: processor files, and xLSTM's kernel names."""
 
     processor: Mapping[str, bytes]
     kernels: Mapping[str, Any]
 
     def write(self, tokenizer: Any, directory: Path) -> None:
-        """Write the files; write a processor's old chat template only if the tokenizer has none."""
+        """Write the parts; the processor's old chat template only if the tokenizer has none."""
         for name, content in self.processor.items():
             if name != OLD_TEMPLATE or not tokenizer.chat_template:
                 (directory / name).write_bytes(content)
@@ -98,7 +98,7 @@ class PublishedFiles:
 
 
 def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
-    """Read the published files of the weights that a run starts from; collective (`stage_of`)."""
+    """Read the processor files and kernel names of the base model. All ranks must call this."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
     found = {name: path.read_bytes() for name, path in paths.items() if path is not None}
@@ -121,7 +121,7 @@ def _published(source: str, name: str, settings: RunSettings) -> Path | None:
 
 
 def set_generation_settings(model: Any, generation: GenerationConfig | None) -> None:
-    """Restore the generation settings before a save. The trainers change their special tokens."""
+    """Restore the generation settings before a save, because trainers change the special tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if generation is not None:
         base.generation_config = copy.deepcopy(generation)
@@ -132,9 +132,9 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model from random weights keeps `trained`, the type it is trained in. With `--init_from` all
-    starts use the type that the first start recorded, because `config` then comes from the run's
-    own checkpoints and no longer from the base model.
+    A model from random weights keeps `trained`, the type it is trained in. With `--init_from` later
+    starts use the type that the first start recorded, because their `config` comes from the run's
+    own checkpoints and not from the earlier stage.
     """
     model = settings.model
     if model.save_dtype != "auto":

@@ -58,9 +58,9 @@ CARDS = {
 class TokenProducts:
     """The number of multiplications per token.
 
-    forward: the number of weights that multiply a token, with only the experts that it is routed
-    to. trained: how many of these weights are trained. attention: heads x head_dim of each
-    attention layer, and its window or None.
+    forward: the number of weights that multiply a token, counting only the experts that the token
+    is routed to. trained: how many of these weights are trained. attention: for each attention
+    layer, heads x head_dim and the length of the window (None: no window).
     """
 
     forward: float
@@ -72,14 +72,14 @@ class TokenProducts:
         return 4 * self.forward + 2 * self.trained + 12 * self.scores(effective_length)
 
     def scores(self, length: float) -> float:
-        """Return the sum over layers of heads x head_dim x visible tokens at this length."""
+        """Return the sum over attention layers of heads x head_dim x min(length, window)."""
         return sum(size * min(length, window or math.inf) for size, window in self.attention)
 
 
 def token_products(model: Any) -> TokenProducts:
-    """Count a model's multiplications per token, with adapters; sharding changes nothing.
+    """Count the multiplications per token of a model and its adapters, sharded or not.
 
-    Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's wrapper.
+    Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's wrapper of it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config(decoder=True)
@@ -116,7 +116,7 @@ def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
-    """Return heads x head_dim and window of each attention layer, without linear attention."""
+    """Return (heads x head_dim, window) of each attention layer that is not linear attention."""
     named = first_set(config, LAYER_TYPES)
     kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
     found = []
@@ -140,8 +140,8 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
     """Return the length of a token's document, averaged over all tokens.
 
-    A token would see so many tokens if its document had no causal mask. `shares` (plans,) are the
-    datasets' shares of the training sequences.
+    This is the number of tokens that a token sees on average without a causal mask. `shares`
+    (plans,) are the shares of the datasets in the training sequences.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]

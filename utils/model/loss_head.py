@@ -1,6 +1,6 @@
 """The loss of a model: cross-entropy computed with the last layer, and load balancing of experts.
 
-The load-balancing loss of experts is E * sum over experts e of f_e * p_e. f_e is the number of
+The load-balancing loss of E experts is E * sum over experts e of f_e * p_e. f_e is the number of
 assignments to e per token, and p_e the mean router probability of e, over the tokens of all layers
 (Switch Transformer, arXiv 2101.03961, equations 4 to 6). The product of two means is not a mean
 over tokens, so its average over micro-batches would depend on their sizes. Therefore f_e is first
@@ -44,21 +44,21 @@ from utils.model.probe import (
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SWITCH = "output_router_logits"  # transformers' setting, and its argument of forward
-# Settings by which architectures multiply or divide their logits. The proof detects any others.
+# Settings by which architectures multiply or divide their logits. `_problem` detects any others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
-# Shape of the proof's tokens, and the standard deviation of their logits, which is large enough for
-# soft caps and factors to matter.
+# The input with which `_problem` compares fused and plain loss: its shape (batch, tokens), and the
+# standard deviation of its logits, which is large enough for soft caps and factors to matter.
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
-RELEVANT = 1e-3  # of the largest gradient; errors of smaller gradients are relative to this
+RELEVANT = 1e-3  # share of the largest gradient; errors of smaller ones are divided by it
 
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """The load-balancing term: its coefficient in the loss, and the experts per token."""
+    """The load-balancing loss: its factor in the total loss, and the experts chosen per token."""
 
     coefficient: float
     experts_per_token: int
@@ -66,11 +66,11 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """A loss, and a micro-batch's contribution to the load-balancing term, without padding."""
+    """The loss of a micro-batch, and its sums for the load-balancing loss, without padding."""
 
     loss: torch.Tensor | None = None
-    # Only the fused head sets the next two: `_sums_by_source`, and whether each loss token's label
-    # had the largest logit, (N,).
+    # Only the fused head sets the next two. by_source: the result of `_sums_by_source`. hits (N,):
+    # whether the label of each loss token had the largest logit.
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # tokens routed to each expert, (experts,) float32
@@ -80,19 +80,19 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """How the loss is computed: `name` is "fused" or "logits", `reason` a line for the user."""
+    """The method for the loss: "fused" (logits of some tokens at a time) or "logits" (of all)."""
 
     name: str
-    reason: str
+    reason: str  # for the log
     router: RouterTerm | None = None
 
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
-        """Make `model(labels=...)` compute its loss this way; call it before PEFT wraps the model.
+        """Let model.forward compute the loss this way; call this before PEFT wraps the model.
 
-        The new forward takes more arguments. `loss_positions`: see `find_loss_positions`; without
-        them the host waits for the GPU. `sequence_tokens`: the output then has the contribution to
-        the load-balancing term (see `count_routed`). `count_only`: the output has nothing else.
-        `sources`, bool (sources, B), marks the source of each sequence in a mixture.
+        The new forward takes more arguments. loss_positions: the result of `find_loss_positions`;
+        without it the host waits for the GPU. sequence_tokens: the input of `count_routed`, whose
+        sums are then in the output. count_only: compute only these sums. sources, bool (sources,
+        B): the data source of each sequence. compiled: compile the softmax on a GPU.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -141,7 +141,7 @@ class LossHeadChoice:
 
 
 def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
-    """Make the last layer, where FSDP2 and ZeRO-3 gather its weight, compute the loss."""
+    """Compute the loss in the last layer's forward, where FSDP2 and ZeRO-3 gather its weight."""
     terms, head = _logit_terms(model.config.get_text_config()), model.get_output_embeddings()
 
     def head_forward(
@@ -162,7 +162,7 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 def _head_losses(
     model: Any, hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return `linear_cross_entropy` at the loss tokens of hidden states (B, T, width)."""
+    """Return the results of `linear_cross_entropy` for the loss tokens of hidden (B, T, width)."""
     positions = find_loss_positions(labels) if positions is None else positions
     targets = _following(labels).index_select(0, positions)
     head: Any = model.get_output_embeddings()
@@ -172,7 +172,7 @@ def _head_losses(
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor | None, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return the sum of losses (N,) and the number of tokens by source, float64 (2, sources)."""
+    """Return for each data source the sum of losses (N,) and their number, float64 (2, sources)."""
     if sources is None or positions is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -183,7 +183,7 @@ def _sums_by_source(
 def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the indices of flattened tokens (B * T) whose next token has a loss, int64 (N,).
 
-    labels (B, T) are unshifted. For labels on the CPU this does not wait for the GPU. N varies.
+    labels (B, T) are not shifted. If they are on the CPU, nothing waits for the GPU.
     """
     return _following(labels).ne(IGNORED).nonzero().squeeze(-1)
 
@@ -209,11 +209,11 @@ def choose_loss_head(
 ) -> LossHeadChoice:
     """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
 
-    The fused head is used only if it is proved here: loss and gradients of both heads must agree to
-    rounding on a small random model of the architecture, in float32 on the device that trains.
-    Without that device, pass None as `device`. The proof then runs on the CPU, or later where
-    the run trains if the model does not run on the CPU. adapted: LoRA also trains the last layer or
-    new tokens' rows. Raises ConfigurationError if "fused" is requested and not possible.
+    "fused" is chosen only if a small random model of the architecture has the same loss and
+    gradients with "fused" and "logits" in float32, up to rounding. `device` is the device that
+    trains, or None if this host lacks it: the check then runs on the CPU, or not here if the model
+    does not run on a CPU. adapted: LoRA trains the last layer or embedding rows of new tokens.
+    Raises ConfigurationError if "fused" is requested and not possible.
     """
     problem = None
     if requested != "logits":
@@ -236,11 +236,11 @@ def choose_loss_head(
 
 
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why the fused head cannot train this model, or None. Raises ProbeError."""
+    """Return why the loss cannot be "fused", or None. ProbeError: the small model does not run."""
     config = probe_config(model_config, device)
     text: Any = config.get_text_config()
     if hasattr(text, SWITCH):
-        setattr(text, SWITCH, False)  # the proof compares only the cross-entropy
+        setattr(text, SWITCH, False)  # compare only the cross-entropy
     model = build_probe_model(config, "eager", device)
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
@@ -257,7 +257,7 @@ def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """Return the largest relative difference between the two heads' losses and gradients."""
+    """Return the largest relative difference of loss and gradients, "fused" against "logits"."""
     tokens = torch.randint(1, VOCABULARY, SHAPE).to(model.device)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -265,7 +265,7 @@ def _difference(model: PreTrainedModel) -> float:
     expected = _loss_and_gradients(model, tokens)
     LossHeadChoice("fused", "").install(model)
     actual = _loss_and_gradients(model, tokens)
-    # A gradient that is zero up to rounding is measured against the largest of all gradients.
+    # Divide the error of a tiny gradient, which may be all rounding, by RELEVANT of the largest.
     least = RELEVANT * max(value.abs().max() for value in expected.values())
     errors = [
         (actual[name] - value).abs().max() / value.abs().max().clamp(min=least)
@@ -275,7 +275,7 @@ def _difference(model: PreTrainedModel) -> float:
 
 
 def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the loss as "loss", and its gradient by name of parameter."""
+    """Return the loss under the key "loss", and each parameter's gradient under its name."""
     model.zero_grad(set_to_none=True)
     labels = tokens.clone()
     labels[:, 5:8] = IGNORED
@@ -293,9 +293,9 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the load-balancing term that training adds to the loss, or None.
 
-    Fine-tuning adds it with the architecture's coefficient, as TRL does, or with the given one.
-    Pretraining adds it if the configuration sets output_router_logits. Raises ConfigurationError if
-    a coefficient is given for a model without such a term.
+    Fine-tuning adds it with the coefficient `given`, or as TRL with the one of the configuration.
+    Pretraining adds it only if the configuration sets output_router_logits. Raises
+    ConfigurationError if a coefficient is given for a model without such a term.
     """
     text: Any = config.get_text_config()
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)
@@ -317,11 +317,11 @@ def router_term(
 def balance_loss(
     assignments: torch.Tensor, probabilities: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return the part of the load-balancing loss that belongs to these probabilities, shape ().
+    """Return one micro-batch's share of the load-balancing loss of the global batch, shape ().
 
-    assignments (experts,) are counted over the global batch. probabilities (experts,) are summed
-    over a part of the batch. rows is the number of the global batch's tokens times the number of
-    layers with a router. The sum over all parts is the loss of the global batch.
+    assignments (experts,): how often the global batch's tokens were routed to each expert.
+    probabilities (experts,): the micro-batch's router probabilities, summed over tokens and layers.
+    rows: the global batch's tokens times the number of layers with a router.
     """
     return len(assignments) * (assignments * probabilities).sum() / rows.clamp(min=1).square()
 
@@ -329,10 +329,10 @@ def balance_loss(
 def count_routed(
     router_logits: tuple[torch.Tensor, ...], sequence_tokens: torch.Tensor, term: RouterTerm
 ) -> LossOutput:
-    """Sum a micro-batch's assignments and probabilities over layers.
+    """Sum a micro-batch's expert assignments and router probabilities over tokens and layers.
 
     router_logits: for each layer, (B * T, experts) or (B, T, experts). sequence_tokens (B,): the
-    tokens of each sequence before its padding.
+    number of tokens of each sequence before the padding.
     """
     experts = router_logits[0].shape[-1]
     length = router_logits[0].numel() // experts // len(sequence_tokens)

@@ -48,27 +48,27 @@ AT_MOST = {
     "vocab_size_per_layer_input": VOCABULARY, "zero_expert_num": 0,
     "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "o_lora_rank": WIDTH,
 }  # fmt: skip
-# Settings of state-space layers: number and dimension of heads; ratio of inner to outer width.
+# Settings of state-space layers: number and dimension of heads; inner width / hidden size.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"),
     ("num_heads", "head_dim"),
 )  # fmt: skip
 EXPANSIONS = ("mamba_expand", "expand")
-# Settings that equal the hidden size in some architecture.
+# Settings that must equal the hidden size in some architectures.
 SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 
 
 class ProbeError(ConfigurationError):
-    """The probe model does not run here, so nothing is proved about the user's model."""
+    """The error that a check's small model does not run here, so that the check found nothing."""
 
 
 def torch_operators() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which models use torch's operators, which need no data on a GPU."""
+    """Return a context in which models use torch's operators, not kernels that need a GPU."""
     return mock.patch.object(hub_kernels, "is_torchdynamo_exporting", return_value=True)
 
 
 def tolerance(device: torch.device, on_cpu: float) -> float:
-    """Return the largest relative difference that rounding can cause."""
+    """Return the largest relative difference that counts as rounding: `on_cpu` for a CPU."""
     return on_cpu if device.type == "cpu" else 1e-2  # GPUs multiply in TF32, with 10 bits
 
 
@@ -78,11 +78,11 @@ def fork_random(device: torch.device) -> contextlib.AbstractContextManager[None]
 
 
 def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> PretrainedConfig:
-    """Return a small config with the same head dimension, windows and positions.
+    """Return the user's configuration made small, with the same head dimension and windows.
 
-    It keeps one layer of each type, and at least two layers. It keeps two groups of heads, or all
-    heads if they cannot be cut. `device` is the device that trains, because Triton's kernels run
-    only on a GPU. Raises ProbeError if no small model runs.
+    It has the first layer of each type, or two layers if all are alike. It has at most two
+    key/value heads, or all heads if the model only runs with these. The small model runs once on
+    `device`, where the run trains. Raises ProbeError if no small model runs.
     """
     misfit: Exception | None = None
     for cut_heads in (True, False):
@@ -90,7 +90,7 @@ def probe_config(model_config: PretrainedConfig, device: torch.device = CPU) -> 
             config = _cut(model_config, cut_heads)
             _run(build_probe_model(config, "eager", device), device)
             return config
-        except ConfigurationError:  # too large
+        except ConfigurationError:  # even the small model is too large
             raise
         except MISFITS as error:
             misfit = error
@@ -106,12 +106,12 @@ def build_probe_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Build the model of a probe config in eval mode, with the same weights every time.
+    """Build the model of `probe_config` in eval mode, with the same random weights every time.
 
-    Weights that text does not use are zeros that take no memory, so large towers for images cost
-    nothing. from_config is not used, because it would shard the model under ZeRO-3. The random
-    state of the CPU is restored. Raises ConfigurationError if the model does not fit into memory,
-    because `_cut` does not limit every size of a configuration.
+    Weights that text does not use (towers for images) are zeros that take no memory. from_config is
+    not used, because it would shard the model under ZeRO-3. The CPU's random state is restored.
+    `probe_config` does not limit every size, so the model may still be large. Raises
+    ConfigurationError if the model does not fit into memory.
     """
     planned = without_weights(config)
     unused = {id(value) for value in outside_text(planned).values()}
@@ -140,9 +140,9 @@ def build_probe_model(
 
 
 def observe_attention(config: PretrainedConfig, device: torch.device = CPU) -> AttentionNeeds | str:
-    """Run a probe model once in training mode and return what its layers need from the attention.
+    """Return what the layers of `probe_config`'s model need from an attention without masks.
 
-    Returns a string with the reason if the model cannot use an attention without masks.
+    The model runs once in training mode. If it cannot use such an attention, returns the reason.
     """
     unused = f"{causal_lm_class(config).__name__} calls no attention of the AttentionInterface"
     whole = build_probe_model(config, "eager", device)
@@ -176,21 +176,21 @@ def _run(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
-    """Return a copy whose text part is small."""
+    """Return a copy of the configuration with a small text model; cut_heads: also fewer heads."""
     whole = copy.deepcopy(model_config)
     config = whole.get_text_config(decoder=True)
     if config is not whole:
         whole.pad_token_id = 0
     config.vocab_size = VOCABULARY
-    # 0 is not a token of the probe. Some configs do not accept None.
+    # Inputs of the checks never contain the id 0. Some configs do not accept None.
     config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
     settings = layer_settings(config)
     config.per_layer_config = None
     kept = _cut_layers(config)
     for name, most in AT_MOST.items():
         _at_most(config, name, most)
-    # Keep as many experts as a token uses. With more, a perturbed token would change how many
-    # tokens an expert gets, and thus the rounding of other documents.
+    # Keep as many experts as a token uses. With more, a changed token would change how many tokens
+    # an expert gets, and thus the rounding of other documents' logits.
     per_token = first_set(config, EXPERTS_PER_TOKEN)
     for name in EXPERTS:
         if per_token and isinstance(getattr(config, name, None), int):
@@ -207,7 +207,7 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 
 
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
-    """Return a layer's own settings for the small model, without its number of heads."""
+    """Return one entry of `layer_settings` made small, without the layer's number of heads."""
     small = dict(settings)
     for name, value in settings.items():
         if name in ("num_attention_heads", "num_key_value_heads"):
@@ -220,7 +220,7 @@ def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, An
 
 
 def _cut_layers(config: PretrainedConfig) -> list[int]:
-    """Keep the first layer of each type, also in lists by layer; return the kept indices."""
+    """Keep only the first layer of each type (two if all are alike); return their old indices."""
     layers = config.num_hidden_layers
     types = first_set(config, LAYER_TYPES) or ["attention"] * layers
     first_of_type = {types.index(kind) for kind in types}
@@ -242,7 +242,7 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
-    """Keep two key/value heads with their query heads, or one with fewer if groups are wide."""
+    """Keep one or two key/value heads with the query heads that the limits of width allow."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return
@@ -257,7 +257,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the hidden size. Without attention heads, limit the hidden size."""
+    """Fit recurrent layers to the hidden size, after limiting it in models without attention."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)
@@ -276,7 +276,7 @@ def _cut_states(config: PretrainedConfig) -> None:
 
 
 def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
-    """Limit a size, or the list of each layer's sizes, if the configuration has it."""
+    """Limit the setting `name`, one size or a list of sizes, if the configuration has it."""
     size = getattr(config, name, None)
     if isinstance(size, int):
         setattr(config, name, min(size, most))

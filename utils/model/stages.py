@@ -1,7 +1,7 @@
 """The weights of an earlier run as the start of a new run, and the record of their origin.
 
-`--init_from` is the directory of a run, of a checkpoint, or of a model, all in safetensors. For a
-run it means its final/, or its newest committed checkpoint if there is no final/.
+`--init_from` names the earlier stage: the directory of a run, of a checkpoint, or of a model, in
+safetensors. A run's final/ is used, or its newest complete checkpoint if there is no final/.
 """
 
 import logging
@@ -36,9 +36,9 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the directory of weights that `--init_from` means. Raises ConfigurationError."""
+    """Return the directory whose weights `--init_from` names. Raises ConfigurationError."""
     directory = Path(init_from)
-    if (directory / CONFIG).is_file():  # of a run
+    if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
         directory = final if final.is_dir() else own_checkpoint(init_from) or final
     if problem := _unfit(directory):
@@ -47,7 +47,7 @@ def find_stage(init_from: str) -> Path:
 
 
 def own_checkpoint(output_dir: str | None) -> Path | None:
-    """Return a run's newest checkpoint that has a manifest; it may be damaged."""
+    """Return a run's newest checkpoint that has a manifest. Its files are not verified."""
     found = numbered_checkpoints(Path(str(output_dir)))
     return next((directory for _, directory in found if (directory / MANIFEST).is_file()), None)
 
@@ -55,10 +55,10 @@ def own_checkpoint(output_dir: str | None) -> Path | None:
 def stage_of(settings: RunSettings) -> Path | None:
     """Return the directory of configuration and tokenizer for a run with `--init_from`.
 
-    It is the run's own newest verified checkpoint, so that the earlier stage may be deleted. It is
-    the earlier stage while the run has no checkpoint, and always under LoRA, where checkpoints
-    contain only adapters. Returns None without `--init_from`. Collective: rank 0 looks. Raises
-    ConfigurationError, and StorageError if none of the run's own checkpoints is intact.
+    This is the newest verified checkpoint in --output_dir, so that the earlier stage may be
+    deleted. Before the first checkpoint it is the earlier stage, and always under LoRA, because its
+    checkpoints contain only adapters. Returns None without `--init_from`. All ranks must call this.
+    Raises ConfigurationError, and StorageError if no checkpoint in --output_dir is intact.
     """
     if settings.model.init_from is None:
         return None
@@ -74,10 +74,10 @@ def stage_of(settings: RunSettings) -> Path | None:
 
 
 def weights_directory(settings: RunSettings) -> Path:
-    """Return the directory of the weights that a run starts from; it may be a name on the Hub.
+    """Return the directory, or the name on the Hub, of the weights that a run starts from.
 
-    The first start records the directory of `--init_from`, because a run's directory resolves to
-    other weights once that run resumes. Raises ConfigurationError if the directory is gone.
+    Later starts reuse the directory that the first start found for `--init_from`, because the
+    earlier run may have newer weights now. Raises ConfigurationError if there are no weights.
     """
     init_from = settings.model.init_from
     if init_from is None:
@@ -98,16 +98,16 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the directory that `stage_of` finds if it has a tokenizer, else None."""
+    """Return the result of `stage_of` if that directory has a tokenizer, else None."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the earlier stage that a start loads weights from, or None.
+    """Return the directory of the earlier stage if its weights have to be loaded now, else None.
 
-    Raises ConfigurationError if the stage does not exist, or if its optimizer cannot be used.
+    Raises ConfigurationError if the stage has no weights, or --init_optimizer is not possible.
     """
     model = settings.model
     if model.init_from is None:
@@ -134,9 +134,9 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
 def weights_origin(
     settings: RunSettings, strategy: str, resume_from: str | None
 ) -> dict[str, Any] | None:
-    """Describe the weights that the run starts from, as recorded in its provenance.
+    """Return the path, run, step and SHA-256 of the earlier stage's weights for the run's records.
 
-    Hashes the weights; only rank 0 calls it. Raises ConfigurationError if the manifest differs.
+    Only rank 0 calls this. Raises ConfigurationError if the files differ from their manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

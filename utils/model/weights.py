@@ -44,30 +44,30 @@ from utils.model.stages import own_checkpoint, weights_directory
 
 logger = logging.getLogger(__name__)
 
-# bitsandbytes has a float32 scale per block of weights. With nested quantization a block's scale
-# has 8 bits, and each group of scales has a float32 scale.
+# bitsandbytes stores a float32 scale for each BLOCK of weights. With nested quantization it stores
+# 8 bits for each of these scales, and a float32 scale for each GROUP of them.
 BLOCK, GROUP = 64, 256
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2")
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The layers in 4 bits, the number of weights of all of them, and of the largest one."""
+    """The names of the layers in 4 bits, their total number of weights, and the largest layer's."""
 
     layers: list[str]
     weights: int
     largest: int
 
     def bytes_saved(self, model: ModelArguments, dtype: torch.dtype) -> int:
-        """Return how many bytes 4 bits save compared with this type."""
+        """Return how many bytes of memory 4 bits save compared with weights of type `dtype`."""
         scale_bytes = 1 + 4 / GROUP if model.use_bnb_nested_quant else 4
         return round(self.weights * (dtype.itemsize - 1 / 2 - scale_bytes / BLOCK))
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Identify the base weights of a LoRA run, for provenance.json. Return None without LoRA.
+    """Return what identifies a LoRA run's base weights, for provenance.json, or None without LoRA.
 
-    For a directory: {"sha256": digest of each file by name}; for a model on the Hub: {"commit":
+    For a directory: {"sha256": digest of each file by name}. For a model on the Hub: {"commit":
     ...}. Only rank 0 calls this, because it may read all files. Raises ConfigurationError, OSError.
     """
     model = settings.model
@@ -84,7 +84,7 @@ def base_weights(settings: RunSettings) -> dict[str, Any] | None:
 
 
 def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedModel:
-    """Load a model by from_pretrained and check that its tensors fit; collective over ranks.
+    """Load a model by from_pretrained and check that its tensors fit; all ranks must call this.
 
     Raises ConfigurationError on all ranks, where transformers would only warn. The error lists
     every tensor that is missing or has another shape, and with `exact` every surplus tensor.
@@ -100,7 +100,7 @@ def load_strictly(path: str, *, exact: bool, **arguments: Any) -> PreTrainedMode
 
 def check_without_loading(path: str, *, exact: bool, **arguments: Any) -> None:
     """Raise the errors of `load_strictly`, reading only the headers of the weight files."""
-    # Hide ZeRO-3 from from_pretrained, which would split the model.
+    # Hide ZeRO-3's settings from from_pretrained, or it would split the model over ranks.
     with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
         _, info = _load(path, {**arguments, "device_map": "meta"})
     _refuse_misfits(path, info, exact)
@@ -149,7 +149,7 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the model's configuration file, or None if a revision or manifest identifies it."""
+    """Return the model's config.json, or None if a Hub commit or a checkpoint identifies it."""
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
@@ -166,9 +166,9 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
 def published_rows(
     settings: RunSettings, config: PreTrainedConfig, weights: str, new_tokens: Sequence[int]
 ) -> PreTrainedConfig:
-    """Return the configuration for loading `weights`.
+    """Return the configuration to pass to from_pretrained for `weights`, a path or a Hub name.
 
-    If embedding rows are added after loading, it is a copy with the published vocabulary size.
+    If `add_rows` adds rows to the embedding later, this is a copy with the published vocabulary.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:
@@ -187,12 +187,13 @@ def load_model(
     new_tokens: Sequence[int],
     weights_from: str | None,
 ) -> PreTrainedModel:
-    """Build the model with the chosen attention; draw its weights by --seed, or load them strictly.
+    """Build the model with the chosen attention, with published or random weights.
 
-    `new_tokens` are ids without an embedding row in the weights. They get one (see `add_rows`), and
-    the model's attribute `new_tokens` stores them for LoRA. `weights_from` is the directory of an
-    earlier stage, or None if Trainer will load the run's own checkpoint over random weights.
-    Collective over ranks. Raises ConfigurationError for weights that do not fit.
+    `new_tokens` are ids that the model's own tokenizer lacks. They get embedding rows (`add_rows`),
+    and the model's attribute `new_tokens` stores them for LoRA. `weights_from` is the directory of
+    an earlier run's weights. Without it and without a base model the weights are random by --seed;
+    Trainer loads a checkpoint over them if there is one. All ranks must call this. Raises
+    ConfigurationError for weights that do not fit.
     """
     model, dtype = settings.model, weights_dtype(settings.model, config)
     weights = weights_from or model.model_name_or_path
@@ -233,11 +234,11 @@ def load_model(
 
 
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
-    """Return the layers of a model that are in 4 bits, or None.
+    """Return the layers to load in 4 bits, or None without --load_in_4bit.
 
     These are the text model's linear layers except the last, with or without adapters. Embeddings,
-    norms and stacked experts are not quantized. `model` contains the full names of LoRA's targets,
-    as in AdapterPlan.
+    norms and stacked experts are not quantized. The lora_target_parameters of `model` are full
+    names, as in AdapterPlan.
     """
     if not model.load_in_4bit:
         return None
@@ -254,7 +255,7 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
 
 
 def check_quantization(settings: RunSettings, config: PreTrainedConfig, strategy: str) -> None:
-    """Raise ConfigurationError if the weights cannot be loaded in 4 bits."""
+    """Raise ConfigurationError if weights are quantized already or `strategy` excludes 4 bits."""
     model = settings.model
     method = dict(getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method == "bitsandbytes" or (method and model.load_in_4bit):
@@ -275,7 +276,7 @@ def quantized_loading(
 ) -> dict[str, Any]:
     """Return the arguments of from_pretrained for 4 bits; empty if nothing is quantized.
 
-    Layers compute in the type of mixed precision, or in `dtype`, the type of the other weights.
+    Quantized layers compute in the type of mixed precision, or without it in `dtype`.
     """
     if found is None:
         return {}
@@ -296,7 +297,7 @@ def quantized_loading(
 
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers in 4 bits by name: bitsandbytes' layers, not PEFT's wrappers."""
+    """Return bitsandbytes' layers in 4 bits by name, without the layers of PEFT around them."""
     modules = model.named_modules()
     return {name: module for name, module in modules if "quant_state" in vars(module)}
 
@@ -304,8 +305,8 @@ def packed_layers(model: nn.Module) -> dict[str, Any]:
 def dequantized(layer: Any, packed: torch.Tensor) -> torch.Tensor:
     """Return a layer's dequantized weight on the CPU, shaped as in the published file.
 
-    `packed` is the layer's packed tensor, gathered from all ranks. The result has the type in which
-    the layer was loaded.
+    `packed` is the layer's 4-bit tensor, gathered from all ranks. The result has the type that
+    `load_model` loaded the layer in.
     """
     from bitsandbytes.functional import dequantize_4bit
 
