@@ -1,7 +1,7 @@
-"""Checks of a launch by its ranks: they form one group, can communicate and run the strategy.
+"""Checks of the ranks: they form one process group, can communicate and run the right strategy.
 
-Without these checks, processes that are not connected would each train alone, accelerate would
-replace a strategy that cannot run, and a broken network would look like a hang.
+Without these checks, processes that are not connected would each train alone. accelerate would
+silently replace a strategy that cannot run. A broken network would look like a hang.
 """
 
 import os
@@ -30,9 +30,9 @@ PEER_ENDED = re.compile("(closed|reset) by (peer|remote)|remote process exited",
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """The place of this process among all processes of the run.
+    """The rank of this process, the number of ranks, their hosts, the strategy and the device type.
 
-    `strategy` is the one that the launcher requested: single, ddp, fsdp1, fsdp2, zero1, zero2 or
+    `strategy` is what `accelerate launch` requested: single, ddp, fsdp1, fsdp2, zero1, zero2,
     zero3, or zero_file for a DeepSpeed config file. `hosts` holds one host name per rank.
     """
 
@@ -44,11 +44,11 @@ class LaunchFacts:
 
 
 def check_launch() -> LaunchFacts:
-    """Check that all processes are connected; return the facts of this process.
+    """Check that all processes are connected; return rank, world size, strategy, hosts and device.
 
     Every rank calls it before the data is opened, but after TrainingArguments is made, because
-    `use_cpu` sets up accelerate's `PartialState`. Raises ConfigurationError for a wrong command,
-    UnfitClusterError for a fault of the cluster.
+    TrainingArguments(use_cpu=...) decides the device of accelerate's `PartialState`. Raises
+    ConfigurationError for a wrong command, UnfitClusterError for a fault of the cluster.
     """
     from accelerate import PartialState
 
@@ -61,7 +61,7 @@ def check_launch() -> LaunchFacts:
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:
-    """Check that all processes of the launch are connected. Raises ConfigurationError."""
+    """Raise ConfigurationError unless accelerate connected as many processes as were started."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if asked != processes:
@@ -88,12 +88,11 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 
 
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
-    """Return the host of every rank. This is the first collective of all ranks.
+    """Return the host of every rank. This is the first collective, and so tests the network.
 
     Raises UnfitClusterError, with this host and rank, if the collective fails or takes too long.
-    Raises torch's own error if another rank ended during the collective: then the job may try
-    again. A stuck collective stays in its daemon thread, so the process has to end without
-    teardown, as `run_script` does.
+    Raises torch's own error if another rank ended during the collective. A stuck collective stays
+    in its daemon thread, so the process must end by os._exit, as `run_script` does.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -133,7 +132,7 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 
 
 def tune_strategy(accelerator: Any) -> None:
-    """Avoid gradient copies in DDP and rounded sums in FSDP2. Call before `accelerator.prepare`."""
+    """Avoid gradient copies in DDP and bf16 sums in FSDP2. Call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -147,7 +146,7 @@ def tune_strategy(accelerator: Any) -> None:
 def check_running_strategy(facts: LaunchFacts) -> None:
     """Check that accelerate runs the requested strategy; call it after a Trainer is made.
 
-    Raises ConfigurationError. For example, on a CPU accelerate silently runs DDP for FSDP.
+    On a CPU, for example, accelerate silently replaces FSDP by DDP. Raises ConfigurationError.
     """
     from accelerate.state import AcceleratorState
 

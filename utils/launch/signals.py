@@ -1,10 +1,10 @@
-"""Signals that end jobs, turned into requests to stop, which the training loop answers.
+"""SIGTERM and SIGUSR1 as requests to stop: the training loop then saves a checkpoint and ends.
 
-The meaning of SIGTERM depends on its sender. Slurm's SIGTERM is for the job: slurm/launch_node.sh
-then writes the file STOP into the node's private directory (STOKER_NODE_DIR), and every process
-continues until its checkpoint is written. The launcher's SIGTERM is for one process, because
-another one failed: there is no file, and the process ends. Without launch_node.sh there is no
-directory, and SIGTERM and SIGUSR1 are requests to stop.
+The meaning of SIGTERM depends on its sender. Slurm sends it to the whole job. Then
+slurm/launch_node.sh writes the file STOP into the node's private directory (STOKER_NODE_DIR), and
+every process continues until its checkpoint is written. torchrun sends SIGTERM to a process because
+another process failed. Then there is no file STOP, and the process ends at once. Without
+launch_node.sh there is no such directory, and SIGTERM and SIGUSR1 are always requests to stop.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _LAUNCHERS = (
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-# The launcher gets the job's SIGTERM as well, and writes the file STOP within this time.
+# The launcher also gets the SIGTERM that Slurm sends, and writes the file STOP within this time.
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -34,9 +34,9 @@ _wakeup_pipe: tuple[int, int] | None = None
 def install_stop_signals() -> None:
     """Turn SIGTERM and SIGUSR1 into requests to stop; SIGINT is not changed.
 
-    Only the main thread may call it. Clears requests of an earlier run in the same process. A
-    thread answers the signals. Python runs handlers only in the main thread, which may be stuck in
-    a collective, but the interpreter's C handler writes into the wakeup descriptor at once.
+    Only the main thread may call it. It clears requests of an earlier run in the same process. A
+    separate thread reads the signals from a pipe (signal.set_wakeup_fd), because Python runs
+    handlers only in the main thread, which may be stuck in a collective.
     """
     global _requested, _wakeup_pipe  # noqa: PLW0603 - one thread serves all runs of a process
     _requested = None
@@ -58,7 +58,7 @@ def install_stop_signals() -> None:
 def end_with_launcher() -> None:
     """Let the kernel kill this rank when its launcher dies; do nothing without a launcher.
 
-    Without this, a rank whose launcher died would continue and block a new start of its run.
+    Otherwise the rank would continue alone and hold the run's lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
     if parent == launcher or is_launcher(parent):
@@ -88,7 +88,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def stop_request() -> str | None:
-    """Return the source of a request to stop; None without a request."""
+    """Return the signal or other source of a request to stop; None without a request."""
     return _requested or _node_request()
 
 
@@ -121,7 +121,7 @@ def _answer_signals(pipe: int) -> None:
 
 
 def shield_loader_worker(_worker_id: int) -> None:
-    """Ignore signals to the whole job in a data worker; used as `worker_init_fn`.
+    """Make a data worker ignore Slurm's signals to the job; used as `worker_init_fn`.
 
     If a worker ended, the loader would raise before the requested checkpoint is written. SIGTERM
     from the training process still ends the worker.

@@ -1,8 +1,7 @@
-"""Notes on the ends of ranks, and the verdict on a job: one sentence and one exit code.
+"""Why a job ended: a note file per rank, and a verdict file, which has one sentence and a code.
 
-The notes are files in the directory STOKER_NOTES_DIR. Under slurm/launch_node.sh this directory is
-for one node, under slurm/training_job.sh for all nodes of a job. Without this variable no notes are
-written.
+The files are in the directory STOKER_NOTES_DIR, which slurm/launch_node.sh makes for each node, or
+slurm/training_job.sh for all nodes of a job. Without this variable no files are written.
 """
 
 import dataclasses
@@ -36,9 +35,9 @@ _LOST_PEER = re.compile(
 # Signals from outside, or for a fault of the process. Other signals follow from another rank's end:
 # torch aborts a process (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-CONSEQUENCE = 4  # the likelihood of an end that follows from another rank's end
-# If a worker died on another node, torchrun there ends the other workers within this time, and the
-# launcher then writes the note with the cause.
+CONSEQUENCE = 4  # the value of _likelihood for a rank that ended because another rank had ended
+# If a worker died on another node, torchrun on that node ends the other workers within this time.
+# Then the launcher of that node writes the note with the cause.
 WAIT_FOR_CAUSES_S = 8.0
 OUT_OF_MEMORY = (
     ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
@@ -56,8 +55,8 @@ class Note:
 
     kind: "stopped" (a checkpoint was written), "refused" (the text is the first problem), "failed"
     (the text is the traceback's last line), "hung" (the text is the place in the code) or "killed"
-    (the text is the signal; the launcher wrote the note). `beats` and `waiting` are for a hung
-    rank: how many signs of life it gave, and whether it is waiting for other ranks.
+    (the text is the signal; the launcher wrote the note). `beats` and `waiting` describe a hung
+    rank: the number of its heartbeats, and whether it is waiting for other ranks.
     """
 
     kind: str
@@ -79,7 +78,7 @@ class Verdict:
 
 
 def notes_directory() -> Path | None:
-    """Return the directory of the notes; None if nothing reads them."""
+    """Return the directory STOKER_NOTES_DIR; None if the variable is not set."""
     directory = os.environ.get(NOTES_DIR)
     return Path(directory) if directory else None
 
@@ -87,7 +86,7 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write this rank's note, unless it has one. A full disk raises nothing."""
+    """Write a note for this rank (or `rank`) unless one exists. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
@@ -96,7 +95,7 @@ def leave_note(
 
 
 def read_notes(directory: Path | None = None) -> list[Note]:
-    """Return all notes, earliest first; by default this job's notes. Raises OSError."""
+    """Return the notes in `directory` (None: STOKER_NOTES_DIR), earliest first. Raises OSError."""
     directory = directory or notes_directory()
     files = directory.glob("rank-*.json") if directory else ()
     notes = [Note(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
@@ -104,19 +103,19 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 
 def mark_run_started(output_dir: Path) -> None:
-    """Leave a mark that the run has begun: the job script counts starts that end before that."""
+    """Write the file run_started, by which slurm/training_job.sh sees that training began."""
     runs_begun.append(output_dir)
     _create(RUN_STARTED, f"{output_dir}\n")
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write the job's verdict. Return False if it has one or if storage refuses the files."""
+    """Write the files of the job's verdict. Return False if they exist or cannot be written."""
     first = _create(VERDICT, redact(text.rstrip()) + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def read_verdict() -> Verdict | None:
-    """Return the verdict of the job; None if it has none yet."""
+    """Return the verdict in STOKER_NOTES_DIR; None if no process has written one yet."""
     if (directory := notes_directory()) is None:
         return None
     try:
@@ -128,14 +127,14 @@ def read_verdict() -> Verdict | None:
 
 
 def name_of_job(slurm: Mapping[str, Any]) -> str:
-    """Return the job's id for Slurm's commands, from the `slurm` entry of provenance.json."""
+    """Return a job's id for Slurm's commands, from the mapping `slurm` of provenance.json."""
     if slurm.get("array_job_id"):
         return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
     return str(slurm.get("job_id"))
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return the text of the verdict on a start of a job; None if its notes are gone."""
+    """Return why a start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt, if it exists."""
     start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
     try:
         text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
@@ -145,7 +144,10 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def _create(name: str, text: str) -> bool:
-    """Write a file among the notes in one step; return False if it exists or writing fails."""
+    """Write a file into STOKER_NOTES_DIR in one step.
+
+    Return False if there is no such directory, the file exists or writing fails.
+    """
     directory = notes_directory()
     if directory is None:
         return False
@@ -167,11 +169,11 @@ def _create(name: str, text: str) -> bool:
 def note_worker_ends(
     exit_codes: Mapping[int, int], asked_to_stop: bool, memory_ran_out: bool
 ) -> None:
-    """Write a note for each failed rank that could not write one.
+    """Write a note for each rank that failed or stopped without writing its own note.
 
-    A negative exit code is a signal, as in subprocess. A process that Slurm's stop signal killed
-    before it could handle signals counts as stopped. `memory_ran_out`: the kernel killed a process
-    of this job for lack of memory.
+    A negative exit code is a signal, as in subprocess. With `asked_to_stop`, a process that the
+    stop signal killed before it could handle signals counts as stopped. `memory_ran_out`: the
+    kernel killed a process of this job for lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
@@ -189,9 +191,9 @@ def note_worker_ends(
 
 
 def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
-    """Return the verdict after processes of this node failed.
+    """Return the verdict on the job after processes of this node failed.
 
-    If all notes here follow from another rank's end, wait for the notes of other nodes. `silent` is
+    With `several_nodes`, wait up to WAIT_FOR_CAUSES_S for a note that names a cause. `silent` is
     the sentence for a job without notes.
     """
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
@@ -205,7 +207,7 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Return the verdict for the most likely cause; the earliest of equally likely notes."""
+    """Return a verdict with the most likely cause; of equally likely notes, the earliest counts."""
     by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
     if not by_likelihood:
         return Verdict(silent, ExitCode.LOST_RANK)
@@ -219,12 +221,12 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words before a note's text; `ended:` fits a refusal before or in training."""
+    """Return the words that come before a note's text in a message."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def _likelihood(note: Note) -> int:
-    """Return 0 if a rank's end must be the cause; more if it may follow from another rank's end."""
+    """Return how likely this rank caused the job's end: 0 is certain, CONSEQUENCE is unlikely."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
