@@ -5,6 +5,6 @@ store      a save: free space, Trainer's files, each rank's digests, the manifes
 files      the files of a checkpoint: owners, digests, copies; the manifest that commits it
 record     config.yaml and provenance.json, restored from the copies in a checkpoint
 discovery  the checkpoint to resume from; rotation; free space; damaged checkpoints
-adoption   a checkpoint from elsewhere in a new run directory: --resume_from_checkpoint
+adoption   --resume_from_checkpoint: copies another run directory's checkpoint into a new one
 pickles    a safe unpickler: no code in a checkpoint is run
 """

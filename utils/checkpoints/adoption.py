@@ -1,7 +1,7 @@
-"""A checkpoint from elsewhere in a new run directory: `--resume_from_checkpoint DIR`.
+"""`--resume_from_checkpoint DIR`: copy a checkpoint from elsewhere into a new run directory.
 
-Each checkpoint has copies of its run's config.yaml and provenance.json in the folder `run`. So a
-checkpoint can resume in any directory, and the start compares its settings with the old ones.
+Each checkpoint has copies of its run's config.yaml and provenance.json in the folder `run`. So the
+run can resume in any directory, and Stoker can compare the new settings with the old ones.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ FLAG = "--resume_from_checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A committed checkpoint outside the run's directory.
+    """A committed checkpoint outside of output_dir.
 
-    record: the folder with the config.yaml and provenance.json of the checkpoint's own run.
+    record: the folder with the config.yaml and provenance.json of the run that saved it.
     """
 
     directory: Path
@@ -45,10 +45,10 @@ class ForeignCheckpoint:
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
-    """Return the checkpoint of FLAG; None without one, or if the run has checkpoints already.
+    """Find the checkpoint that --resume_from_checkpoint names; None if output_dir has checkpoints.
 
-    `named` is FLAG's value: the directory of a checkpoint, or of a run. The newest checkpoint of a
-    run is taken. Only its manifest and record are read. Raises ConfigurationError.
+    `named` is the flag's value: the directory of a checkpoint or of a run. For a run, the newest
+    checkpoint is returned. No tensors are read. Raises ConfigurationError.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -90,10 +90,11 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 
 
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
-    """Copy the named checkpoint, and the best one beside it, to `output_dir`; verify the copies.
+    """Copy the checkpoint of --resume_from_checkpoint into `output_dir`, and verify the copy.
 
-    The best checkpoint may be missing unless `needs_best`. Only rank 0 calls this, while it holds
-    the run lock. A kill leaves a whole checkpoint or none. Raises ConfigurationError.
+    Also copy the run's best checkpoint, which may be missing unless `needs_best`. Only rank 0 calls
+    this, with the run lock. A killed process leaves no partial checkpoint. Does nothing if
+    `output_dir` has checkpoints. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -123,9 +124,9 @@ def _newest(output_dir: Path) -> Path | None:
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return the best checkpoint beside the found one; None if they are the same or it is missing.
+    """Return the best checkpoint in the parent directory of `found`; None if it is `found` itself.
 
-    Only the name of `best` counts. Raises ConfigurationError for a missing one if `needs_best`.
+    If it is missing, return None, or raise ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
@@ -142,10 +143,10 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 
 
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
-    """Copy a checkpoint under a temporary name and verify the copy; return the copy's directory.
+    """Copy a checkpoint into `output_dir` under a temporary name and verify it; return the copy.
 
-    The copy must have the run and the step of the `expected` manifest. Files that only this user
-    can change become hard links.
+    The copy must have the run id and the step of the `expected` manifest. Files that only this user
+    can change become hard links. Raises ConfigurationError.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed start

@@ -1,4 +1,4 @@
-"""The checkpoints in a run directory: resume point, rotation, free space."""
+"""The checkpoints in a run directory: the one to resume from, deletion of old ones, free space."""
 
 import json
 import logging
@@ -30,8 +30,8 @@ INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
 RESHARDED = "resharded."  # a temporary copy for another number of ranks
 SHOWN_PROBLEMS = 5
 LEAST_KEPT = 2  # the newest one may be damaged
-# A save leaves this space free. The next start needs it for its lock, provenance and journal, which
-# it writes before it deletes anything.
+# A save leaves this space free. The next start of the run needs it for .lock, provenance.json and
+# metrics.jsonl, which it writes before it deletes anything.
 RESERVE_BYTES = 2**20
 
 
@@ -46,7 +46,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return, in brackets, how a damaged final/ is written again; empty if no run can do this."""
+    """Return advice in parentheses on rewriting a damaged final/; "" if no checkpoint is left."""
     directory = Path(final)
     if directory.name != FINAL or not numbered_checkpoints(directory.parent):
         return ""
@@ -55,23 +55,23 @@ def how_to_rewrite(final: str | Path) -> str:
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the best checkpoint so far, which trainer_state.json in `directory` names; else None.
+    """Return the path of the best checkpoint, from trainer_state.json in a checkpoint; else None.
 
-    Only the last part of the stored path is used: the run may have moved, and a foreign file may
-    name any folder.
+    The result is in the parent of `directory`. Only the last part of the stored path is used,
+    because the run may have moved, and a foreign file may name any folder.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
         name = Path(state["best_model_checkpoint"] or "").name
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # a resume reports what is wrong with it
+        return None  # a resume reports the damage
     return directory.with_name(name) if CHECKPOINT_NAME.fullmatch(name) else None
 
 
 def committed_checkpoints(
     output_dir: Path, run_id: str | None = None
 ) -> list[tuple[Path, Manifest]]:
-    """Return the committed checkpoints of a run (None: any run), newest first; reads manifests."""
+    """Return (directory, manifest) of a run's committed checkpoints (None: any), newest first."""
     found = []
     for _, directory in numbered_checkpoints(output_dir):
         try:
@@ -87,9 +87,9 @@ def committed_checkpoints(
 
 
 def set_aside(directory: Path, prefix: str) -> str:
-    """Rename a checkpoint or file with a prefix, so that it is ignored; return its new name.
+    """Rename a checkpoint or file with a prefix, so that it is ignored; return the new name.
 
-    The new name contains a number if the plain one exists already.
+    The prefix is followed by a number if the name without a number exists already.
     """
     number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
@@ -101,9 +101,9 @@ def set_aside(directory: Path, prefix: str) -> str:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory; log a failure, because training can continue.
+    """Delete a directory; a failure is only logged, because training can continue.
 
-    The directory is renamed first, so that a kill does not leave a part of a checkpoint.
+    The directory is renamed first, so that a killed process leaves no partial checkpoint.
     """
     try:
         doomed = directory
@@ -118,7 +118,7 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return the former checkpoints whose names begin with one of these prefixes."""
+    """Return the directories named PREFIXcheckpoint-N (or PREFIX2.checkpoint-N), by prefix."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
@@ -129,12 +129,12 @@ def uncommitted_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Path | None:
-    """Return the newest undamaged checkpoint of the run; None if the run has none.
+    """Return the newest undamaged checkpoint of the run; None if the run has no checkpoint.
 
-    Compare all files with the manifest, newest checkpoint first. Set uncommitted and damaged
-    checkpoints aside. A `dry_run` moves nothing and reads no tensors. Only rank 0 calls this. If
-    all committed checkpoints are damaged, raise StorageError and move nothing: a person has to
-    decide whether to train from step 0 again.
+    Compare all files with the manifest, newest checkpoint first. Rename uncommitted and damaged
+    checkpoints. A `dry_run` renames nothing and reads no tensors. Only rank 0 calls this. If all
+    committed checkpoints are damaged, raise StorageError and rename nothing: a person has to decide
+    whether to train from step 0 again.
     """
     found: Path | None = None
     damaged: dict[Path, str] = {}
@@ -171,9 +171,9 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return the differences between a checkpoint and its manifest; see `file_problems`.
+    """Return the differences between a checkpoint's files and its manifest; [] if it is intact.
 
-    Raises ConfigurationError for a checkpoint of another run.
+    Without `tensors`, read no weights. Raises ConfigurationError for a checkpoint of another run.
     """
     try:
         manifest = read_manifest(directory)
@@ -192,16 +192,16 @@ def checkpoint_problems(
 def most_at_once(keep: int | None, saves: int) -> int:
     """Return the largest number of checkpoints that exist at the same time during `saves` saves.
 
-    LEAST_KEPT checkpoints stay until the next one is committed. So three exist for a moment even
-    if `keep` is 2.
+    LEAST_KEPT (2) checkpoints stay until the next one is committed. So three exist for a moment
+    even if `keep` is 2. With `keep` None, all stay.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
 
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
-    """Delete this run's committed checkpoints except the newest `keep` (None: all) and the best.
+    """Delete old checkpoints of this run: keep the newest `keep` (None: all) and the best one.
 
-    Also delete incomplete checkpoints of killed starts.
+    Also delete the incomplete.* checkpoints, which killed processes left.
     """
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
@@ -209,7 +209,7 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete checkpoints until the next one fits. Raises StorageError; see `find_room`."""
+    """Delete old checkpoints if the next one needs the space. Raises StorageError (`find_room`)."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
         delete(directory)  # if this fails, so does the save
@@ -218,12 +218,12 @@ def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: 
 def find_room(
     output_dir: Path, run_id: str | None, keep: int | None, estimated_bytes: float, count: int = 1
 ) -> list[Path]:
-    """Return the directories to delete so that `count` more checkpoints fit.
+    """Return the directories to delete so that `count` more checkpoints fit on the file system.
 
-    First come leftovers of killed starts, then the checkpoints that `rotate` would delete after the
-    next commit, oldest first. LEAST_KEPT committed checkpoints always stay. A new checkpoint is as
-    large as the newest one, or `estimated_bytes` without one. Raises StorageError if these
-    deletions free too little.
+    First come leftovers of killed processes, then the checkpoints that `rotate` would delete after
+    the next commit, oldest first. LEAST_KEPT committed checkpoints always stay. A new checkpoint is
+    assumed as large as the newest one, or `estimated_bytes` without one. For a new run (`run_id`
+    None) the list is empty. Raises StorageError if these deletions free too little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []
@@ -253,12 +253,12 @@ def find_room(
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of a directory's file system; ignore quotas. Raises OSError."""
+    """Return the free bytes of a directory's file system, without quotas. Raises OSError."""
     return shutil.disk_usage(directory).free
 
 
 def taken_bytes(directory: Path) -> int:
-    """Return the bytes that deleting a directory frees."""
+    """Return the size of all files in a directory: the bytes that its deletion frees."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 

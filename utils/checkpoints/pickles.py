@@ -1,8 +1,8 @@
-"""A safe unpickler: a checkpoint can load only known classes, and only its own files.
+"""Safe loading: pickles in a checkpoint may contain only known classes, and name only its files.
 
-Trainer loads with weights_only=True. DeepSpeed and torch.distributed.checkpoint do not, so an
-environment variable of torch forces it for them. torch unpickles the metadata of sharded
-checkpoints without a check, so this module checks the metadata first.
+Trainer calls torch.load with weights_only=True. DeepSpeed and torch.distributed.checkpoint do not,
+so TORCH_FORCE_WEIGHTS_ONLY_LOAD forces it for them. torch unpickles the `.metadata` of sharded
+checkpoints without any check, so this module checks that file first.
 """
 
 import io
@@ -21,8 +21,8 @@ from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 
-# Suffixes of files that no library unpickles. Only parts of a .distcp shard are unpickled, as its
-# metadata says: see `_read_sharded`.
+# Suffixes of files that no library unpickles. A .distcp shard has pickled parts, whose offsets are
+# in `.metadata`: `_read_sharded` checks them.
 HARMLESS = frozenset({
     ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
 })  # fmt: skip
@@ -36,9 +36,9 @@ METADATA_NAMES = re.compile(
 
 
 def guard_loading(strategy: str) -> None:
-    """Force weights_only=True in this process, and let torch.save write no CRC-32.
+    """Force weights_only=True in this process, allow the strategy's classes, turn off CRC-32.
 
-    torch.load does not check the CRC-32, for which torch.save would read the file again.
+    torch.load does not check the CRC-32 sums, and torch.save needs extra time to compute them.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -47,8 +47,8 @@ def guard_loading(strategy: str) -> None:
 
 
 def allow_known_classes(strategy: str) -> None:
-    """Allow the classes in a strategy's checkpoints for loading with weights_only."""
-    # Not by torch's context manager: its end would also forbid classes that were allowed before.
+    """Allow weights_only loading of the classes that a strategy's checkpoints contain."""
+    # torch's context manager would at its end also forbid classes that were allowed before.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
     if strategy.startswith("zero"):
@@ -60,7 +60,7 @@ def allow_known_classes(strategy: str) -> None:
 
 
 def refuse_code(checkpoint: Path) -> None:
-    """Raise ConfigurationError for a checkpoint with a forbidden class or file name."""
+    """Raise ConfigurationError if loading a checkpoint could run code or read other files."""
     manifest = read_manifest(checkpoint)
     allow_known_classes(manifest.strategy)
     for name in manifest.files:
@@ -74,7 +74,7 @@ def refuse_code(checkpoint: Path) -> None:
 def forbidden(path: Path) -> str | None:
     """Return why a file of a checkpoint must not be loaded; None for a safe file.
 
-    Raises OSError, and ConfigurationError if the file names another one outside of the checkpoint.
+    Raises OSError. Raises ConfigurationError if the file names a path outside of the checkpoint.
     """
     try:
         if path.name.endswith(".index.json"):
@@ -107,9 +107,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_sharded(metadata: Path) -> None:
-    """Unpickle the metadata and the non-tensor parts of shards, as torch's FileSystemReader does.
+    """Unpickle `.metadata` and the non-tensor parts of the shards that it lists, with checks.
 
-    Raises UnpicklingError for a class that is not allowed.
+    torch's FileSystemReader reads the same parts. Raises UnpicklingError for a forbidden class.
     """
     with metadata.open("rb") as file:
         content = _MetadataUnpickler(file).load()
