@@ -1,6 +1,6 @@
-"""The files of a checkpoint: their owners, digests and copies, and the manifest.
+"""The files of a checkpoint: which rank writes which, their digests and copies, and manifest.json.
 
-The manifest commits a checkpoint. It is written last, and has the digests of all other files.
+manifest.json has the digests of all other files and is written last: it commits the checkpoint.
 """
 
 import concurrent.futures
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Groups of strategies that load each other's checkpoints. All of them store whole weights; the
-# first group stores a whole optimizer state, the second one in equal parts.
+# Pairs of strategies that can load each other's checkpoints. All store unsharded weights. The first
+# pair stores an unsharded optimizer state, the second pair a shard per rank.
 ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
-# Files of a run directory outside of its checkpoints.
+# Files and folders of a run directory.
 CONFIG = "config.yaml"  # the settings of the first start
 PROVENANCE = "provenance.json"  # an entry for each start
 FINAL = "final"  # the finished model
@@ -44,7 +44,7 @@ PROCESSOR_FILES = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json", OLD_TEMPLATE,
 )  # fmt: skip
-OWN_STATE = "stoker"  # the key of our state in a checkpoint's trainer_state.json
+OWN_STATE = "stoker"  # the key of Stoker's own state in a checkpoint's trainer_state.json
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a run's id is a part of file names
 MARGIN = 1.02  # each checkpoint is a little larger than the previous one: logs and RNG states grow
 # Files of a model's configuration and a tokenizer, without tensors.
@@ -55,8 +55,8 @@ PIECE_BYTES = 2**20
 THREADS = 8  # parallel file systems are faster with several readers
 COPY_THREADS = 2  # training runs at the same time
 
-# Names of files that several ranks write: Trainer's random states, the shards of
-# torch.distributed.checkpoint (FSDP), and the shards of DeepSpeed's ZeRO.
+# Files of which each rank writes its own, with the rank in the name: Trainer's RNG states, the
+# shards of torch.distributed.checkpoint (FSDP), and the shards of DeepSpeed's ZeRO.
 _OWNED = re.compile(
     r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp|(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_[^/]*)"
 )
@@ -81,7 +81,7 @@ def readable(size_bytes: float) -> str:
 
 
 def owner(name: str) -> int:
-    """Return the rank that writes a file; `name` is its path within the checkpoint."""
+    """Return the rank that writes a file (0: also shared files); `name`: path in the checkpoint."""
     match = _OWNED.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
@@ -99,9 +99,9 @@ def list_files(directory: Path) -> list[str]:
 def flush_and_record(
     directory: Path, names: Iterable[str], source: Path | None = None
 ) -> dict[str, FileRecord]:
-    """Flush files and their folders to stable storage, and hash them. Raises OSError.
+    """Flush files and their folders to stable storage; return sizes and digests. Raises OSError.
 
-    With a `source`, copy the files from that folder and hash the originals.
+    With a `source`, first copy the files from that folder to `directory`, and hash the originals.
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
@@ -126,10 +126,10 @@ def flush_and_record(
 def file_problems(
     directory: Path, records: Mapping[str, FileRecord], *, tensors: bool = True
 ) -> list[str]:
-    """Compare the files of a checkpoint with their committed records; return the differences.
+    """Compare the files of a checkpoint with `records` from its manifest; return the differences.
 
     Compare names and sizes first, because they show most damage without reading. Compare contents
-    only if these agree. Without `tensors`, read only files with a suffix in DESCRIPTIONS.
+    only if names and sizes agree. Without `tensors`, hash only files with suffixes in DESCRIPTIONS.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -179,9 +179,9 @@ def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
 
 
 def cached_digests(files: Sequence[Path]) -> dict[str, str]:
-    """Return the digest of each file by its name, from the disk cache if possible.
+    """Return the digest of each file by file name, from the disk cache if possible.
 
-    A file counts as unchanged if its path, size and modification time are the same as before.
+    The cached digests are used if path, size and modification time of all files are as before.
     Raises OSError.
     """
     states = file_states(files)  # before reading, so that later writes are noticed
@@ -212,9 +212,9 @@ class DamagedCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a committed checkpoint and the run that wrote it.
+    """The content of manifest.json: the files of a committed checkpoint, and facts about the run.
 
-    samples, tokens: trained on since step 0; padding is not counted. fingerprints: digests of data,
+    samples, tokens: trained on since step 0, without padding. fingerprints: digests of data,
     tokenizer and settings. versions: of the installed packages.
     """
 
@@ -237,18 +237,18 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Commit the checkpoint in a directory; its files must be flushed before. Raises OSError."""
-    flush(directory.parent)  # the entry of the directory itself
+    """Write manifest.json; the checkpoint's other files must be flushed before. Raises OSError."""
+    flush(directory.parent)  # makes the directory's name durable
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a committed checkpoint.
+    """Return the content of a checkpoint's manifest.json.
 
-    The checkpoint may be foreign, so each listed name must be a regular file in the directory, or
-    missing. Raises DamagedCheckpointError if the manifest was changed, OSError if it cannot be
-    read, and ConfigurationError if a later version of Stoker wrote it.
+    The checkpoint may come from a stranger, so each listed name must be a regular file in the
+    directory, or missing. Raises DamagedCheckpointError if the manifest was changed, OSError if it
+    cannot be read, and ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -276,7 +276,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _has_its_types(manifest: Manifest) -> bool:
-    """Check the types of the fields. The run's id and the counts become parts of paths."""
+    """Check the types of the fields. This protects paths, which contain the run's id and counts."""
     sizes = [record.size_bytes for record in manifest.files.values()]
     counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
     counts += [manifest.samples, manifest.tokens]
@@ -287,13 +287,14 @@ def _has_its_types(manifest: Manifest) -> bool:
 
 
 def _text(committed: Mapping[str, Any]) -> str:
+    """Return the text of manifest.json for the fields of a Manifest, with a digest of them."""
     digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
     content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Raise ConfigurationError for a checkpoint that `strategy` cannot load."""
+    """Raise ConfigurationError if `strategy` cannot load a checkpoint of another strategy."""
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return

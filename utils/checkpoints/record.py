@@ -1,9 +1,9 @@
-"""The record of a run: config.yaml and provenance.json, with the copies that checkpoints hold.
+"""config.yaml and provenance.json of a run (its "record"), and their copies in checkpoints.
 
 config.yaml has the settings of the first start and never changes. provenance.json has an entry for
-each start and only grows. Each checkpoint holds a copy of both in its folder `run`, and its
-manifest has their digests. A file that is missing, unreadable or different from its copy is
-damaged: its copy is read instead, and the next start writes the file again.
+each start and only grows. Each checkpoint has a copy of both files in its folder `run`, and the
+manifest has the digests of the copies. A file that is missing, unreadable or different from the
+copy counts as damaged. Then the copy is read, and the next start of the run restores the file.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from utils.host.journal_file import LATEST
 
 logger = logging.getLogger(__name__)
 
-# Errors that a damaged file raises.
+# Errors that parsing a damaged file raises.
 FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 WRONG = {
     CONFIG: "is not as the first start wrote it",
@@ -50,7 +50,7 @@ WRONG = {
 
 
 def _is_name(value: Any) -> bool:
-    """Check that the value can be a part of a file's name: ids of jobs are used in such names."""
+    """Check that the value is a word fit for a file name: Stoker puts job ids into file names."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -69,8 +69,8 @@ def _is_time(value: Any) -> bool:
     return 0 <= value <= LATEST
 
 
-# The type or check of each field that Stoker reads from an entry of provenance.json. A field may be
-# null.
+# The type of each field that Stoker reads from a start in provenance.json, or a function that
+# checks the value. Every field may be null.
 START: dict[str, Any] = {
     "time": _is_time, "script": str, "argv": _are_texts, "python": str, "resumed_from": str,
     "git": {"commit": str}, "weights_from": {"path": str},
@@ -88,11 +88,11 @@ START: dict[str, Any] = {
 
 
 class RunRecord:
-    """The record of the run in a directory. Each file is read once, when it is first needed.
+    """config.yaml and provenance.json of a run. Each file is read once, when it is first needed.
 
-    A file is lost if it is damaged and no checkpoint has a whole copy of it. Reading a lost file
-    raises ConfigurationError. With `lenient`, a lost file counts as empty: programs that only show
-    a run use this.
+    A damaged file of which no checkpoint has an intact copy is called lost. Reading a lost file
+    raises ConfigurationError. With `lenient`, a lost file counts as empty, for programs that only
+    show a run.
     """
 
     def __init__(self, directory: Path, *, lenient: bool = False):
@@ -100,12 +100,12 @@ class RunRecord:
 
     @property
     def exists(self) -> bool:
-        """Whether provenance.json is here, or a copy of it in a checkpoint."""
+        """Whether the directory or one of its checkpoints has a provenance.json."""
         return (self.directory / PROVENANCE).exists() or self._copies is not None
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The entries of provenance.json, oldest first; empty before the first start."""
+        """The list `starts` of provenance.json, oldest first; empty before the first start."""
         starts: list[dict[str, Any]] = self._provenance[0]["starts"]
         return starts
 
@@ -117,17 +117,17 @@ class RunRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the first start; empty for a lost file if `lenient`."""
+        """The settings of the first start; empty if `lenient` and config.yaml is lost."""
         return {name: value for name, (value, _) in load_mapping(self.config or "{}").items()}
 
     @property
     def config(self) -> str | None:
-        """The text of config.yaml; None for a lost file if `lenient`."""
+        """The text of config.yaml; None if `lenient` and the file is lost."""
         return self._config[0]
 
     @cached_property
     def damage(self) -> dict[str, str]:
-        """The problem of each damaged file, by its name; raises nothing."""
+        """The damaged files: a problem by file name. Raises nothing."""
         found = {}
         for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
             path = self.directory / name
@@ -142,10 +142,10 @@ class RunRecord:
         return found
 
     def restore(self) -> None:
-        """Replace the damaged files; only rank 0 calls this, while it holds the run lock.
+        """Replace damaged files by their copies. Only rank 0 calls this, with the run lock.
 
-        A damaged file stays beside the new one under another name. Raises ConfigurationError if a
-        damaged file has no whole copy.
+        The damaged file is renamed, not deleted. Raises ConfigurationError if no checkpoint has an
+        intact copy.
         """
         for name, problem in self.damage.items():
             path = self.directory / name
@@ -158,7 +158,7 @@ class RunRecord:
 
     @cached_property
     def _copies(self) -> Path | None:
-        """The folder with the newest undamaged copies that can be parsed; None without copies."""
+        """The folder `run` of the newest checkpoint whose copies are intact; None without one."""
         names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
         for _, checkpoint in numbered_checkpoints(self.directory):
             try:
@@ -168,14 +168,14 @@ class RunRecord:
                 _parse_config((checkpoint / RECORD / CONFIG).read_text(encoding="utf-8"))
                 _parse_provenance((checkpoint / RECORD / PROVENANCE).read_text(encoding="utf-8"))
             except (DamagedCheckpointError, ConfigurationError, OSError, *FAULTS):
-                continue  # a resume reports what is wrong with this checkpoint
+                continue  # a resume reports the damage of this checkpoint
             if whole:
                 return checkpoint / RECORD
         return None
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The content of provenance.json or its copy, and the file's problem ("" without one)."""
+        """The content of provenance.json (of the copy if damaged); the damage, "" without any."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -193,7 +193,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The text of config.yaml or its copy, and the file's problem ("" without one)."""
+        """The text of config.yaml (of the copy if damaged), and the damage, "" without any."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -204,7 +204,7 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file (None if damaged), and the problem to report if a copy is used."""
+        """Return the parsed file (None if unreadable), and a problem, for use if a copy is read."""
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
         except OSError as error:
@@ -213,7 +213,7 @@ class RunRecord:
             return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Return a lost file's problem with advice; raise ConfigurationError unless `lenient`."""
+        """Add advice to the problem of a lost file: return it if `lenient`, else raise it."""
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
@@ -232,7 +232,7 @@ class RunRecord:
 
 
 def is_run(directory: Path) -> bool:
-    """Check for files of a run in a directory; False if the directory cannot be read."""
+    """Check whether a directory is a run's output_dir; False if the directory cannot be read."""
     try:
         files = any((directory / name).exists() for name in (CONFIG, JOURNAL))
         return files or RunRecord(directory).exists
@@ -241,7 +241,7 @@ def is_run(directory: Path) -> bool:
 
 
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
-    """Restore damaged files of the record; copy it into a checkpoint that is being written."""
+    """Copy config.yaml and provenance.json into a new checkpoint; restore damaged ones before."""
     try:
         RunRecord(output_dir).restore()
     except ConfigurationError as error:
@@ -253,7 +253,7 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
 
 
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the last start: the first start's settings with all later changes."""
+    """Return the first start's settings with the changes of `starts`, which are in time order."""
     settings = RunRecord(run_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}
@@ -267,7 +267,7 @@ def _parse_config(text: str) -> str:
 
 
 def _parse_provenance(text: str) -> dict[str, Any]:
-    """Return the content of a provenance.json; raises one of FAULTS."""
+    """Return the content of a provenance.json. Raises one of FAULTS if it is damaged."""
     content: dict[str, Any] = json.loads(text)
     starts, run_id = content["starts"], content.get("run_id")
     if run_id is not None and not RUN_ID.fullmatch(run_id):
@@ -280,7 +280,7 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Check a value: `shape` is a type, a check, or a mapping with a shape for each field."""
+    """Check a value, which may be None, against a type, a check, or a mapping of these by field."""
     if value is None:
         return True
     if isinstance(shape, type):

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: room before a save, the commit after it, then rotation.
+"""Saving a checkpoint: make room before the save, write its manifest after it, delete old ones.
 
-Trainer writes its files as it always does. Then each rank flushes and hashes its own files, and
-rank 0 writes the manifest last. No directory is renamed: when transformers did that, ranks raced
-for one name (#28364, #36112). For a save in the background, Trainer writes into this node's memory.
-A thread of each rank copies the rank's files into the checkpoint, then the manifest is written.
+Trainer writes its files as usual. Then each rank flushes and hashes the files that it wrote, and
+rank 0 writes manifest.json last. No directory is renamed: when transformers did that, ranks raced
+for one name (#28364, #36112). For a save in the background, Trainer writes into /dev/shm. A thread
+of each rank copies the rank's files from there to storage, then rank 0 writes manifest.json.
 """
 
 import atexit
@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
 PREFIX = "stoker-staged-"
-# A rank may wait while another rank writes its largest file. A dead rank is noticed sooner, because
-# its connection closes.
+# A rank may have to wait while another rank writes a large file. A dead rank is noticed sooner,
+# because its connection closes.
 GROUP_TIMEOUT_S = 24 * 3600
 
 
 @dataclass(frozen=True)
 class Save:
-    """A committed checkpoint of this start, and how long it took."""
+    """The size of a checkpoint that this process saved, and the time of the save."""
 
     step: int
     size_bytes: int
@@ -62,11 +62,11 @@ class Save:
 
 
 class BackgroundWriter:
-    """A thread of this rank that copies staged files to storage.
+    """A thread of this rank that copies a checkpoint's files from /dev/shm to storage.
 
-    The threads of all ranks commit a checkpoint together. They have their own process group, so
-    that their collectives never mix with those of training. The rank's directory in memory is
-    locked while its process lives. The next start on the node removes unlocked directories.
+    The threads of all ranks commit a checkpoint together. They have a separate process group, so
+    that their collectives never mix with training's collectives. Each rank's directory in /dev/shm
+    is locked while the rank lives. The next start on the node removes unlocked directories.
     """
 
     def __init__(self, run_id: str, rank: int):
@@ -78,10 +78,10 @@ class BackgroundWriter:
         atexit.register(self.remove_directory)
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return the directory in memory for this rank's files; None if any node has no room.
+        """Return this rank's directory in /dev/shm; None if any node lacks memory for its files.
 
         Collective over ranks. `own_bytes` is the size of this rank's files in the previous save.
-        None: unknown, so its node needs room for `all_bytes`, the whole checkpoint.
+        If unknown (None), the rank's node needs room for `all_bytes`, the whole checkpoint.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -98,7 +98,7 @@ class BackgroundWriter:
         return on_every_rank(self.make_directory)[self.rank]
 
     def make_directory(self) -> Path:
-        """Return the directory in memory, empty and private to this user. Raises OSError."""
+        """Return this rank's directory in /dev/shm, empty and private (0700). Raises OSError."""
         if self.directory is None or not self.directory.exists():
             self.remove_directory()
             self.directory, self.lock = locked_directory(MEMORY, self.prefix)
@@ -106,30 +106,30 @@ class BackgroundWriter:
         return self.directory
 
     def clear(self) -> None:
-        """Delete the staged files, which frees their memory. Raises OSError."""
+        """Delete the files in this rank's /dev/shm directory, to free memory. Raises OSError."""
         if self.directory is not None:
             for path in self.directory.iterdir():
                 shutil.rmtree(path)
 
     def remove_directory(self) -> None:
-        """Remove the directory in memory. The next start on this node removes any remains."""
+        """Remove this rank's directory in /dev/shm. The next start on the node removes remains."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self.lock)
             self.directory = None
 
     def close(self) -> None:
-        """Release the memory and the process group. All ranks call it while no thread writes."""
+        """Free the memory and the process group. All ranks call it, once their threads are idle."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return the names of the staged files that this rank copies to storage.
+        """Return the names of the files in `staged` (in /dev/shm) that this rank copies to storage.
 
-        If several ranks staged the same name, its owner copies the file, or the first of these
-        ranks if the owner did not stage it. Collective over ranks.
+        If several ranks have a file of the same name, the rank that `owner` returns copies it, or
+        else the first of these ranks. Collective over ranks.
         """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
@@ -140,7 +140,7 @@ class BackgroundWriter:
 
 
 def free_bytes() -> int:
-    """Return how many bytes of files this node's memory can still hold; 0 without MEMORY."""
+    """Return how many bytes of files still fit into /dev/shm; 0 if there is no /dev/shm."""
     if not MEMORY.is_dir():
         return 0
     status = os.statvfs(MEMORY)
@@ -148,28 +148,28 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove staged files of this user's killed processes: they would take memory from jobs."""
+    """Remove what this user's killed processes left in /dev/shm, because it takes memory."""
     for directory in remove_abandoned(MEMORY, PREFIX):
         logger.warning("%s was left in memory by a run that was killed: removed", directory)
 
 
 def _refuse_lost(output_dir: Path) -> None:
-    """Raise ConfigurationError if another job took the run directory."""
+    """Raise ConfigurationError if another job now holds the lock of the run directory."""
     if lost := taken_over(output_dir):
         raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
 
 
 class Checkpoints:
-    """Commits and keeps the checkpoints of a run; every method is collective over ranks.
+    """Saves the checkpoints of a run and deletes old ones. All ranks call each method together.
 
     A save has three steps: `begin`, Trainer's own save into `run_dir`, `commit`. With `background`,
-    `commit` returns before the checkpoint is committed; `finish` waits for the commit.
+    `commit` returns before the manifest is written; `finish` waits for it.
 
-    facts            the values that all manifests of this start have in common
-    keep             how many of the newest checkpoints stay, beside the best one; None: all
-    estimated_bytes  the size of a checkpoint until this start has saved one
+    facts            the fields that are equal in all manifests of this process
+    keep             how many of the newest checkpoints stay, besides the best one; None: all
+    estimated_bytes  the assumed size of a checkpoint until this process has saved one
     run_dir          the directory in which Trainer makes its checkpoint-N
-    saves            the checkpoints that this start has committed
+    saves            the checkpoints that this process has committed
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Checkpoints:
 
     @property
     def staged(self) -> bool:
-        """Whether the checkpoint that was begun is staged in memory."""
+        """Whether Trainer now saves into /dev/shm, not into output_dir."""
         return self.run_dir != self.output_dir
 
     @property
@@ -206,9 +206,9 @@ class Checkpoints:
         return self.work is not None and self.work.done() and self.work.exception() is not None
 
     def begin(self, step: int) -> bool:
-        """Wait for the previous save and make room; return False if the step is committed already.
+        """Wait for the previous save and make room; return False if this step is committed already.
 
-        Raises StorageError, or ConfigurationError if another job took the directory, on all ranks.
+        Raises on all ranks: StorageError, or ConfigurationError if another job holds the run lock.
         """
         self.begun = time.monotonic()
         self.finish()
@@ -228,7 +228,7 @@ class Checkpoints:
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Commit the files that Trainer wrote for this step, then rotate. Raises StorageError."""
+        """Commit the files that Trainer saved; delete old checkpoints. Raises StorageError."""
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
 
@@ -253,7 +253,7 @@ class Checkpoints:
         self.work = background.pool.submit(write)
 
     def finish(self) -> None:
-        """Wait for the save in the background. Raises its StorageError on all ranks."""
+        """Wait for the save in the background; if it failed, raise StorageError on all ranks."""
         work, self.work = self.work, None
         if work is not None:
             work.result()
@@ -264,11 +264,11 @@ class Checkpoints:
             self.background.close()
 
     def check_ownership(self) -> None:
-        """Raise ConfigurationError on all ranks if another job took the directory."""
+        """Raise ConfigurationError on all ranks if another job now holds the run lock."""
         on_rank_0(lambda: _refuse_lost(self.output_dir))
 
     def check(self, directory: Path) -> None:
-        """Raise StorageError on all ranks if a committed checkpoint is damaged."""
+        """Raise on all ranks: StorageError if damaged, ConfigurationError if unsafe to load."""
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])
@@ -283,7 +283,7 @@ class Checkpoints:
     def _commit_files(
         self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
-        """Record the files of all ranks, commit and rotate; return the checkpoint's bytes."""
+        """Call `record` on each rank, write the manifest, rotate; return the checkpoint's bytes."""
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
         manifest = dataclasses.replace(
