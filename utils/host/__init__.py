@@ -1,11 +1,11 @@
-"""Tools for every package. Only the error types of `config` are imported here.
+"""Helpers for all other packages of utils. From those, they import only utils.config.errors.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       this machine: name, processor, memory
 redaction     tokens from .env; secrets removed from all output
 faults        errors of storage, memory and lost processes; the place in the code
-foreign       limits and clear errors when a library reads a user's files
-collectives   actions and answers of all ranks, and their gloo group
+foreign       time and memory limits, and clear errors, while a library reads a user's files
+collectives   run a function on rank 0 or on all ranks, and give all ranks the result or error
 journal_file  metrics.jsonl: format and reader, without torch
-run_lock      one job per output directory: its owner, and the error that ended it
+run_lock      at most one job per output directory: the lock file in .lock and its heartbeat
 """

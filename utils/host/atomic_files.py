@@ -1,8 +1,8 @@
 """Files: atomic writes, checked names, locked directories, the disk cache.
 
 A process that is killed while it writes a file leaves the old file, or none. The disk cache is in
-$XDG_CACHE_HOME/stoker. The name of an entry is a digest of all facts that determine its content, so
-an entry is never out of date.
+$XDG_CACHE_HOME/stoker (default: ~/.cache/stoker). The name of a cache file is a digest of all facts
+that determine the content, so a cache file is never out of date.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
-    """Write a text to `path` in one step: flush a draft, then rename it. Raises OSError.
+    """Write a text to `path` in one step: write and flush a draft, then rename it. Raises OSError.
 
     Known secrets are masked, unless the text has to be `exact` because its digest is stored.
     """
@@ -54,7 +54,7 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
 def paths_inside(
     folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
 ) -> dict[str, Path]:
-    """Return the path in `folder` of each name that the manifest or index `listed_in` holds.
+    """Check file names from an index or manifest, `listed_in`; return their paths in `folder`.
 
     The files may be missing. With `links`, symbolic links may lead out of the folder, as in the
     Hub's cache. Raises ConfigurationError for a name that leaves the folder or is not a regular
@@ -100,9 +100,9 @@ def _is_inside(folder: Path, name: Any, *, links: bool) -> bool:
 
 
 def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
-    """Make a private directory, locked until the returned descriptor is closed; raises OSError.
+    """Make a private directory and lock it; return the path and the lock's descriptor.
 
-    The end of the process closes the descriptor.
+    The lock ends when the descriptor is closed, at the latest with the process. Raises OSError.
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -117,7 +117,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove the locked directories of this user's ended processes; return their paths."""
+    """Remove this user's directories of `locked_directory` whose process has ended; return them."""
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed
@@ -142,13 +142,13 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str, facts: Any) -> Path:
-    """Return the path of a cache file. `facts` (JSON values) must determine its content."""
+    """Return the path of a cache file. `facts` (JSON values) must determine the file's content."""
     name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
     return cache_root() / kind / f"{name}.json"
 
 
 def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time of each file, to see later if a file changed."""
+    """Return path, size and modification time (ns) of each file, to see later if a file changed."""
     stats = [(file.resolve(), file.stat()) for file in files]
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 

@@ -1,4 +1,4 @@
-"""Collectives: actions on rank 0 or on all ranks, with the same answer or error on all ranks."""
+"""Run a function on rank 0 or on all ranks, with the same result or error on every rank."""
 
 import datetime
 import os
@@ -15,10 +15,10 @@ Answer = TypeVar("Answer")
 
 
 def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
-    """Run an action on rank 0; return its answer, or raise its ConfigurationError, on every rank.
+    """Run a function on rank 0; return its result, or raise its ConfigurationError, on every rank.
 
     Collective over the ranks of `group` (None: all). An OSError becomes a StorageError, which is a
-    ConfigurationError. The answer has to be picklable.
+    ConfigurationError. The result has to be picklable.
     """
     leads = not _connected() or torch.distributed.get_rank() == 0
     outcome = _attempt(action) if leads else None
@@ -26,15 +26,15 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
 
 
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
-    """Run an action on every rank; return all answers in rank order, or raise all errors.
+    """Run a function on every rank; return the results of all ranks, in rank order.
 
-    Collective over the ranks of `group`: every rank gets the same answers or the same error.
+    If it fails on some ranks, all ranks raise one error with their messages. Collective (`group`).
     """
     return _answers(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, in rank order; collective."""
+    """Return the values of all ranks, in rank order. Collective over the ranks of `group`."""
     if not _connected():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -43,7 +43,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Return the answer, or the type and problems of an error, to send to the other ranks."""
+    """Return the result of a function, or the type and messages of its error, to send to ranks."""
     try:
         return action(), None, []
     except ConfigurationError as error:
@@ -54,7 +54,7 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
 
 
 def _answers(outcomes: list[Any]) -> list[Any]:
-    """Return the answers, or raise one error with the problems of all ranks."""
+    """Return the results of `_attempt`, or raise one error with the messages of all ranks."""
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
         raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))
@@ -66,7 +66,7 @@ def _connected() -> bool:
 
 
 def cpu_group(timeout_s: float) -> Any:
-    """Make a gloo group of all ranks; None for one process.
+    """Make a gloo process group of all ranks; return None if there is only one process.
 
     Collective over ranks. Raises UnfitClusterError.
     """
@@ -85,11 +85,11 @@ def cpu_group(timeout_s: float) -> Any:
 
 
 class Agreement:
-    """The maximum of one integer per rank, in turns: begin a turn, read its result a step later.
+    """An asynchronous all-reduce: the maximum of one integer per rank, read one step later.
 
-    A turn is an all-reduce over the CPUs' network (gloo), in a separate thread while the ranks
-    compute. All ranks take part. Reading the result one step later does not block the device, and
-    seldom waits for another rank. A single process has its result at once.
+    All ranks call `begin_turn` in a step, and `result` in the next step. The all-reduce runs over
+    gloo in a separate thread while the ranks compute. So `result` does not block the GPU, and
+    seldom waits for another rank. A single process has the result at once.
     """
 
     def __init__(self, timeout_s: float = 1800):
@@ -99,7 +99,7 @@ class Agreement:
         self.group = cpu_group(timeout_s)
 
     def result(self) -> int:
-        """Return the maximum of the last turn; 0 before the first."""
+        """Return the maximum of the numbers given to the last `begin_turn`; 0 before the first."""
         if self.pending is None:
             return self.own
         value, work = self.pending
@@ -108,7 +108,7 @@ class Agreement:
         return int(value.item())
 
     def begin_turn(self, number: int) -> None:
-        """Begin a turn with this rank's number. Read the `result` of the previous turn before."""
+        """Start the all-reduce with this rank's number. Call `result` before the next call."""
         assert self.pending is None, "the last turn was not read"
         self.own = number
         if self.group is not None:
@@ -124,7 +124,7 @@ class Agreement:
             self.pending = (value, work)
 
     def close(self) -> None:
-        """Wait for the current turn and destroy the process group; all ranks call it."""
+        """Wait for the all-reduce and destroy the process group; all ranks call it."""
         self.result()
         self.own = 0
         if self.group is not None:

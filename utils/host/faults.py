@@ -1,4 +1,4 @@
-"""Faults of the machine behind an error: storage, memory, a lost process; its place in the code."""
+"""Find the cause of an error (storage, memory, a lost data worker) and its place in the code."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from utils.host.machine import host_name
 
 _ROOT = Path(__file__).parents[2]
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# Some libraries raise their own types of errors, so a fault of the storage shows only in the text.
+# Texts of storage faults in errors that have no errno, because libraries raise their own types.
 # torch and protobuf report only that their writer failed.
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
@@ -27,7 +27,7 @@ _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|ab
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
     """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
-    Without such a frame, use the innermost frame, which is the last one of `frames`.
+    If there is no such frame, use the last one of `frames`, which is the innermost.
     """
     if not frames:
         return "no Python code"
@@ -49,20 +49,20 @@ def thread_frames(thread: int) -> list[traceback.FrameSummary]:
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Check whether a stack is in a collective, or in a backward pass, which runs collectives."""
+    """Check whether a stack is in a collective or in a backward pass, which runs collectives."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 
 
 def last_line(error: BaseException) -> str:
-    """Return the first line of `Type: message`, followed by the place in the code."""
+    """Return the first line of an error, `Type: message`, followed by its place in the code."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{lines[0]} ({place(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return a StorageError if storage caused the error, else None."""
+    """Return a StorageError if the error or one of its causes is a storage fault, else None."""
     if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
@@ -77,8 +77,8 @@ def storage_error(error: BaseException) -> StorageError | None:
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
     """Return the error that shows lack of memory: `error` itself or one of its causes; else None.
 
-    `killed` tells whether the kernel killed a process of this job for lack of memory. Then a lost
-    helper process counts too. Without that evidence, `lost_process` reports the loss.
+    `killed`: the kernel killed a process of this job for lack of memory. Only then a lost data
+    worker counts as lack of memory.
     """
 
     def lacks_memory(one: BaseException) -> bool:
@@ -94,7 +94,7 @@ def memory_owner(cause: BaseException) -> str:
 
 
 def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
-    """Return an OutOfMemoryError if `error` shows lack of memory, else None.
+    """Return an OutOfMemoryError if `error` shows lack of memory (see `memory_cause`), else None.
 
     This is for errors outside of training. During training, the trainer writes a page with advice.
     """
@@ -118,7 +118,7 @@ def lost_process(error: BaseException) -> LostProcessError | None:
 
 
 def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
-    """Return the first error that `fits` in the chain of causes; None without one."""
+    """Return the first error in the chain of causes for which `fits` is true; None without one."""
     while error is not None and not fits(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
@@ -140,6 +140,6 @@ def _storage_fault(error: BaseException) -> str | None:
 
 
 def _of_a_library(error: BaseException) -> bool:
-    """Check whether an error may come from a library; other errors may quote a user's text."""
+    """Check whether a library may have raised an error. The text of other errors is no evidence."""
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

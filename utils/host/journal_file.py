@@ -1,11 +1,11 @@
-"""The file metrics.jsonl: how its lines are written and read, without torch.
+"""The journal of a run, metrics.jsonl: how its lines are written and read, without torch.
 
 Lines are only appended. A run may resume from a checkpoint that is older than the last lines, so
 each start first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
-were rolled back. `read_journal` leaves these out, so its series has no duplicates and no gaps.
+were rolled back. `read_journal` leaves these out, so each step occurs once.
 
-Faults of storage and kills damage lines. `read_lines` is the only reader. It checks the types of
-all fields that Stoker uses. It leaves out lines that do not fit, and counts them.
+Storage faults and killed processes damage lines. Every reader uses `read_lines`, which checks the
+types of all fields that Stoker uses. It leaves out damaged lines, and counts them.
 """
 
 import json
@@ -29,7 +29,8 @@ LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
 
 
-# The kind of a field: the first pattern that matches its name. Readers sum up and format measures.
+# The kind of a field: the first pattern that matches its name. A "measure" must be finite, because
+# readers add and format measures. A "figure" may be NaN or infinite.
 _KINDS = {
     "text": "event|split|slowest_host",
     "step": "step|max_steps",
@@ -46,7 +47,7 @@ _KINDS = {
 def strict_json(value: Any, indent: int | None = None) -> str:
     """Return a value as valid JSON, with known secrets masked.
 
-    Numbers of numpy and torch become plain numbers. The numbers in NOT_FINITE become text.
+    Scalars of numpy and torch become plain numbers. NaN and infinity become text, as JSON has none.
     """
 
     def plain(other: Any) -> Any:
@@ -57,16 +58,16 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a journal as one series, without lines that were rolled back, damaged or repeated.
+    """Read metrics.jsonl without lines that were rolled back, damaged or repeated.
 
-    Non-finite figures are floats again. If several lines have the same event, split and step, only
-    the last is returned: an interrupted evaluation is repeated for all splits.
+    NaN and infinity are floats again. If several lines have the same event, split and step, only
+    the last is returned, because an interrupted evaluation is later repeated for all splits.
     """
     return as_series(read_lines(Path(path))[0])
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return these lines as one series, without rolled-back or repeated ones (`read_journal`)."""
+    """Return the lines that `read_journal` would return; `lines` are those of `read_lines`."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]
@@ -81,11 +82,11 @@ def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_lines(
     path: Path, *, first: int | None = None, last: int | None = None, ranks: bool = True
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a journal and the number of damaged lines. Raises OSError.
+    """Return the lines of metrics.jsonl and the number of damaged lines. Raises OSError.
 
-    `first` and `last` are numbers of bytes. With `first`, read only lines within the first bytes of
-    the file; with `last`, only lines that end within its last bytes. Without `ranks`, each line has
-    its offset in the file (`at`) instead of its longest field, `memory_by_rank`.
+    `first`: read only lines within so many bytes from the start of the file. `last`: only lines
+    that end within so many bytes before its end. Without `ranks`, leave out the long field
+    `memory_by_rank`, and add the field `at`, the line's offset in the file.
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
@@ -107,7 +108,7 @@ def read_lines(
 
 
 def _line_start(file: BinaryIO, place: int) -> int:
-    """Return the offset at which the line with the byte at `place` begins."""
+    """Return the offset of the first byte of the line that contains the offset `place`."""
     while place > 0:
         begin = max(0, place - BLOCK_BYTES)
         file.seek(begin)
@@ -128,11 +129,11 @@ def skipped(damaged: int) -> str:
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
-    """Return a line of a journal with the types in docs/metrics.md; None if it is damaged.
+    """Parse a line of metrics.jsonl; return None if a field has not the type in docs/metrics.md.
 
-    `event` is a text, `step` and `max_steps` are integers from 0, `time` is a number. A figure is a
-    number, also NaN or infinite. A measure (a time, a size, a share) is left out unless it is
-    finite. Fields that are null are left out. Fields of a user's hook are not changed.
+    `event` is a text, `step` and `max_steps` are integers from 0, `time` is a number. A figure
+    (such as a loss) is a number, also NaN or infinite. A measure (a time, a size, a share) is left
+    out unless it is finite, as are null fields. Fields of a user's hook are not changed.
     """
     try:
         fields = json.loads(text.decode()).items()
@@ -146,7 +147,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return a field's value; None for an unusable measure. Raises ValueError for a wrong type."""
+    """Return a field's value; None for a non-finite measure. Raises ValueError for a wrong type."""
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
@@ -183,7 +184,7 @@ def _kind(key: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: 41s, 4m31s, 3h05m, 2d04h.
+    """Format a duration in at most two units: 41s, 4m31s, 3h05m, 2d04h.
 
     >>> duration(271), duration(11_100), duration(187_200)
     ('4m31s', '3h05m', '2d04h')
@@ -196,9 +197,9 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text fit for one line of a terminal, with known secrets masked.
+    r"""Return a text that is safe to print as one line of a terminal, with known secrets masked.
 
-    Line ends, escape codes and other unprintable characters become escapes.
+    Line ends, control codes and other unprintable characters become backslash escapes.
 
     >>> printable("a b"), printable("line\nend \x1b[1m")
     ('a b', 'line\\nend \\x1b[1m')
@@ -210,7 +211,7 @@ def printable(text: str) -> str:
 
 
 def counted(number: float | None) -> str:
-    """Format a count in millions, billions or trillions.
+    """Format a count with the suffix M, B or T (millions, billions, trillions); None as "-".
 
     >>> counted(950), counted(1_234_000_000), counted(None)
     ('950', '1.23 B', '-')
