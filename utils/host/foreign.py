@@ -1,7 +1,7 @@
-"""Foreign files: a library reads a model, a tokenizer or a chat template of unknown origin.
+"""Guards around libraries that read foreign files: models, tokenizers, chat templates of a user.
 
-At a damaged file, libraries raise errors of any type, compute for hours, or wait for a pipe. Here
-each of these becomes a ConfigurationError that names the file.
+At a damaged or hostile file, libraries raise errors of any type, compute for hours, or wait for a
+pipe. These guards raise a ConfigurationError that names the file instead.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from utils.config.errors import ConfigurationError
 from utils.host.faults import memory_error, storage_error, waits_for_ranks
 from utils.host.redaction import redact
 
-# Published templates render a chat in a millisecond. A model of 671 billion parameters is built
-# without its weights in a fifth of a second.
+# Published chat templates render a chat in a millisecond. A model of 671 billion parameters is
+# built without weights (on the meta device) in a fifth of a second.
 CPU_LIMIT_S = 30.0
 RENDERING_BYTES = 4 << 30
 LONGEST_REASON = 400
@@ -29,16 +29,16 @@ _READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetenso
 
 
 class _TimeIsUp(BaseException):
-    """The end of the CPU limit. It is no Exception, so that no library catches it."""
+    """The CPU limit is reached. The base is BaseException, so that libraries do not catch it."""
 
 
 @contextlib.contextmanager
 def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Turn any library error of a with block that reads foreign files into a ConfigurationError.
 
-    `what` is the file, folder or Hub name that the block reads. The message holds `what`, the
-    `problem` and the damaged files of a folder, or else the `advice`. Errors of storage, memory and
-    other ranks are raised unchanged.
+    `what` is the file, folder or Hub name that the block reads. The message has `what`, `problem`
+    and the error. It also lists the damaged files in a folder, or, if there are none, the `advice`.
+    Errors of storage, memory and other ranks are raised unchanged.
     """
     folder = Path(what)
     try:
@@ -64,7 +64,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Add the name `what` to a ConfigurationError of a with block, unless the error has it."""
+    """Put `what` before the messages of a ConfigurationError of a with block, if it is missing."""
     try:
         yield
     except ConfigurationError as error:
@@ -79,8 +79,8 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Raise ConfigurationError if a with block computes too long or uses too much memory.
 
     The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` more address space than the process
-    uses now. Pass None if CUDA may start, which reserves much address space. A nested call keeps
-    the outer limits. Only the main thread has limits, because only it handles signals.
+    uses now (None: no limit; pass it if CUDA may start, which reserves much address space). A
+    nested call keeps the outer limits. Threads have no limits: only the main one gets signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
@@ -113,7 +113,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error in one line, with its type if the message is one word."""
+    """Return the message of an error in one line, shortened; after the type if it is one word."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
@@ -123,7 +123,7 @@ def reason(error: BaseException) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigurationError for any other content."""
+    """Return the JSON object in a file. Raises ConfigurationError if it has any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -136,14 +136,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a folder that libraries read; none for a single file or a Hub name."""
+    """Return the files in a folder that libraries read; [] if `folder` is a file or a Hub name."""
     with contextlib.suppress(OSError, ValueError):  # a name that no file system accepts
         return [path for pattern in _READ for path in sorted(folder.glob(pattern))]
     return []
 
 
 def _damaged_files(folder: Path) -> Iterator[str]:
-    """Yield the problem of each damaged JSON file and each damaged safetensors header."""
+    """Yield a message for each damaged JSON file and each damaged safetensors header."""
     for path in _files(folder) or [folder]:
         try:
             if path.suffix == ".json":

@@ -1,4 +1,4 @@
-"""This machine: its name, its processor, its memory."""
+"""Facts about this host and process: name, rank, processor, memory."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """Return Slurm's name of this node (as in `squeue` and `sinfo`), else the host's name."""
+    """Return Slurm's name of this node (as `sinfo` shows it); outside of Slurm the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -18,7 +18,7 @@ def global_rank() -> int:
 
 
 def cpu_fact(name: str) -> str:
-    """Return an entry of the first core in /proc/cpuinfo, such as `vendor_id`; "" without it."""
+    """Return a field of the first core in /proc/cpuinfo, such as `vendor_id`; "" if missing."""
     found = re.search(rf"^{name}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return found[1].strip() if found else ""
 
@@ -41,9 +41,9 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 def memory_kills(root: Path = Path("/")) -> int:
     """Return how many processes of this control group the kernel has killed for lack of memory.
 
-    Read the innermost group that counts kills. The kernel counts a kill there even if an outer
-    group's limit was reached, and outer groups hold other jobs. If no group counts kills, return
-    the count of the whole host.
+    Read the innermost group that counts kills. The kernel counts a kill in this group even if the
+    limit of an outer group was reached, and outer groups include other jobs. If no group counts
+    kills, return the count of the whole host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -53,7 +53,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield the version of control groups, and this process's group followed by its parents."""
+    """Yield (version of cgroups, [folder of this process's group, folders of its parents])."""
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -64,7 +64,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
 
 
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
-    """Return the bytes left in one control group; infinity without a limit."""
+    """Return the bytes of memory left in one control group; infinity without a limit."""
     if not (group / limit).is_file():
         return float("inf")  # the root group has no limit; a container does not see the host's path
     allowed = (group / limit).read_text(encoding="utf-8").strip()
@@ -74,7 +74,7 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Read a file of the kernel with a name and a number on each line; empty without the file."""
+    """Read a file of the kernel with a name and a number on each line; {} without the file."""
     if not path.is_file():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -30,7 +30,7 @@ _SECRET_NAME = re.compile(
 # A shorter value is more likely a word or a number ("true", "2026") than a secret. Masking it would
 # damage every file. Services issue longer secrets.
 _SHORTEST_SECRET = 8
-# Tokens of the Hub and of GitHub, also within a longer word; `user:password` in an address.
+# Tokens of the Hub and of GitHub, also within a longer word; `user:password` in a URL.
 _FORMS = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"""|(?<=://)[^\s/@:'"\\,<>]*:[^\s/'"\\,<>]+(?=@)"""
@@ -38,7 +38,7 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Set environment variables for the TOKEN_NAMES in a `.env` file; return the names set.
+    """Set the environment variables TOKEN_NAMES from a `.env` file; return the names that it set.
 
     Variables that are set already stay. The file may be missing. Other lines are ignored with a
     warning. Raises ConfigurationError for a file that is not private. No message shows a value.
@@ -82,12 +82,12 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Mask every known secret in a text: values of secret variables, and forms of tokens."""
+    """Mask secrets in a text: values of secret environment variables, and texts like a token."""
     return _masked(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
-    """Mask every known secret in plain data. Call it before encoding: YAML wraps long texts."""
+    """Mask as `redact` in all strings of plain data. Call it before encoding: YAML wraps texts."""
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:
@@ -101,7 +101,7 @@ def redacted(value: Any) -> Any:
 
 
 def _secrets() -> tuple[str, ...]:
-    """Return the secrets in the environment, and the single lines of a multi-line secret."""
+    """Return the values of secret environment variables, and each line of multi-line values."""
     values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     parts = {part.strip() for value in values for part in (value, *value.splitlines())}
     return tuple(sorted(part for part in parts if len(part) >= _SHORTEST_SECRET))
@@ -150,10 +150,10 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
 
 
 def install_redaction() -> None:
-    """Redact all log records and all uncaught errors. A second call changes nothing.
+    """Mask secrets in all log records and all uncaught errors. A second call changes nothing.
 
-    Records are redacted where they are made, because libraries may have handlers (transformers
-    does) that a filter on our handler would miss.
+    The log record factory does it, because a filter on Stoker's handler would miss the handlers of
+    libraries, such as transformers.
     """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "redacts", False):

@@ -1,10 +1,10 @@
-"""One job per run directory: a second job is refused, a new start replaces a dead owner.
+"""The run lock: at most one job trains in a run directory.
 
-The folder .lock holds files owner-1, owner-2, ...; the highest number owns the run. The owner
-rewrites its file every few seconds, and writes `left` into it when it ends. A new job that finds
-the owner gone creates the file with the next number, exclusively: only one new job can succeed,
-also on NFS, where flock may not work. No file is removed, so no number is used twice. No clocks are
-compared.
+The folder .lock has files owner-1, owner-2, ..., one per process that held the lock. The process of
+the highest number is the owner. It rewrites its file every few seconds (the heartbeat), and sets
+`left` in it at its end. A new process that finds the owner ended creates the file of the next
+number with O_EXCL. So only one process can succeed, also on NFS, where flock may not work. No file
+is removed, so no number is used twice. To see a heartbeat, a new process compares no clocks.
 """
 
 import atexit
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = ".lock"
 BEAT_S = 5.0
-WATCH_S = 30.0  # several beats: storage may stall, a library may hold the interpreter
-LOOK_S = 0.5
-LONGEST_ERROR = 250  # characters; each takes up to twelve bytes of the file, which has SIZE bytes
+WATCH_S = 30.0  # several heartbeats, because storage or a library that holds the GIL may delay them
+LOOK_S = 0.5  # between two reads of the owner's file
+LONGEST_ERROR = 250  # characters; each takes up to twelve of the SIZE bytes of an owner's file
 SIZE = 4096
 
 NAMELESS = "a process that left no name"
@@ -41,10 +41,10 @@ _held: dict[Path, "RunLock"] = {}
 
 
 def take_run_lock(output_dir: Path) -> None:
-    """Make this process the only one that trains in a directory; rank 0 alone calls it.
+    """Take the run lock of a directory for this process; rank 0 alone calls it.
 
-    The lock is held until `leave_run_lock` or the end of the process. Watches the heartbeat of an
-    earlier owner for up to WATCH_S. Raises OSError, and ConfigurationError for a living owner.
+    The lock is held until `leave_run_lock` or the end of the process. Waits up to WATCH_S for a
+    heartbeat of an earlier owner. Raises ConfigurationError if there is one, and OSError.
     """
     leave_run_lock(output_dir)  # an earlier run of this process may hold it
     _held[output_dir.resolve()] = RunLock(output_dir)
@@ -62,40 +62,40 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process, without secrets, in the locks that it holds."""
+    """Store the error that ends this process, with secrets masked, in all run locks it holds."""
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Store what this process is doing; the next heartbeat writes this phase into the lock."""
+    """Store what this process is doing. The next heartbeat writes it into the owner file."""
     for lock in _held.values():
         lock.phase = phase
 
 
 def held_runs() -> dict[Path, str]:
-    """Return the run directories that this process holds, with the error of each ("": none)."""
+    """Return the error of `note_error` ("" if none) for each run directory this process locks."""
     return {path: lock.error or "" for path, lock in _held.items()}
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return a sentence about the job that took the directory from this process; else None.
+    """Return a sentence about the job that took the run lock from this process; else None.
 
-    A process that was suspended for longer than WATCH_S may lose its lock. Call this before writing
-    files that other jobs rely on. Returns None also if this process has no lock. Raises OSError.
+    A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
+    files that other jobs rely on. Returns None also if this process took no lock. Raises OSError.
     """
     lock = _held.get(output_dir.resolve())
     return lock.new_owner() if lock else None
 
 
 def known_loss(output_dir: Path) -> str | None:
-    """Return the answer of `taken_over` at the last heartbeat, without reading a file."""
+    """Return what `taken_over` returned at the last heartbeat, without reading a file."""
     lock = _held.get(output_dir.resolve())
     return lock.lost if lock else None
 
 
 def wait_until_left(output_dir: Path) -> None:
-    """Wait until the owner of the directory releases it or is silent for WATCH_S."""
+    """Wait until the owner releases the run lock or gives no heartbeat for WATCH_S."""
     for _, owner in _changes(output_dir / FOLDER):
         if owner and owner.left:
             return
@@ -103,11 +103,11 @@ def wait_until_left(output_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class RunOwner:
-    """An owner of a run directory, as its file in .lock describes it.
+    """A process that holds or held the run lock, from a file owner-NUMBER in .lock.
 
-    left: the owner released the lock. error: the error that ended the owner, None without one.
-    since: when it took the directory, by its machine's clock. beat: its last heartbeat, by the
-    storage's clock. phase: what it was doing at that heartbeat. replaced: a newer owner exists.
+    left: the process released the lock. error: the error that ended it, None without one. since:
+    when it took the lock, by the clock of its host. beat: the last heartbeat, by the clock of the
+    storage. phase: what the process was doing then. replaced: a file with a higher number exists.
     Times are in unix seconds.
     """
 
@@ -128,12 +128,12 @@ class RunOwner:
 
     @property
     def age_s(self) -> float:
-        """The time since the last heartbeat, by this machine's clock."""
+        """The seconds since the last heartbeat, by this host's clock."""
         return time.time() - self.beat
 
     @property
     def gone(self) -> bool:
-        """Whether the owner has ended for certain: replaced, or its process is gone from here."""
+        """Whether the owner surely ended: it is replaced, or its process ended on this host."""
         if self.replaced or self.machine != _machine():
             return self.replaced
         try:
@@ -146,11 +146,11 @@ class RunOwner:
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still runs. The clocks of storage and machines may differ a little."""
+        """Whether the owner still runs, as far as known. Its heartbeat may be 2 * WATCH_S old."""
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Check whether the owner is the start of a job with this `slurm` in provenance.json."""
+        """Check whether the owner has the job id and restart count in `slurm` (provenance.json)."""
         start = slurm.get("job_id"), int(slurm.get("restart_count") or 0)
         return (self.job, self.restart_count) == start
 
@@ -161,10 +161,7 @@ class RunOwner:
 
 
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
-    """Yield the owners of a run directory, newest first, without waiting for a heartbeat.
-
-    Damaged files are left out.
-    """
+    """Yield all processes that held the run lock, newest first. Damaged files are left out."""
     replaced = False
     for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
         with contextlib.suppress(OSError):
@@ -174,7 +171,7 @@ def run_owners(output_dir: Path) -> Iterator[RunOwner]:
 
 
 class RunLock:
-    """The lock of one directory, held from the constructor to `leave_run_lock`."""
+    """The run lock of one directory, held from the constructor to `leave_run_lock`."""
 
     def __init__(self, output_dir: Path):
         self.output_dir, self.folder = output_dir, output_dir / FOLDER
@@ -203,10 +200,10 @@ class RunLock:
         self.thread.start()
 
     def new_owner(self) -> str | None:
-        """Return a sentence about the directory's new owner; None if it is still this process."""
+        """Return a sentence about the lock's new owner; None if this process still owns it."""
         number, owner = _newest(self.folder)
         if owner is None and self.path.name == f"owner-{number}":
-            return None  # this process's own file is damaged: the next heartbeat writes it again
+            return None  # the file of this process is damaged: the next heartbeat rewrites it
         if owner and owner.token == self.token:
             return None
         return (
@@ -215,9 +212,9 @@ class RunLock:
         )
 
     def _wait_for_the_last_owner(self) -> int:
-        """Return the number of the last owner once it is gone; 0 if there was none.
+        """Return the last owner's number, once it ended or was silent for WATCH_S; 0 if none.
 
-        Raises ConfigurationError if the owner shows a sign of life.
+        Raises ConfigurationError if the owner gives a heartbeat.
         """
         seen: RunOwner | None = None
         number, owner = _newest(self.folder)
@@ -231,7 +228,7 @@ class RunLock:
             for number, owner in _changes(self.folder):
                 if owner and owner.left:
                     return number
-                # Storage may give nothing at one look, and then the same content again.
+                # The file may be unreadable once and then have the same content: no heartbeat.
                 if seen and owner and owner != seen:
                     raise ConfigurationError(
                         f"{self.output_dir} is in use by {owner}: two jobs in one directory would "
@@ -243,8 +240,8 @@ class RunLock:
         return number
 
     def _is_gone(self, last: RunOwner) -> bool:
-        """Check whether an owner is known to be gone. If not, its heartbeat has to be watched."""
-        # Slurm starts a job again once every process of the earlier start is gone.
+        """Check whether an owner surely ended, so that nobody has to wait for its heartbeat."""
+        # Slurm restarts a job only after all processes of the previous start have ended.
         job, start = self.owner["job"], self.owner["restart_count"]
         return last.gone or (job is not None and last.job == job and last.restart_count < start)
 
@@ -264,7 +261,7 @@ class RunLock:
                 warned = True
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
-        """Write this owner's file in one call and in one size: no reader sees half of a file."""
+        """Write this process's owner file in one call of SIZE bytes: no reader sees half a file."""
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         content["phase"] = self.phase
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
@@ -273,13 +270,13 @@ class RunLock:
 
 
 def _machine() -> str:
-    """Return the ids of the boot and the process namespace. Within both, a pid is unique."""
+    """Return the ids of this host's boot and of the pid namespace. Within both, pids are unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
-    """Yield the newest number and owner now and after each change; end after a silent WATCH_S."""
+    """Yield `_newest(folder)` now and after each change; end after WATCH_S without a change."""
     newest, until = None, math.inf
     while time.monotonic() < until:
         found = _newest(folder)
@@ -290,7 +287,7 @@ def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
 
 
 def _newest(folder: Path) -> tuple[int, RunOwner | None]:
-    """Return the highest number (0: none) and its owner, None if the file is damaged."""
+    """Return the highest number of an owner file (0: no file), and the owner, None if damaged."""
     number = max(_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)
@@ -299,13 +296,13 @@ def _newest(folder: Path) -> tuple[int, RunOwner | None]:
 
 
 def _numbers(folder: Path) -> list[int]:
-    # List the folder: NFS remembers for a while that a file of some name was not there.
+    # List the folder instead of testing names: NFS caches for a while that a name did not exist.
     names = [path.name.removeprefix("owner-") for path in folder.glob("owner-*")]
     return [int(name) for name in names if name.isdecimal()]
 
 
 def _read_owner(folder: Path, number: int) -> RunOwner | None:
-    """Return the owner of this number, None if its file is damaged. Raises OSError."""
+    """Read the file owner-NUMBER; return None if it is damaged. Raises OSError."""
     path = folder / f"owner-{number}"
     text, beat = path.read_bytes(), path.stat().st_mtime
     try:

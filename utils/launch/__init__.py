@@ -1,12 +1,12 @@
-"""The launch of a run: from a Slurm job or a shell to connected ranks, and the cause of their end.
+"""Starting the ranks of a run from a Slurm job or a shell, checking them, and why they ended.
 
-node         the launcher of a node: its plan, the checks, `accelerate launch`, the end
+node         the launcher of a node: choose the accelerate config, check, run `accelerate launch`
 slurm        Slurm's variables: nodes, processes, port, time limit
 caches       the job's private directory on the node; compiled code that jobs share
-rendezvous   first check: the nodes reach each other and are alike
+rendezvous   first check: the nodes reach each other and have the same code and packages
 processes    second check: the ranks are connected and run the requested strategy
 signals      Slurm's signals as requests to stop
-script       the beginning and the end of a script's process
-verdict      notes on the ends of ranks, and the cause of a job's end
-notify       messages about the end of a job to a webhook
+script       logging, environment variables and exit codes of a training script
+verdict      files that say why each rank, and the whole job, ended
+notify       messages about the end of a job to a webhook or a command
 """

@@ -1,10 +1,10 @@
 """A job's private directory on its node's own disk, with the caches of libraries.
 
 Compiled code is thousands of small files and lock files. Shared storage is slow with them, and two
-jobs of one user would wait for each other's locks. So jobs share what torch and Triton compiled as
-one archive in the user's cache. Each launcher unpacks it at its start, and the first node's
-launcher packs it again at its end, in one step. If two jobs end at once, the code that one of them
-added is compiled again later.
+jobs of one user would wait for each other's locks. So jobs share the code that torch and Triton
+compiled as one tar file in the user's cache. Each node's launcher unpacks it at its start. The
+first node's launcher replaces it at its end, in one step. If two jobs end at the same time, the
+code that one of them added is lost, and compiled again later.
 """
 
 import hashlib
@@ -40,11 +40,12 @@ _LONGEST_TMPDIR = 75
 def enter_node_directory() -> Path:
     """Make this job's private (0700) directory on this node's disk; set libraries' caches to it.
 
-    It is under SLURM_TMPDIR, TMPDIR or /tmp. Caches that the user set stay where they are. Also
-    remove the directories of killed launchers of this node. Raises StorageError.
+    It is under SLURM_TMPDIR, TMPDIR or /tmp. Cache variables that the user set are not changed.
+    Also remove the directories that killed launchers left on this node. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
-    # On network storage each node sees only its own locks, so it judges only its own directories.
+    # On network storage a node may not see other nodes' locks. So the prefix has the host's name,
+    # and a node removes only directories that it made itself.
     prefix = f"{PREFIX}{host_name()}+"
     remove_abandoned(Path(base), prefix)
     try:
@@ -68,7 +69,7 @@ def enter_node_directory() -> Path:
 
 
 def unpack_compiled(folder: Path) -> int:
-    """Fill a folder with the code that earlier jobs compiled; return the number of files."""
+    """Unpack the code that earlier jobs compiled into `folder`; return the number of files."""
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
@@ -86,7 +87,7 @@ def unpack_compiled(folder: Path) -> int:
 
 
 def pack_compiled(folder: Path, known: int) -> None:
-    """Replace the archive if the folder holds more than the `known` number of files."""
+    """Pack the folder as the new archive, unless it still has the `known` number of files."""
     if _count(folder) == known:
         return
     archive = archive_path()
@@ -107,8 +108,8 @@ def _count(folder: Path) -> int:
 def archive_path() -> Path:
     """Return the path of this user's archive for this Python, this torch and this processor.
 
-    Compiled C++ code fits one type of processor. Code for GPUs of several types can share an
-    archive, because the GPU's type is a part of each entry's key.
+    Compiled C++ code fits one type of processor. Code for several types of GPUs can share an
+    archive, because torch and Triton include the GPU's type in the key of each cached file.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""The launcher of a node: starts a script's processes by `accelerate launch` and reports their end.
+"""The launcher of a node: run a script's processes by `accelerate launch`, report why they ended.
 
 slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
@@ -45,23 +45,23 @@ logger = logging.getLogger("launch_node")
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
-ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict
-# Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
+ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict files
+# Keys of an accelerate config for what Stoker does not use: TPUs, mpirun, fp8 and Megatron-LM.
 OF_OTHERS = (
     *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
     *("fp8_config", "megatron_lm_config"),
 )
-# Seconds in which the launchers of all nodes must join torchrun. They were compared just before.
+# Seconds in which all nodes must join torchrun's rendezvous, just after check_nodes compared them.
 JOIN_TIMEOUT_S = 120
 # Seconds from SIGTERM to SIGKILL for the other workers of a node after one of them failed.
 SHUTDOWN_TIMEOUT_S = 5
 
 
 class StopSignals:
-    """The handler of USR1 and TERM: writes the file STOP, which the workers watch.
+    """The handler of SIGUSR1 and SIGTERM: writes the file STOP, which the workers watch.
 
     The file is in the node's directory. Before the workers are `started`, both signals end the
-    launcher at once. So does TERM once the job has a verdict, because srun sends it then.
+    launcher at once. SIGTERM also does once a verdict is written: then srun sent it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class StopSignals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch the processes; return the job's exit code as far as this node knows it."""
+    """Launch the processes; return the exit code of the job, as far as this node knows it."""
     signals = StopSignals()
     try:
         verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:
-    """Launch the processes in a private directory; return the verdict on their end or refusal."""
+    """Launch the processes with a private directory; return why they ended or were not started."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
@@ -142,7 +142,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 def leave_or_print(verdict: Verdict) -> Verdict:
     """Write the verdict for the job script, or print it without a job; return the job's verdict.
 
-    The first verdict of a job counts. This may be an earlier one, which another node left.
+    The first verdict of a job counts: if another node has written one, return that one.
     """
     if verdict.exit_code == ExitCode.DONE:
         return verdict
@@ -154,9 +154,9 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 
 
 def prepare(command: list[str]) -> argparse.Namespace:
-    """Plan the launch and compare all nodes; return the arguments of `accelerate launch`.
+    """Choose the accelerate config and compare all nodes; return `accelerate launch`'s arguments.
 
-    Sets this process's environment for its workers. Raises ConfigurationError.
+    Sets environment variables, which the workers inherit. Raises ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -188,7 +188,7 @@ def prepare(command: list[str]) -> argparse.Namespace:
 def plan_launch(
     arguments: Sequence[str], environment: Mapping[str, str], devices: int
 ) -> tuple[Allocation, StrategyConfig]:
-    """Return the processes and the accelerate config for a script with these arguments.
+    """Return the nodes, processes and accelerate config for a script with these `arguments`.
 
     `devices` is the number of GPUs that torch sees. Raises ConfigurationError.
     """
@@ -216,7 +216,7 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
 
 
 def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy that a script's arguments set, by a flag or else by a recipe.
+    """Return the strategy that a script's arguments set, by --strategy or else by a recipe.
 
     Wrong arguments are ignored here, because the script reports them.
     """
@@ -245,7 +245,7 @@ def process_environment(allocation: Allocation) -> dict[str, str]:
 
 
 def ignored_settings(config: StrategyConfig) -> list[str]:
-    """Return the settings of an accelerate config that Stoker and accelerate do not read."""
+    """Return the keys of an accelerate config that neither Stoker nor accelerate reads."""
     from accelerate.commands.launch import launch_command_parser
 
     read = {action.dest for action in launch_command_parser()._actions}
@@ -295,7 +295,7 @@ def launch_arguments(
 
 
 def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdict:
-    """Run the processes of this node to their end; return the cause of the job's end."""
+    """Run the processes of this node and wait for their end; return why the job ended."""
     from accelerate.commands.launch import launch_command
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -319,7 +319,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
         if unfit or arguments.num_machines == 1:
             raise UnfitClusterError(f"{host_name()}: accelerate launch: {reason}") from error
-        # All nodes were at the rendezvous, so a launcher has ended since.
+        # check_nodes just reached all nodes, so another node's launcher has ended since.
         exit_codes = {}
         lost = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
@@ -332,7 +332,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 
 def kill_workers() -> None:
-    """Kill all child processes."""
+    """Kill all child processes and their children."""
     with contextlib.suppress(ModuleNotFoundError):  # no psutil: no process was started either
         import psutil
 

@@ -1,11 +1,11 @@
-"""Messages about the end of a run to the user's STOKER_ON_EVENT, a webhook or a command.
+"""Messages about the end of a run to STOKER_ON_EVENT: the URL of a webhook, or a command.
 
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
-In a job, slurm/job_setup.sh calls a command itself and runs this module for a webhook. Without a
-job script, `tell` does both. The webhook gets one JSON object by POST. Its keys `text` and
-`content`, which Slack, Mattermost and Discord show, hold the whole message in a line. Secrets are
-redacted. The URL often contains a token, so no message of ours contains the URL.
+In a job, slurm/job_setup.sh calls the command, and runs this module for a webhook. Without a job
+script, `tell` does both. The webhook gets one JSON object by POST. The keys `text` and `content`,
+which Slack, Mattermost and Discord show, hold the whole message in a line. Secrets are redacted.
+The URL often contains a token, so Stoker prints it nowhere.
 """
 
 import http.client
@@ -25,9 +25,9 @@ TIMEOUT_S = 8.0  # the job script waits for 10
 
 
 def tell(run: Path, code: int, text: str) -> None:
-    """Tell STOKER_ON_EVENT the end of a run outside of a job; `code` is its exit code.
+    """Send the end of a run outside of a job to STOKER_ON_EVENT, if it is set. Raises nothing.
 
-    Raises nothing.
+    `code` is the exit code of the run.
     """
     target = os.environ.get("STOKER_ON_EVENT")
     if not target:

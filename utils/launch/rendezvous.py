@@ -1,4 +1,4 @@
-"""The first check of a launch: all nodes start, reach the first node, and are alike.
+"""The first check: all nodes start, reach the first node, and have the same code and packages.
 
 Each node's launcher sends facts about its node to the first node, as one line of JSON. The first
 node listens at the port after rank 0's port, and answers with the problems of all nodes.
@@ -37,9 +37,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Return facts about this node; those under the key `same` have to be equal on all nodes.
+    """Return facts about this node; the facts under the key `same` must be equal on all nodes.
 
-    `files` are hashed. `devices` is the number of GPUs that torch sees.
+    The contents of `files` are hashed. `devices` is the number of GPUs that torch sees.
     """
     code = hashlib.sha256()
     for path in files:
@@ -59,7 +59,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare all nodes of the job. Raises the same UnfitClusterError on all connected nodes."""
+    """Compare the `node_facts` of all nodes; all raise one UnfitClusterError if they differ."""
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
@@ -75,7 +75,7 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the problems that make these nodes unfit for one run."""
+    """Return the problems that make these nodes unfit for one run, from their `node_facts`."""
     problems = []
     first = everyone[0]
     for node in everyone:

@@ -1,4 +1,4 @@
-"""The beginning and end of a script: log lines, switches of libraries, last words, exit code."""
+"""The first and last steps of every script: logging, environment variables, errors, exit code."""
 
 import atexit
 import contextlib
@@ -40,7 +40,7 @@ TEARDOWN_LIMIT_S = 10.0
 REPORT_LIMIT_S = 30.0
 SPEAK_FIRST_S = 3.0
 FAILED = 1  # an unexpected exception, as Python itself exits
-# Libraries whose INFO lines are of no use in a training log.
+# Libraries whose INFO lines do not help in a training log.
 _NOISY = (
     *("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "httpx2"),
     "huggingface_hub",
@@ -64,10 +64,10 @@ _SWITCHES = {
 
 
 class LineFormatter(logging.Formatter):
-    """`12:34:56  message`, with the level where it is not INFO and the rank where it is not 0."""
+    """Format lines as `12:34:56  message`, with the level if not INFO, and the rank if not 0."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the message after its time, origin and level."""
+        """Return the time, host and rank (except rank 0), level (except INFO) and message."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
         return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
 
@@ -94,7 +94,7 @@ def configure_logging() -> None:
     logging.captureWarnings(True)
     # PEFT causes this warning at every start with adapters.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    # torch warns so at each save of averaged weights by one process.
+    # torch gives this warning when a single process saves EMA weights.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
     # Leave out the source line, which would make two lines of one event.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
@@ -103,14 +103,14 @@ def configure_logging() -> None:
 
 
 def configure_environment() -> None:
-    """Set the switches that libraries read when they are imported, unless the user set them.
+    """Set the variables that libraries read when they are imported, unless the user set them.
 
-    Call it before torch, huggingface_hub, transformers or datasets is imported. A Slurm job is
-    offline, because its nodes seldom have internet and would wait for timeouts. HF_HUB_OFFLINE=0
-    keeps it online.
+    Call it before torch, huggingface_hub, transformers or datasets is imported. In a Slurm job, the
+    Hub's libraries are set offline, because nodes seldom have internet and would wait for timeouts.
+    HF_HUB_OFFLINE=0 keeps them online.
     """
-    # Imports leave 700,000 permanent objects. A start takes a third less time if the collector does
-    # not traverse them a thousand times, nor at the end of the process.
+    # Imports leave 700,000 permanent objects. A start takes a third less time if the garbage
+    # collector does not traverse them a thousand times, nor at the end of the process.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     if sys.version_info < (3, 11, 10):
@@ -132,9 +132,9 @@ def configure_environment() -> None:
 
 
 def configure_hub() -> None:
-    """Set only the switches of the Hub's libraries, in a script that downloads.
+    """Set only the variables of the Hub's libraries, in a script that downloads.
 
-    Progress bars are shown on a terminal. Requests are not logged.
+    Progress bars are shown only on a terminal. HTTP requests are not logged.
     """
     _stay_offline_in_jobs()
     bars = "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"
@@ -155,13 +155,13 @@ def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
     A ConfigurationError, a full disk and a missing package are shown without traceback. Rank 0
-    shows all problems. The first rank of each other node shows one line, because its node may be at
-    fault. Any other exception is shown with traceback, host and rank, and becomes exit code 1. Each
-    of these errors leaves a note for the launcher. SystemExit (except Answer) and KeyboardInterrupt
-    pass through.
+    shows all problems. The first rank of each other node shows one line, because that node may be
+    at fault. Any other exception is shown with traceback, host and rank, and becomes exit code 1.
+    For each of these errors, `leave_note` writes a file for the launcher. SystemExit (except
+    Answer) and KeyboardInterrupt pass through.
 
-    Under slurm/launch_node.sh, which reads the notes, a stop with a checkpoint (ExitCode.STOPPED)
-    becomes 0, because torchrun would kill the other ranks at any other code.
+    Under slurm/launch_node.sh, which reads these files, ExitCode.STOPPED (stopped with a
+    checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
     ending: int | None = None  # None while main runs, and after errors that pass through
@@ -171,8 +171,8 @@ def run_script(main: Callable[[], int | None]) -> int:
         """Write reports and messages; then, with several ranks, skip the interpreter's teardown.
 
         In the teardown, process groups may wait for ranks that wait for this one, and a library's
-        thread may abort the process. This is registered before any library is imported, so it runs
-        as the last exit handler, after locks were released.
+        thread may abort the process. This handler is registered before any library is imported, so
+        it runs last, after the run lock was released.
         """
         while last:
             last.pop(0)()
@@ -245,7 +245,7 @@ def _run(main: Callable[[], int | None]) -> int:
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
-    """Return the error for a package that is missing or broken here; None for other errors."""
+    """Return an error with advice if a package is missing or broken; None for other errors."""
     name = error.name if isinstance(error, ImportError) else None
     package = (name or "utils").partition(".")[0]
     missing = isinstance(error, ModuleNotFoundError) and importlib.util.find_spec(package) is None
@@ -261,7 +261,7 @@ def missing_package(error: BaseException) -> UnfitClusterError | None:
 
 
 def _fail(error: Exception) -> int:
-    """Show an unexpected exception with its traceback; return its exit code."""
+    """Show an unexpected exception with its traceback and note it; return the exit code."""
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     words = last_line(error)
@@ -274,7 +274,7 @@ def _fail(error: Exception) -> int:
 
 
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
-    """Show an error of all ranks, or of this rank alone; return its exit code."""
+    """Show an error that all ranks raised, or only this rank, and note it; return the exit code."""
     for level, text in error.report:
         logger.log(level, "%s", text)
     problems = [redact(problem) for problem in error.problems]  # before they are split into lines
@@ -298,10 +298,10 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 
 def _show(lines: list[str], again: list[str]) -> None:
-    """Write lines to stderr in one call, and `again` below the launcher's own traceback.
+    """Write lines to stderr in one call, and `again` below the traceback of the launcher.
 
-    torchrun ends with the error file of a rank. `accelerate launch` of one process ends with its
-    own traceback, so a shell waits for its end, at most 5 s, and then prints the lines.
+    torchrun prints a rank's TORCHELASTIC_ERROR_FILE last. `accelerate launch` of one process prints
+    a traceback last, so a shell waits for its end, at most 5 s, and then prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh ends with the verdict

@@ -1,4 +1,4 @@
-"""Slurm's variables of this job: nodes, processes, port, the time limit."""
+"""This job's nodes, GPUs and time limit, from Slurm's environment variables and squeue."""
 
 import contextlib
 import datetime
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 
-# Ports below 32768, because any outgoing connection may use a higher one. The number of pairs is a
-# prime: jobs whose ids differ by less than this number get different ports.
+# Ports below 32768, because Linux takes higher ones for outgoing connections. A job uses a pair of
+# ports. The number of pairs is a prime: two jobs whose ids differ by less get different ports.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -29,11 +29,11 @@ _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes and processes of the job, and this node's index among them.
+    """The nodes and processes of the job.
 
-    hosts: Slurm's names of all nodes. node: the index of this node. processes: the number per node.
-    gpus: equal to `processes`, or None on a CPU. address, port: rank 0's; on a single node the port
-    is 0 and accelerate chooses a free one.
+    hosts: Slurm's names of all nodes. node: the index of this node in `hosts`. processes: the
+    number per node. gpus: the number per node, equal to `processes`; None on CPUs. address, port:
+    where rank 0 listens; on a single node the port is 0 and accelerate chooses a free one.
     """
 
     hosts: tuple[str, ...]
@@ -57,11 +57,11 @@ class Allocation:
 def read_allocation(
     environment: Mapping[str, str], devices: int, strategy: str = AUTO
 ) -> Allocation:
-    """Return the nodes and processes, from Slurm's variables or, outside of Slurm, this machine's.
+    """Return the nodes and processes from Slurm's variables; outside of Slurm, of this host.
 
-    `devices` is the number of GPUs that torch sees; it is used only outside of Slurm. `strategy` is
-    the setting. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
-    resources.
+    `devices` is the number of GPUs that torch sees, used only outside of Slurm. `strategy` is the
+    value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
+    GPUs.
     """
     hosts, node = _nodes(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
@@ -94,7 +94,7 @@ def read_allocation(
 
 
 def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
-    """Return the names of the step's nodes and the index of this one."""
+    """Return the names of the nodes of this Slurm step, and the index of this node."""
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "0"))
     several = int(environment.get("SLURM_JOB_NUM_NODES", "1")) > 1
     in_job = "SLURM_NODEID" in environment  # false in salloc's shell on the login node
@@ -111,7 +111,7 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Check whether the user requested the CPU, by a variable's value or by choosing cpu.yaml.
+    """Check whether the user requested the CPU, by a variable or by the accelerate config cpu.yaml.
 
     cpu.yaml cannot contain `use_cpu: true`, because accelerate would then start only one process.
     """
@@ -171,7 +171,7 @@ def job_end_time() -> float | None:
 
 
 def job_times() -> dict[str, float]:
-    """Return `submit_time` and `start_time` of this start in unix seconds, as far as known."""
+    """Return the `submit_time` and `start_time` of this job in unix seconds, as far as known."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         times = _squeue_times(os.environ["SLURM_JOB_ID"], "%V %S")
         return dict(zip(("submit_time", "start_time"), times, strict=True))

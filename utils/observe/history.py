@@ -83,7 +83,7 @@ class Start:
 
 
 class Evaluation(NamedTuple):
-    """One evaluation of a split. `accuracy` is None if it was not measured."""
+    """One evaluation of a split. An accuracy that was not measured is None."""
 
     step: int
     loss: float

@@ -31,12 +31,12 @@ from utils.publish.hub import RESULTS
 
 logger = logging.getLogger(__name__)
 
-# Variables of a launch with several processes. With them lm_eval would wait for other processes.
+# Prefixes of variables of a launch: with them, lm_eval would wait for other processes.
 OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate the run of the command line; return the exit code."""
+    """Evaluate the run that the command line names; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Run lm_eval on final/ and save its results in the run; lm_eval prints its table to stdout.
+    """Run lm_eval on final/ and save the results as lm_eval.json in the run directory.
 
-    Raises ConfigurationError, which says what to type, if lm_eval cannot run or fails.
+    lm_eval prints its table to stdout. Raises ConfigurationError if it cannot run or fails.
     """
     import torch
     from transformers import AutoConfig
@@ -99,7 +99,7 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
 
 
 def evaluate_at_the_end(run: Path, tasks: Sequence[str]) -> None:
-    """Evaluate a finished run; a failure is only a warning, with the command to type."""
+    """Evaluate a finished run; if this fails, log a warning with the command to type."""
     try:
         evaluate(run, tasks)
     except ConfigurationError as error:

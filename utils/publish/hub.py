@@ -42,8 +42,8 @@ TEXTS = (
     *PROCESSOR_FILES,
 )  # fmt: skip
 ALLOWED = (*TEXTS, "*.safetensors", "tokenizer.model", "spiece.model")
-# Old weights on the Hub, which an upload deletes if it has other files. transformers would load an
-# old single file instead of new parts.
+# An upload deletes old files of weights on the Hub that it does not replace. Otherwise transformers
+# would load an old single file instead of a new sharded one.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 NO_TOKEN = (
@@ -53,7 +53,7 @@ NO_TOKEN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish the run of the command line; return the exit code."""
+    """Publish the run that the command line names; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
-    """Publish final/ of a finished run; a failure is only a warning, with the command to type."""
+    """Publish final/ of a finished run; if this fails, log a warning with the command to type."""
     name = name or run.resolve().name
     try:
         files = files_to_publish(run, name)
@@ -91,7 +91,7 @@ def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
 
 
 def hub_name_fault(name: str) -> str:
-    """Return why the Hub would refuse this name, or an empty text."""
+    """Return why the Hub would refuse this name; "" for a valid name."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -104,10 +104,10 @@ def hub_name_fault(name: str) -> str:
 def files_to_publish(
     run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
 ) -> dict[str, Path | bytes]:
-    """Return the files to upload, by their names on the Hub, and log them.
+    """Return the files to upload (paths or contents) by their names on the Hub, and log them.
 
     Raises ConfigurationError for an unfinished run, a secret in a file, or an adapter whose base
-    has no name on the Hub.
+    model has no name on the Hub.
     """
     directory = run / (ADAPTER if adapter else FINAL)
     if problem := hub_name_fault(name) or (base_model and hub_name_fault(base_model)):
@@ -152,7 +152,7 @@ def files_to_publish(
 
 
 def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> str:
-    """Upload the files in one commit and return the model's address; raises ConfigurationError.
+    """Upload the files in one commit; return the URL of the model. Raises ConfigurationError.
 
     An existing model keeps its visibility, its history and its other files, except old weights.
     """
@@ -196,7 +196,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
-    """Return the card with the model's name on the Hub, and with benchmarks if there are any."""
+    """Return the text of the model card with the Hub name, and with the benchmarks of lm_eval."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
 
 
 def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the results of lm_eval as a table."""
+    """Yield the lines of a Markdown table of the results of lm_eval."""
     limit = (content.get("config") or {}).get("limit")
     part = f", with --limit {limit:g}" if limit else ""
     yield f"By lm-evaluation-harness {content.get('lm_eval_version', '')}{part}.\n"
@@ -231,7 +231,7 @@ def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:
-    """Return adapter_config.json with the base's Hub name; ConfigurationError if it is unknown."""
+    """Return adapter_config.json with the base model's Hub name. Raises ConfigurationError."""
     from huggingface_hub import ModelCard
 
     content = read_object(directory / ADAPTER_CONFIG)

@@ -1,7 +1,7 @@
-"""The model card: README.md of final/ and adapter/, made from the records of the run.
+"""The model card: README.md of final/ and adapter/.
 
-The records are config.yaml, provenance.json, metrics.jsonl and the descriptions of the data. The
-card contains no host and no absolute path, and nothing that is not in these records.
+It is made only from config.yaml, provenance.json, metrics.jsonl and the descriptions of the data.
+It contains no host name and no absolute path.
 """
 
 import re
@@ -34,7 +34,7 @@ SETTINGS = (
 )  # fmt: skip
 CONFIG_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # other strategies keep their name
 SOURCES_SHOWN = 5
-# The name of a download's folder in the Hub's cache.
+# The folder of a downloaded model or dataset in the Hub's cache.
 _IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
 _HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
 _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
@@ -49,10 +49,10 @@ def write_model_card(
     *,
     multimodal: bool = False,
 ) -> None:
-    """Write the card of the model in `directory`, called `name`, with the weights of `step`.
+    """Write the card of the model in `directory`, called `name`, whose weights are of step `step`.
 
-    `data` are the datasets of `train_data`. `multimodal`: AutoModelForCausalLM does not load the
-    whole model. Raises the errors of unreadable files of the run.
+    `data` are the datasets of `train_data`. `multimodal`: the model also has parts for images or
+    sound, which AutoModelForCausalLM does not load. Raises an error if a file is unreadable.
     """
     card = _Card(directory, name, run, step, data, multimodal)
     text = f"---\n{card.metadata().to_yaml()}\n---\n\n{public(chr(10).join(card.lines()))}\n"
@@ -60,7 +60,7 @@ def write_model_card(
 
 
 def public(text: str) -> str:
-    """Return a text without the folders of absolute paths.
+    """Replace absolute paths in a text: relative to the current directory, or else the file name.
 
     >>> public("sft_train.py --train_data /home/me/data/chats=0.5 --output_dir runs/mine")
     'sft_train.py --train_data chats=0.5 --output_dir runs/mine'
@@ -69,15 +69,15 @@ def public(text: str) -> str:
 
 
 def shown_name(run: Path, folder: str) -> str:
-    """Return a name for a model that is not on the Hub, made from its path."""
+    """Return a name for a model that is not on the Hub: its path without the current directory."""
     inside = run.resolve().is_relative_to(Path.cwd())
     return str((run.resolve().relative_to(Path.cwd()) if inside else Path(run.name)) / folder)
 
 
 def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the name on the Hub of the model that a run began with, if known, and its license.
+    """Return the Hub name (None: unknown) and the license of the model that a run started from.
 
-    If the run began with another run's weights, return that run's base model.
+    If the run started from another run's weights, return that run's base model.
     """
     starts = RunRecord(run).starts
     settings = settings_in_force(run, starts)
@@ -106,7 +106,7 @@ def license_of(card: Path) -> dict[str, Any]:
 
 
 def hub_dataset(path: str) -> str | None:
-    """Return the name on the Hub of the dataset of a source file, or None if unknown."""
+    """Return the Hub name of the dataset that a source file belongs to, or None if unknown."""
     if found := _HUB_URL.match(path):
         return found[1]
     found = _IN_THE_CACHE.search(path)
@@ -207,9 +207,9 @@ class _Card:
         return f"{done} on the {what} of the data below, by Stoker's {script}."
 
     def _usage(self) -> Iterator[str]:
-        """Yield the lines of code and commands that use the model.
+        """Yield Markdown lines with the code and commands that use the model.
 
-        The limits of vLLM are those in vllm/lora/peft_helper.py.
+        Which adapters vLLM refuses is from vllm/lora/peft_helper.py.
         """
         name, config = self.name, self.adapter_config
         kinds = {
@@ -264,7 +264,7 @@ class _Card:
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table of the run's figures up to this step, from its journal."""
+    """Yield a table of steps, tokens, time and losses up to `step`, from metrics.jsonl."""
     lines = sorted(read_journal(run / "metrics.jsonl"), key=lambda line: line["step"])
     trained = [line for line in lines if line["event"] == "train" and line["step"] <= step]
     seconds, last = 0.0, 0

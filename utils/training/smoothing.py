@@ -29,16 +29,16 @@ class AveragedWeights(TrainerCallback):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of averaged steps. `load` reads the averaged weights."""
+        """Restore the number of averaged steps from a checkpoint's `state`, without weights."""
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of averaged steps, to store. `save` writes the averaged weights."""
+        """Return what the next checkpoint stores: the number of averaged steps, without weights."""
         return {AVERAGED: self.steps}
 
     @override
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Begin with a copy of the weights, or with the average in the resumed checkpoint."""
+        """Set the average to a copy of the weights, or to the average in the resumed checkpoint."""
         trained = [each for each in kwargs["model"].named_parameters() if each[1].requires_grad]
         self.weights = [_local(weight) for _, weight in trained]
         self.average = {name: weight.detach().float().clone() for name, weight in trained}
