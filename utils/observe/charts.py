@@ -1,4 +1,4 @@
-"""The charts of the report: series with few enough points to draw, for page.js and for --png."""
+"""The charts of the report: series thinned to few points, drawn by page.js or for --png."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ _TRAIN = (
         "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False),
     ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
 )  # fmt: skip
-# The look of pictures. An SVG keeps texts as texts, and is the same each time it is drawn.
+# matplotlib's settings. An SVG keeps texts as texts, and is the same each time it is drawn.
 _LOST = "#c4c9d1"
 _BAR = "from left to right; blue: work that counts, grey: done again later, light: no start ran"
 _LOOK: Any = {
@@ -118,7 +118,7 @@ class Curves:
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
-        """Return lines with the running mean of `key`, and the number of logs in each mean."""
+        """Return (lines with the running mean of `key`, number of logs in each mean)."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
         values = column(self.trained, key)
         places = np.flatnonzero(np.isfinite(values))
@@ -132,7 +132,7 @@ class Curves:
         ], count
 
     def undone(self) -> list[Line]:
-        """Return the training logs that later starts repeated; a gap (NaN) ends each start."""
+        """Return the training logs that later starts repeated; a NaN after each start is a gap."""
         found: list[Line] = []
         for start in self.run.starts:
             lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
@@ -189,7 +189,7 @@ def charts_of(
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return the series of the fullest ranks in training, and of all ranks in each other phase."""
+    """Return series for the fullest ranks in training, and for all ranks in each other phase."""
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
@@ -233,7 +233,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return the coordinates at which later starts resumed, for vertical lines in the charts."""
+    """Return where each start after the first resumed (step, tokens, hours), for vertical lines."""
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:
@@ -288,7 +288,7 @@ def draw_picture(
 
 
 def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one chart by step. Mark where a start of `ended` ended if its steps were repeated."""
+    """Draw one chart by step. Mark the end of each start in `ended` whose steps were repeated."""
     for line in chart["lines"]:
         y = [math.nan if value is None else value for value in line["y"]]
         lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
@@ -326,7 +326,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
 ) -> Chart:
-    """Return a chart of these series; None is left out. Colours follow the order of the series."""
+    """Return a chart of these series, without None. Colours follow the order of the series."""
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]
     fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]

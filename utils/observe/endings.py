@@ -1,4 +1,4 @@
-"""How a start or a run ended: the evidence, and its wording in status.py and the report."""
+"""Why a start or a run ended, for status.py and the report: the state, the evidence, the texts."""
 
 import math
 import shlex
@@ -48,7 +48,7 @@ class End(Enum):
 
 
 def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
-    """Return how a start ended, from its log lines, its run lock and its job in Slurm's queue."""
+    """Return the state of a start, from its log lines, run lock and job in Slurm's queue."""
     owner, last, event = start.owner, start is run.starts[-1], start.last_event
     left = owner is None or owner.left
     alive = last and owner is not None and owner.alive
@@ -85,7 +85,7 @@ def steps_not_finite(run: History, start: Start) -> list[int]:
 
 
 def pages_of_a_failure(run: History, end: End) -> list[Page]:
-    """Return the pages that the last start wrote because it failed; none if it did not fail."""
+    """Return the text files about the failure of the last start (hang, out of memory), if any."""
     if end.word not in ("failed", "interrupted"):
         return []
     since = run.starts[-1].began if run.starts else 0.0
@@ -93,7 +93,7 @@ def pages_of_a_failure(run: History, end: End) -> list[Page]:
 
 
 def start_in_words(run: History, start: Start) -> str:
-    """Return how a start ended, in words for its row in the report."""
+    """Return how a start ended, as a text in the report's table of starts."""
     end = end_of_start(run, start)
     at = f"at step {start.last_step:,}" if start.trained is not None else "before training"
     if end is End.NOT_FINITE:
@@ -128,7 +128,7 @@ def run_in_words(run: History) -> tuple[str, str]:
 
 
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
-    """Return the evidence for a run's state in words."""
+    """Return a text with the evidence for the state of a run."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
     if end is End.QUEUED and job:
         return f"job {job.id} is in the queue: {job.reason}"
@@ -154,7 +154,7 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
 
 
 def cause_in_words(run: History, end: End) -> str | None:
-    """Return why a run failed or was interrupted; None if it was not."""
+    """Return why a run failed or was interrupted; None in any other state."""
     if end.word not in ("failed", "interrupted"):
         return None
     if run.starts and run.starts[-1].error:
@@ -165,7 +165,7 @@ def cause_in_words(run: History, end: End) -> str | None:
 
 
 def advice(run: History, end: End, job: Job | None) -> str:
-    """Return what to do next, with the command."""
+    """Return a text on what the user can do next, with the command."""
     where = shlex.quote(str(run.path))
     if end is End.SILENT and job:
         return f"if that lasts, scancel {job.id} and submit the same command again"

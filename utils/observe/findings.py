@@ -1,4 +1,4 @@
-"""Findings about a run: where its hours went, loss spikes, waits and memory of ranks, settings."""
+"""Analyses for the report: use of the hours, loss spikes, slow ranks, memory, settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from utils.observe.endings import end_of_start
 from utils.observe.history import History, Start
 
 SPIKE_SCORE = 8.0  # robust standard deviations above the previous logs
-# Each BLOCK of losses is compared with the WINDOW logs before it, if SHORTEST of these are finite.
+# BLOCK losses at a time are compared with the WINDOW losses before them, if SHORTEST are finite.
 WINDOW, BLOCK, SHORTEST = 64, 16, 16
 # Settings that differ in every run.
 OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
@@ -42,7 +42,7 @@ def number(value: Any) -> float | None:
 
 
 def column(lines: Sequence[Line], key: str) -> np.ndarray:
-    """Return a figure of each line as float64; NaN if a line lacks the figure."""
+    """Return the field `key` of each log line, (lines,) in float64; NaN if a line lacks it."""
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
@@ -51,7 +51,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return ascending indices of about `points` values: each equal part's lowest and highest."""
+    """Return about `points` ascending indices: the minimum and maximum of each of equal parts."""
     if len(values) <= points:
         return np.arange(len(values))
     size = -(-len(values) * 2 // points)
@@ -64,10 +64,10 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
 
 
 def where_the_hours_went(run: History) -> dict[str, float]:
-    """Return the seconds for each key of HOURS. Their sum is the time until the last sign of life.
+    """Return the seconds for each key of HOURS. Their sum is the time until the last start ended.
 
-    Work that a later start repeated counts as lost. So does the time between the last log of a
-    failed or interrupted start and its end.
+    Work that a later start repeated counts as lost. For a failed or interrupted start, the time
+    from its last log line to its end also counts as lost.
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     since = None
@@ -100,7 +100,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds of a start for the keys of HOURS that its log lines have figures of."""
+    """Return the seconds of a start for those keys of HOURS that its log lines can tell."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -120,7 +120,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 @dataclass
 class Spike:
-    """Consecutive logs with a loss far above earlier ones, with the figures at the highest loss."""
+    """Consecutive logs with a loss far above earlier logs, with the values at the highest loss."""
 
     step: int
     last_step: int
@@ -131,9 +131,9 @@ class Spike:
 
 
 def spikes(lines: Sequence[Line]) -> list[Spike]:
-    """Return the losses more than SPIKE_SCORE robust deviations above the logs before them.
+    """Return the losses that are more than SPIKE_SCORE robust deviations above earlier losses.
 
-    Consecutive logs are one spike. A loss that is not finite always counts.
+    Consecutive ones form one spike. A loss that is not finite always counts.
     """
     kept = [line for line in lines if line.get("loss") is not None]
     losses = column(kept, "loss")
@@ -164,10 +164,10 @@ def spikes(lines: Sequence[Line]) -> list[Spike]:
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return the memory of each rank in some log lines of each phase, with the extreme ones.
+    """Return a point for the memory of each rank in some log lines, with the highest and lowest.
 
-    A point has event, step, hours, rank (its name), key (the figure), gib, and `left`: the GiB that
-    its device had left, None if unknown.
+    A point has event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB
+    that were left on the device, None if unknown.
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -185,14 +185,14 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
-    """Read the memory of each rank from lines of the journal."""
+    """Read `memory_by_rank` of these lines from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return each phase's point with the most memory, and the median of all ranks at its step."""
+    """Return a row per phase: the point with the most memory, and the ranks' median at its step."""
     rows = []
     for event, phase in PHASES.items():
         if own := [point for point in points if point["event"] == event]:
@@ -204,14 +204,14 @@ def memory_table(points: Sequence[Point]) -> list[Point]:
 
 
 def slowest(line: Line) -> str:
-    """Return the name of the rank that the others waited for since the last line."""
+    """Return the name of the slowest rank, from a training log."""
     return f"rank {line['slowest_rank']} ({line.get('slowest_host')})"
 
 
 def stragglers(run: History) -> list[dict[str, Any]]:
-    """Return the ranks that the others waited for, with seconds and shares; costliest first.
+    """Return the ranks that other ranks waited for, the longest wait first.
 
-    `slowest_cost` is the share of a step's time that the other ranks lose by waiting.
+    seconds: of waiting. share: of the time of all steps. logs: share of logs that name this rank.
     """
     steps, times, shares = (
         np.nan_to_num(column(run.trained, key)) for key in ("step", "step_time_s", "slowest_cost")
@@ -248,7 +248,7 @@ def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]
 
 
 def figures(run: History) -> dict[str, Any]:
-    """Return the figures of a run for the tables; None if a figure is not known."""
+    """Return the numbers of a run for the report's tables; None if a number is not known."""
     last = run.trained[-1] if run.trained else {}
 
     def over_all(key: str, reduce: Callable[[Any], Any], logs: int = 0) -> float | None:

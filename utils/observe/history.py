@@ -1,7 +1,7 @@
-"""The one reader of a run directory: its files as typed, frozen values, without torch or numpy.
+"""Read a run directory into a `History`: typed, frozen values, without torch or numpy.
 
-Any file may be missing, cut off or damaged: the rest is read, and `damaged` and `missing` list the
-faults. If a run resumes at step N, its earlier log lines with a step > N are marked as `lost`. They
+Any file may be missing, truncated or damaged: the rest is read, and `damaged` and `missing` list
+the faults. If a run resumes at step N, earlier log lines with a step > N are marked as `lost`. They
 stay in `Start.lines`, so the report can show lost work. `History.lines` leaves them out.
 """
 
@@ -33,7 +33,7 @@ from utils.host.redaction import redact, redacted
 from utils.host.run_lock import WATCH_S, RunOwner, run_owners
 from utils.launch.verdict import name_of_job, verdict_of
 
-# status.py reads only the beginning (for the speed at the start) and the end of metrics.jsonl.
+# status.py reads only the beginning (for the first speed) and the end of metrics.jsonl.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
 # Text files that a run writes for people: out of memory, a hang, a profile.
 PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
@@ -48,12 +48,12 @@ Line = dict[str, Any]
 class Start:
     """A start: one execution of the training script in this directory. Times are unix seconds.
 
-    began: its time in provenance.json. entry: its entry in provenance.json, empty if missing.
-    owner: its run lock. trained: when training began, None if it never did. done: the step that it
-    resumed at, -1 for a new run. ended: its last sign of life. error: why it ended (verdict.txt of
-    the job, run lock, job log). lost_steps: steps that a later start repeated. Each of the
-    `lines` has `hours` (the running time of all starts until then), `lost` (whether a later start
-    rolled it back) and `at` (its offset in the file).
+    entry: the start's element of `starts` in provenance.json, {} if missing. began: the time in
+    `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
+    done: the step that it resumed at, -1 for a new run. ended: its last heartbeat or log line.
+    error: why it ended (from verdict.txt of the job, .lock or the job's log). lost_steps: steps
+    that a later start repeated. Each of the `lines` has `hours` (the running time of all starts
+    until then), `lost` (whether a later start rolled it back) and `at` (its offset in the file).
     """
 
     began: float
@@ -68,7 +68,7 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of the last line. Saves do not count: background saves are logged late."""
+        """The event of the last line that is no save, because background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
@@ -83,7 +83,7 @@ class Start:
 
 
 class Evaluation(NamedTuple):
-    """One evaluation of a split. An accuracy that was not measured is None."""
+    """One evaluation of a split. `accuracy` may be unknown (None)."""
 
     step: int
     loss: float
@@ -92,7 +92,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A text file of PAGES. `beside`: for a profile, the names of all files in its folder."""
+    """A file that matches PAGES. `beside`: for a profile, the names of all files in its folder."""
 
     name: str
     text: str
@@ -102,11 +102,11 @@ class Page:
 
 @dataclass(frozen=True)
 class History:
-    """The facts about a run that its directory holds.
+    """The content of a run directory.
 
-    refused: the lock of the newest start if it failed the checks, and the run has earlier starts.
-    lines: of metrics.jsonl, without `lost` ones. first_lines: its first lines. checkpoints:
-    committed ones, newest first. nonfinite: the contents of the nonfinite-step-N.json files.
+    refused: the newest start's file in .lock, if it failed the checks and the run has earlier
+    starts. lines: of metrics.jsonl, without `lost` ones. first_lines: the file's first lines.
+    checkpoints: committed ones, newest first. nonfinite: contents of the nonfinite-step-N.json.
     """
 
     path: Path
@@ -136,12 +136,12 @@ class History:
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The last entry of provenance.json; empty without one."""
+        """The element of `starts` in provenance.json of the last start that has one; else {}."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings in force: the first start's settings with all changes accepted since."""
+        """The settings of the last start: the first start's settings with all later changes."""
         settings: dict[str, Any] = redacted(self.record.settings)
         for start in self.starts:
             settings |= start.entry.get("changed") or {}
@@ -164,7 +164,7 @@ class History:
         return max((time for time in times if time is not None), default=None)
 
     def evaluations(self) -> dict[str, list[Evaluation]]:
-        """Return the evaluations of each split, in order."""
+        """Return the evaluations of each split, in the order of the log."""
         found: dict[str, list[Evaluation]] = {}
         for line in (line for line in self.lines if line["event"] == "eval"):
             prefix = f"eval_{line['split']}" if line.get("split") else "eval"
@@ -174,7 +174,7 @@ class History:
         return found
 
     def time_left_s(self) -> float | None:
-        """Return the estimated seconds until `max_steps`, at the last start's pace; else None."""
+        """Return the estimated seconds until `max_steps`, at the last start's pace, if known."""
         if self.max_steps is None or self.last_step is None or not self.last_trained:
             return None
         own = [line for line in self.last_trained.lines if line["event"] == "train"]
@@ -187,8 +187,8 @@ class History:
 def read_run(path: Path, *, whole: bool = True) -> History:
     """Read a run directory; raises nothing.
 
-    Without `whole` it takes milliseconds: it reads only the beginning and end of a long journal,
-    only the newest checkpoint, and no log of a job.
+    Without `whole`, to save time, read only the beginning and end of a long metrics.jsonl, only the
+    newest checkpoint's manifest, and no job log.
     """
     record = RunRecord(path, lenient=True)
     damaged = [f"{name} {text}" for name, text in record.damage.items()]
@@ -236,7 +236,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return the first lines, all lines (only the last unless `whole`), and the damaged count."""
+    """Return (first lines, all or, without `whole`, the last lines, number of damaged lines)."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -261,10 +261,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return the run locks of the starts, newest first; and of the newest start if it was refused.
+    """Return the owners in .lock, newest first, and apart from them the refused newest start.
 
-    A refused start released its lock in the phase "starting" and has no entry in provenance.json.
-    It is in the list of locks only if the run has no other start.
+    A refused start released its lock in the phase "starting" and is not in provenance.json. It is
+    in the list of owners only if the run has no other start.
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))
@@ -303,10 +303,10 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
-    """Yield each start with its lock, its end and the steps that a later start repeated.
+    """Yield each start with the fields `owner`, `ended` and `lost_steps`; mark its lost lines.
 
-    A start locks the directory before it writes its entry of provenance.json. If the newest start
-    died in between, it is added here.
+    A start takes the run lock before it writes to provenance.json. If the newest start died in
+    between, it is added here.
     """
     if owners and all(start.began + 1 < owners[0].since for start in starts):
         starts = [*starts, Start(owners[0].since, {})]
@@ -318,7 +318,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
         in_time = [one for one in owners if before < one.since <= start.began + 1]
         owner = next(iter(own if len(own) == 1 else in_time), None)
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
-        # A live process renews its lock's time. In a copied directory, that is the copy's time.
+        # Each heartbeat renews the file's time. In a copied directory, it is the time of the copy.
         latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])
         if owner and owner.beat < latest:
             known.append(owner.beat)
@@ -333,7 +333,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
 
 
 def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
-    """Add why the start ended, from the job's verdict.txt, the run lock or the job's log file."""
+    """Add the `error`: why the start ended, from the job's verdict.txt, .lock or the job's log."""
     cause = start.owner.error if start.owner else None
     if start.job.get("job_id"):
         # The log is named by --output. Read only these folders: a foreign run may name any path.

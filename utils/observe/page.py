@@ -1,4 +1,4 @@
-"""The page report.html, rendered from page.html and page.js: one file that needs no network."""
+"""report.html, rendered from page.html and page.js: a single file that needs no network."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the named run directories, and the run directories inside the other named folders.
+    """Return the run directories among `named`, and those directly inside the other folders.
 
     With `compare` and a single named run, return all runs in its parent folder. Raises
     ConfigurationError if a path is no run and contains no run.
@@ -57,9 +57,10 @@ def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
 
 
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
-    """Write the page of one run, or a comparison of several; return its path.
+    """Write the report of one run, or a comparison of several; return the path of the HTML file.
 
-    Raises ConfigurationError where a run cannot be read or a file cannot be written.
+    `picture`: also draw charts into this file. Raises ConfigurationError for a run that cannot be
+    read or a file that cannot be written.
     """
     runs = [read_run(path) for path in paths]
     for run in runs:
@@ -88,7 +89,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 
 
 def write_at_the_end(output_dir: Path) -> None:
-    """Write the page of a run that ends now; a failure is only logged, because the run is done."""
+    """Write report.html of a run that ends; a failure is only logged, because the run is done."""
     try:
         logger.info("report: %s", write_pages([output_dir], None, None))
     except Exception as error:
@@ -140,7 +141,7 @@ def _shortened(text: Any) -> str:
 
 
 def _start_rows(run: History) -> list[dict[str, Any]]:
-    """Return a row per start for the time bar and the table; left, width, useful in percent."""
+    """Return a row per start. left, width: percent of the time bar. useful: percent of width."""
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)
     rows = []
@@ -183,12 +184,12 @@ def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Format a figure with this number of digits; an unknown figure is a dash."""
+    """Format a number with `digits` significant digits; None as "-"."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
 
 
 def clock(seconds: float | None) -> str:
-    """Format unix seconds as local time, to the second."""
+    """Format unix seconds as local date and time; None as "-"."""
     return "-" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,4 +1,4 @@
-"""The status of a run and of its job in Slurm's queue, as one value that status.py shows."""
+"""`RunStatus`: all that status.py shows of a run and its job in Slurm's queue."""
 
 import shutil
 import statistics
@@ -25,20 +25,20 @@ from utils.observe.endings import (
 from utils.observe.history import Line, read_run, unix_s
 
 STATES = ("running", "waiting", "failed", "stopped", "finished")
-LINES = 5  # training logs; their median is the speed
+LINES = 5  # training logs; the speed is their median
 SQUEUE_S = 5.0
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run is doing; None means unknown. Ages and times left are in seconds.
+    """The status of a run; None means unknown. Ages and times left are in seconds.
 
     because: the evidence for `state`. evaluations: newest loss and step of each split. left_s: time
     of training left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
     the rank that the others wait for, and the share of each step that they wait. error: why the
-    last start ended. pages: its files about running out of memory or a hang. advice: what to
-    do next. damaged: files that could not be read. skipped_lines: number of damaged journal lines
-    found. refused: why the newest start was refused; `state` is then that of an earlier start.
+    last start failed. pages: the files it wrote about a hang or lack of memory. advice: what to do
+    next. damaged: files that could not be read. skipped_lines: damaged lines of metrics.jsonl.
+    refused: why the newest start failed its checks; `state` is then that of an earlier start.
     """
 
     run: str
@@ -71,7 +71,7 @@ class RunStatus:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return the runs in a folder and in its subfolders (sweeps).
+    """Return the run directories in a folder and in its direct subfolders (such as sweeps).
 
     Raises ConfigurationError if the folder does not exist.
     """
@@ -85,7 +85,7 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def queued_jobs() -> dict[str, Job]:
-    """Return this user's jobs by their id; empty if Slurm is absent or does not answer."""
+    """Return this user's jobs in Slurm's queue by job id; {} if Slurm is absent or fails."""
     if shutil.which("squeue") is None:
         return {}
     command = ["squeue", "--me", "--noheader", "--format=%A|%T|%r|%L|%j"]
@@ -100,7 +100,7 @@ def queued_jobs() -> dict[str, Job]:
 
 
 def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
-    """Return how the run in a directory is doing; raises ConfigurationError without a run."""
+    """Return the status of the run in a directory. Raises ConfigurationError if it is no run."""
     if not is_run(directory):
         waiting = [f"{job.id} ({job.name}, {job.state})" for job in jobs.values()]
         raise ConfigurationError(

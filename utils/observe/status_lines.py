@@ -1,4 +1,4 @@
-"""The displays of status.py (lines, a table or JSON), and its upload of wandb's records."""
+"""The output of status.py (lines, a table or JSON), and `--sync`: upload of offline wandb runs."""
 
 import dataclasses
 import os
@@ -22,13 +22,13 @@ from utils.observe.run_state import STATES, RunStatus, queued_jobs, read_status,
 
 COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # columns of output into a file or a pipe
-CUT_OFF = "incomplete record"  # wandb's message about a record without an end
+CUT_OFF = "incomplete record"  # in wandb's message about a file whose end is missing
 
 
 def show_runs(
     directories: Sequence[str], all_in: str | None, as_json: bool
 ) -> str | RenderableType:
-    """Read the status of runs; return JSON, lines or a table. Raises ConfigurationError."""
+    """Return JSON, lines (for `directories`) or a table (for all runs in the folder `all_in`)."""
     jobs = queued_jobs()
     if directories and all_in is None:
         runs = [read_status(Path(directory), jobs) for directory in directories]
@@ -50,7 +50,7 @@ def show_runs(
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
-    """Print the output of `look`; with `watch_s`, repeat this every so many seconds till Ctrl-C."""
+    """Print what `look` returns; with `watch_s`, repeat after this many seconds until Ctrl-C."""
     first = look()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if watch_s is None or isinstance(first, str):
@@ -161,12 +161,12 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload wandb's offline records that are not uploaded yet, each into its wandb run.
+    """Upload the offline wandb files of runs that are not uploaded yet; return an exit code.
 
-    Returns an exit code. The record of a running start is left for later, because wandb accepts a
-    file only once. The record of a killed start is uploaded as far as it is complete; `wandb sync`
-    alone would upload it again at each call, and never reach later starts. The key is WANDB_API_KEY
-    (from the environment or `.env`) or a login. Raises ConfigurationError if an upload fails.
+    The file of a running start is left for later, because wandb accepts a file only once. The file
+    of a killed start is uploaded as far as it is complete; `wandb sync` alone would upload it again
+    at each call, and never reach later starts. The key is WANDB_API_KEY (from the environment or
+    `.env`) or that of `wandb login`. Raises ConfigurationError if an upload fails.
     """
     runs = [Path(each) for each in directories] or runs_below(Path(all_in or "runs"))
     load_env_file()

@@ -209,7 +209,7 @@ class _Card:
     def _usage(self) -> Iterator[str]:
         """Yield Markdown lines with the code and commands that use the model.
 
-        Which adapters vLLM refuses is from vllm/lora/peft_helper.py.
+        Source for the adapters that vLLM refuses: vllm/lora/peft_helper.py.
         """
         name, config = self.name, self.adapter_config
         kinds = {
