@@ -1,10 +1,10 @@
 """A run from its start to its finished model.
 
-start       sets up the process and claims the run directory, new or resumed; dry runs
-preflight   checks of the directory on all hosts: writable, with enough space, no foreign files
-provenance  the record of each start in provenance.json; refuses changes that make another run
+start       sets up the process, locks output_dir, finds the checkpoint to resume from; dry runs
+preflight   checks of output_dir on all hosts: writable, with enough space, no foreign files
+provenance  provenance.json; refuses to resume with settings that change what the run computes
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio
-finish      the run's callbacks, and its end
+finish      makes the callbacks; evaluates and exports at the end of training
 export      final/ and adapter/
 chat        chat.py: conversations with a finished model or a checkpoint
 """

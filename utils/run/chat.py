@@ -1,4 +1,4 @@
-"""Conversations with the model of a run, a checkpoint or an adapter, on a terminal."""
+"""chat.py: conversations on a terminal with the model of a run, a checkpoint or an adapter."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ def check_flags(given: argparse.Namespace) -> None:
 
 
 def find_model(name: str) -> str:
-    """Return the weights folder of `name` (a run, model or adapter), or `name` if it is on the Hub.
+    """Return the folder with the weights of a run, model or adapter; a Hub name is unchanged.
 
     Raises ConfigurationError if there are no weights, StorageError if all checkpoints are damaged.
     """
@@ -71,7 +71,7 @@ def find_model(name: str) -> str:
 
 
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Return model and tokenizer. Raises ConfigurationError if a part is missing or unreadable."""
+    """Return (model, tokenizer). Raises ConfigurationError if a part is missing or unreadable."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import find_adapter_config_file
@@ -120,10 +120,10 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class ChatModel:
-    """A model with its tokenizer and chat template. Without a template it continues texts."""
+    """A model with its tokenizer and chat template. Without a template, it continues texts."""
 
     def __init__(self, given: argparse.Namespace):
-        """Load the model that the flags name and set how it generates. Raises errors of `load`."""
+        """Load the model and set generation options, from the flags. Raises ConfigurationError."""
         import transformers
 
         from utils.prepare.chat_templates import ChatTemplate
@@ -165,7 +165,7 @@ class ChatModel:
         )
 
     def rendered(self, messages: Messages) -> str:
-        """Return the text that the model continues. Raises ConfigurationError."""
+        """Return the messages as the text that the model continues. Raises ConfigurationError."""
         from utils.prepare.chat_templates import PROBE
         from utils.prepare.rows import ChatDocument
 
@@ -183,9 +183,9 @@ class ChatModel:
         return messages[0]["content"]
 
     def answer(self, messages: Messages) -> str:
-        """Generate, print and return an answer. Ctrl-C ends it.
+        """Generate, print and return an answer, which Ctrl-C cuts short.
 
-        Raises ConfigurationError if the model's positions or the GPU's memory do not suffice.
+        Raises ConfigurationError if the prompt exceeds the model's positions or memory runs out.
         """
         import torch
         from transformers import TextStreamer
@@ -234,12 +234,12 @@ class ChatModel:
 
 
 def opening(system: str | None) -> Messages:
-    """Return a list with the system message; an empty list without a system text."""
+    """Return the messages that begin a conversation: the system message, if there is one."""
     return [{"role": "system", "content": system}] if system else []
 
 
 def talk(model: ChatModel, system: str | None) -> None:
-    """Answer what is typed, line by line, until /quit, Ctrl-D or the end of stdin."""
+    """Read lines from stdin and answer each, until /quit, Ctrl-D or the end of stdin."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited and recalled
 

@@ -1,7 +1,7 @@
-"""The finished model: gathered from every rank, adapters merged, ready for from_pretrained.
+"""Export of the finished model: gathered from all ranks, adapters merged, for from_pretrained.
 
-PEFT's own layers merge LoRA's adapters. Only one layer at a time holds tensors; the others are on
-the meta device.
+PEFT's layers merge the LoRA adapters. To save memory, only one layer at a time holds tensors; the
+other layers are on the meta device.
 """
 
 import copy
@@ -33,11 +33,11 @@ PREFIX = "base_model.model."
 
 
 def export_final(trainer: Any, dtype: torch.dtype) -> None:
-    """Write ``final/`` (and ``adapter/`` after LoRA) of the trainer's run.
+    """Write ``final/`` (and ``adapter/`` after LoRA) into the run directory of `trainer`.
 
-    All ranks call this, because gathering sharded weights is collective. Rank 0 writes under
-    another name and renames, so ``final/`` is whole or absent. Its tensors have type `dtype`,
-    except those that the architecture keeps in float32.
+    All ranks call this, because gathering sharded weights is collective. Rank 0 writes to a
+    temporary directory and renames it, so ``final/`` is never partial. The tensors have type
+    `dtype`, except those that the architecture keeps in float32.
     """
     output_dir = Path(str(trainer.args.output_dir))
     model = live = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -108,7 +108,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module with its adapters merged; `state` has the tensors of module and adapters."""
+    """Return a PEFT module with merged adapters; `state` has all tensors of that module."""
     module = copy.deepcopy(module)  # else the meta module would keep the tensors
     floats = {
         # Copy the tensors, because PEFT merges in place.

@@ -1,4 +1,4 @@
-"""Checks of the output directory before a run: shared, writable, large enough, no foreign files."""
+"""Checks of output_dir before training: shared by all hosts, writable, space, no foreign files."""
 
 import logging
 import os
@@ -31,10 +31,10 @@ PROBE_BYTES = 2**14
 
 
 def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:
-    """Make ``output_dir`` and check that all hosts can write to it and that checkpoints fit.
+    """Make ``output_dir``; check that all hosts can write to it and that checkpoints fit.
 
     Collective: every rank raises the same StorageError, or ConfigurationError if ``output_dir`` is
-    a file. Each host writes a small file, because free space does not show quotas.
+    a file. Each host writes some bytes to a temporary file, because free space ignores quotas.
     """
     first_ranks = {launch.hosts.index(host) for host in launch.hosts}  # the first of each host
 
@@ -59,11 +59,11 @@ def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: Lau
 
 
 def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
-    """Return the free space in words; raise StorageError if checkpoints do not fit.
+    """Check that checkpoints fit, writing nothing; return a text with the free space for the log.
 
-    A new run needs room for all checkpoints that exist at the same time. A resumed run needs room
-    for the next checkpoint. Space that `make_room` may free counts as free. Nothing is written.
-    Raises ConfigurationError if ``output_dir`` is a file.
+    A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
+    checkpoint. Space that `make_room` may free counts as free. Raises StorageError if there is too
+    little space, ConfigurationError if ``output_dir`` is a file.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")
@@ -116,7 +116,7 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Return whether the directory holds a run. Raise ConfigurationError for other contents."""
+    """Return True if the directory holds a run, False if empty; else raise ConfigurationError."""
     # Do not follow links, because another user may have made this directory. Do not raise for a
     # damaged file of a run, because the start restores it.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):

@@ -1,8 +1,8 @@
-"""The record of each start in provenance.json, and the changes of a run since its last start.
+"""provenance.json: what each start of a run did, and which settings changed since the last start.
 
-config.yaml stays as the first start wrote it. Each start's entry in provenance.json has the
-settings that this start changed and digests of its inputs. An accepted change applies to all later
-starts. A change of a setting in IDENTITY needs --accept_changes.
+config.yaml stays as the first start wrote it. For each start, the list `starts` in provenance.json
+has the settings that this start changed and digests of its inputs. An accepted change applies to
+all later starts. A change of a setting in IDENTITY needs --accept_changes.
 """
 
 import contextlib
@@ -57,10 +57,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 def write_provenance(
     path: Path, launch: LaunchFacts, *, run_id: str, resumed_from: str | None, **facts: Any
 ) -> None:
-    """Append an entry for this start to the list of starts in a JSON file; only on rank 0.
+    """Append facts about this start to the list `starts` in provenance.json; only on rank 0.
 
-    `facts` are more JSON values for the entry. If the process is killed, the file is the old or the
-    new one, never a part. Raises ConfigurationError if the file cannot be read as such a list.
+    `facts` are further JSON values. If the process is killed, the old or the new file is left,
+    never a partial one. Raises ConfigurationError if the old file is damaged.
     """
     devices = [launch.device]
     if launch.device == "cuda":
@@ -126,8 +126,8 @@ IDENTITY = frozenset({
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
     "bnb_4bit_quant_type", "use_bnb_nested_quant",
 })  # fmt: skip
-# Why a run cannot resume from its checkpoints with another value of a setting, even if the user
-# accepts the change. torch restores the optimizer's param_groups, so a new learning rate has no
+# Settings that cannot change when a run resumes, even with --accept_changes, and why: "its
+# checkpoints ...". torch restores the optimizer's param_groups, so a new learning rate has no
 # effect.
 IN_THE_CHECKPOINT = {
     name: why
@@ -148,21 +148,21 @@ WEIGHTS = ("model_name_or_path", "init_from")
 NAMES_CONTENTS = (
     "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
 )  # fmt: skip
-# Settings of a single start, not of the run.
+# Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
-# Increase NUMERICS when a version of Stoker changes the last bits of some runs, and add the new
-# number to CHANGED_SUMS. Users accept the change by --accept_changes KEY.
+# Increase NUMERICS when a new version of Stoker changes the last bits of some runs. Add the new
+# number to CHANGED_SUMS under a setting; users accept the change by --accept_changes SETTING.
 NUMERICS = 4
 CHANGED_SUMS = {
     "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
     "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
 }
-# Settings that depend on machine and launch by default. In a dry run they may have other values.
+# The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
 LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
 
 class Snapshot(NamedTuple):
-    """The settings of a start, and the contents of the files that they name (see `_contents`)."""
+    """The settings of a start, and digests of the files that they name (from `_contents`)."""
 
     settings: Mapping[str, Any]
     contents: Mapping[str, Mapping[str, Any]]
@@ -170,10 +170,10 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A changed setting, or changed contents of the file that a setting names.
+    """A changed setting, or changed contents of a file that a setting names.
 
-    `name`: the setting. `what`: the text for the table. `dangerous`: the change needs the user's
-    consent, --accept_changes `name`. `impossible`: why the change is refused even with consent.
+    name: the setting. what: how the log names the change. dangerous: the change needs
+    `--accept_changes NAME`. impossible: why the change is refused even with this flag, or "".
     """
 
     name: str
@@ -204,7 +204,7 @@ class Change:
 
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
-    """Return digests of the inputs that the settings name, for provenance.json; only on rank 0."""
+    """Return digests of the data, tokenizer and model, for provenance.json; only on rank 0."""
     return {
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
@@ -220,7 +220,7 @@ def _contents(
 ) -> dict[str, Mapping[str, Any]]:
     """Return digests of a start's inputs, by the setting that names each input; {} if unknown.
 
-    The configuration of the model has the key model_config, and its weights have the key
+    The key of the model's configuration is always model_config, and the key of its weights is
     model_name_or_path, even if another setting names them.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
@@ -232,7 +232,7 @@ def _contents(
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
     }
-    # The launch of this start is not recorded yet: assume that every changed sum affects it.
+    # provenance.json has no `launch` of this start yet: assume that every changed sum affects it.
     any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}
     launch = facts.get("launch") or any_launch
     low_precision = settings.get("bf16") or settings.get("fp16")
@@ -253,11 +253,11 @@ def _contents(
 def accepted_changes(
     output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
 ) -> dict[str, Any]:
-    """Log the changes since the last start; return the entries about them for provenance.json.
+    """Log the changes since the last start; return them for provenance.json (changed, accepted).
 
-    `facts` are the result of `identity_facts` and the script. `resumes` means that this start
-    resumes from a checkpoint of another directory. Raises ConfigurationError for a change that the
-    checkpoints do not allow, and for one that makes another run and was not accepted.
+    `facts` has the result of `identity_facts` and the script. `resumes`: this start resumes from a
+    checkpoint of another directory. Raises ConfigurationError for a change that the checkpoints do
+    not allow, and for a dangerous one that is not in --accept_changes.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -266,9 +266,9 @@ def accepted_changes(
         raise ConfigurationError(
             f"{output_dir} holds a run of {script}: name another --output_dir."
         )
-    # A setting that an older version did not have counts as its default.
+    # A setting that an older version of Stoker did not have counts as set to its default.
     defaults = {name: one.default for name, one in settings.values.declared.items()}
-    # Mask secrets in both, because the first start has masked them in its file.
+    # Mask secrets in both, because the first start masked them in config.yaml.
     old = redacted(defaults | settings_in_force(output_dir, starts))
     new = redacted(settings.resolved)
     resumes |= own_checkpoint(str(output_dir)) is not None
@@ -325,7 +325,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
 
 
 def _other_shape(*contents: Mapping[str, Any]) -> str:
-    """Return which tensor differs in shape between the models of two configurations, or ""."""
+    """Return a text on a tensor whose shape differs between two model configurations, or ""."""
     if not all(contents) or contents[0] == contents[1]:
         return ""
     shapes = []
@@ -342,14 +342,14 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
-    """Return whether checkpoints fit the new value as well as the old one."""
+    """Check whether checkpoints made with the old value of a setting also fit the new value."""
     if name == "metric_for_best_model":  # no metric so far, or the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a changed path is harmless, or "" if this is not known."""
+    """Return why a changed setting of NAMES_CONTENTS is harmless; "" if this is not known."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA checkpoints: adapters
     if name == "train_data":

@@ -1,6 +1,6 @@
-"""The start of a run: sets up the process, locks the run directory, finds where to resume.
+"""The start of a run: set up the process, lock output_dir, find the checkpoint to resume from.
 
-A dry run makes the same checks of the directory and writes nothing. It does not check other nodes,
+A dry run makes the same checks of output_dir and writes nothing. It does not check other nodes,
 and it does not read the tensors of a checkpoint.
 """
 
@@ -76,10 +76,10 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Run:
-    """The run in a directory: the checkpoint to resume from, and whether the run is finished.
+    """The run in output_dir. `finished`: no step is left and final/ exists. A new run has a new id.
 
-    A new run has a new id. `facts`: digests of the inputs and the changed settings of this start,
-    for provenance.json. `weights_from`: the weights directory of --init_from; None if not loaded.
+    `facts`: for provenance.json, digests of the inputs and the changed settings of this start.
+    `weights_from`: the weights directory of --init_from, None if this start does not load it.
     """
 
     run_id: str
@@ -92,8 +92,8 @@ class Run:
 def start_process(settings: RunSettings) -> LaunchFacts:
     """Set up logging, tokens, signals and safe unpickling; return how the processes were launched.
 
-    A dry run returns the launch that WORLD_SIZE and accelerate's environment variables describe.
-    Raises ConfigurationError, for example if the processes are not connected.
+    In a dry run, the result is taken from WORLD_SIZE and accelerate's environment variables. Raises
+    ConfigurationError, for example if the processes are not connected.
     """
     configure_logging()
     for note in settings.values.notes:
@@ -132,7 +132,7 @@ def _launch(settings: RunSettings) -> LaunchFacts:
 
 
 def _planned_launch(settings: RunSettings) -> LaunchFacts:
-    """Return the launch that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
+    """Return the LaunchFacts that a dry run assumes, from WORLD_SIZE and accelerate's variables."""
     import torch
 
     world_size = settings.values.world_size
@@ -152,7 +152,7 @@ def _planned_launch(settings: RunSettings) -> LaunchFacts:
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Log that the setting `strategy` has no effect if the launcher chose another strategy."""
+    """Log that --strategy has no effect if `accelerate launch` was given another strategy."""
     given, shown = settings.run.strategy, settings.values.shown("strategy")
     if given == AUTO:
         return
@@ -180,12 +180,12 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
 def start_run(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
 ) -> tuple[Run, Checkpoints]:
-    """Lock ``--output_dir``, begin or resume its run, and record this start there.
+    """Lock `--output_dir`, find the checkpoint to resume from, and write provenance.json.
 
-    A new or empty directory gets a new run. If the directory holds the run of these settings, that
-    run resumes from its newest complete checkpoint. Writes config.yaml (once) and an entry of
-    provenance.json (at each start). Rank 0 decides for all ranks. Raises ConfigurationError if the
-    directory holds another run or other files; also StorageError and NoProgressError.
+    An empty or missing directory gets a new run. If the directory holds a run with these settings,
+    that run resumes from the newest undamaged checkpoint. Also writes config.yaml at the first
+    start. Rank 0 decides for all ranks. Raises ConfigurationError if the directory holds another
+    run or other files; also StorageError and NoProgressError.
     """
     output_dir = Path(str(settings.training.output_dir))
     check_storage(output_dir, plan, settings.training.save_total_limit, launch)
@@ -220,7 +220,7 @@ def start_run(
 
 
 def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock the directory, find where to resume and write provenance.json; only on rank 0."""
+    """Lock output_dir, find the run in it, write config.yaml, provenance.json; only on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
@@ -264,14 +264,14 @@ def check_start(
     config: PreTrainedConfig,
     launch: LaunchFacts,
 ) -> int:
-    """Make the checks of a start for a dry run. Raise the errors of a start, or return 0."""
+    """Check output_dir and weights for a dry run. Return 0, or raise what a real start would."""
     output_dir = Path(str(settings.training.output_dir))
     try:
         check_place(output_dir, plan, settings.training.save_total_limit)
     except StorageError as error:
         if SUBMITTING in os.environ or not on_a_login_node(settings, launch):
             raise
-        logger.warning("%s", error.problems[0])  # jobs may have other storage
+        logger.warning("%s", error.problems[0])  # jobs may have other storage than a login node
     for name, text in RunRecord(output_dir).damage.items():
         logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
@@ -285,7 +285,7 @@ def check_start(
 
 
 def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Return the run and its resume checkpoint; rank 0. Raises ConfigurationError if none fits."""
+    """Return the run in output_dir, or a new one; only on rank 0. Raises ConfigurationError."""
     output_dir, dry_run = Path(str(settings.training.output_dir)), settings.run.dry_run
     known = known_files(output_dir)
     named = settings.training.resume_from_checkpoint if dry_run else None  # a start has copied it
@@ -323,10 +323,10 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
 def check_progress(
     starts: Sequence[Mapping[str, Any]], resume_from: str | None, job: Mapping[str, Any] | None
 ) -> None:
-    """Stop a requeued job if three of its earlier starts resumed at the same step as this one.
+    """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
 
-    `starts` are the entries of provenance.json. `job` is the result of `slurm_job`. The first start
-    of a submitted job is never stopped. Raises NoProgressError.
+    `starts` is that list in provenance.json. `job` is the result of `slurm_job`. A job that was not
+    requeued passes.
     """
     if job is None or int(job["restart_count"] or 0) == 0:
         return
@@ -349,7 +349,7 @@ def check_progress(
 def _check_weights(
     settings: RunSettings, config: PreTrainedConfig, origin: Path | None, new_tokens: Sequence[int]
 ) -> None:
-    """Check that the tensors in the weights files have the names and shapes of the model's.
+    """Check the names and shapes of the tensors in the weights files against the model.
 
     `origin` is the weights directory of --init_from. Raises ConfigurationError if they differ, or
     if a job, which has no network, needs weights that are not in the Hub cache.

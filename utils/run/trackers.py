@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 def prepare_trackers(
     settings: RunSettings, name: str | None, output_dir: Path, run_id: str, step: int
 ) -> None:
-    """Let the trackers of `report_to` write into the run directory, one tracker run for all starts.
+    """Make the trackers of `report_to` write into output_dir; all starts share one tracker run.
 
-    Sets environment variables before the Trainer is made. Values that the user has set stay.
-    `name` is the run's name in the trackers. `step` is the step from which this start resumes. Only
-    rank 0 calls this.
+    Sets environment variables, except those that the user has set, and calls `wandb.init`. Rank 0
+    calls this before the Trainer is made. `name` is the run's name in wandb. `step` is the step
+    from which this start resumes.
     """
     place, default = output_dir.absolute(), os.environ.setdefault
     reporters = set(settings.training.report_to or ())
@@ -33,7 +33,7 @@ def prepare_trackers(
         if Path(folder).is_dir():
             from torch.utils.tensorboard import SummaryWriter
 
-            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps to be repeated
+            SummaryWriter(folder, purge_step=step + 1).close()  # hides steps that will be repeated
     if "mlflow" in reporters:
         import mlflow
 
@@ -49,14 +49,14 @@ def prepare_trackers(
         import wandb
 
         prepare_wandb(output_dir, run_id)
-        # Trainer uses this run of wandb, and adds only its own settings.
+        # Trainer uses this wandb run, and adds only TrainingArguments and the model's config.
         config = redacted({**settings.resolved, "git": git_state()})
         config = json.loads(json.dumps(config, default=str))
         wandb.init(name=name, config={"stoker": config})
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables. Go offline without a key or a connection to the server."""
+    """Set wandb's environment variables. Choose offline mode without a key or a connection."""
     ours = {
         "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
         "NAME": output_dir.absolute().name, "QUIET": "true",
@@ -78,9 +78,9 @@ def prepare_wandb(output_dir: Path, run_id: str) -> None:
 
 
 def end_wandb(report: Path, stopped: bool) -> None:
-    """Store the report in wandb, as a panel and an artifact, and mark a stopped run as preempted.
+    """Store report.html in wandb as a panel and an artifact; mark a stopped run as preempted.
 
-    Without the mark wandb would show a stopped run as failed, because of its exit code.
+    Otherwise wandb would show a stopped run as failed, because the exit code is not 0.
     """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None and report.is_file():
