@@ -29,8 +29,7 @@ LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
 
 
-# The kind of a field: the first pattern that matches its name. A "measure" must be finite, because
-# readers add and format measures. A "figure" may be NaN or infinite.
+# A field's kind: the first whose pattern matches it. A measure is finite, a figure may be NaN.
 _KINDS = {
     "text": "event|split|slowest_host",
     "step": "step|max_steps",

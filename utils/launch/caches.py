@@ -44,8 +44,7 @@ def enter_node_directory() -> Path:
     Also remove the directories that killed launchers left on this node. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
-    # On network storage a node may not see other nodes' locks. So the prefix has the host's name,
-    # and a node removes only directories that it made itself.
+    # On network storage each node sees only its own locks, so it may remove only its directories.
     prefix = f"{PREFIX}{host_name()}+"
     remove_abandoned(Path(base), prefix)
     try:

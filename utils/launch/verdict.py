@@ -134,7 +134,7 @@ def name_of_job(slurm: Mapping[str, Any]) -> str:
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return why a start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt, if it exists."""
+    """Return why a start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; else None."""
     start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
     try:
         text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
@@ -221,12 +221,12 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words that come before a note's text in a message."""
+    """Return the words between a host's name and the text of its note, such as "was killed by"."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def _likelihood(note: Note) -> int:
-    """Return how likely this rank caused the job's end: 0 is certain, CONSEQUENCE is unlikely."""
+    """Return a sort key: 0 if a note must be the cause, CONSEQUENCE if it follows from another."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
@@ -240,8 +240,8 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """Return a text with the ranks that a hung run waits for; `hosts` has one host per rank.
 
     The first of these groups that exists is at fault: a rank that ended; ranks without a note,
-    which are stopped or gone; the ranks with the fewest beats. In the last group, ranks outside of
-    collectives are preferred, because ranks inside of one wait for other ranks.
+    which are frozen or gone; ranks with the fewest heartbeats. In the last group, ranks outside of
+    collectives are preferred, because ranks in a collective wait for other ranks.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]

@@ -69,7 +69,7 @@ def public(text: str) -> str:
 
 
 def shown_name(run: Path, folder: str) -> str:
-    """Return a name for a model that is not on the Hub: its path without the current directory."""
+    """Return a name for a model that is not on the Hub: RUN/FOLDER, where RUN may be a path."""
     inside = run.resolve().is_relative_to(Path.cwd())
     return str((run.resolve().relative_to(Path.cwd()) if inside else Path(run.name)) / folder)
 
