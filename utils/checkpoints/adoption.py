@@ -93,7 +93,7 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
     """Copy the checkpoint of --resume_from_checkpoint into `output_dir`, and verify the copy.
 
     Also copy the run's best checkpoint, which may be missing unless `needs_best`. Only rank 0 calls
-    this, with the run lock. A killed process leaves no partial checkpoint. Does nothing if
+    this, and it holds the run lock. A killed process leaves no partial checkpoint. Does nothing if
     `output_dir` has checkpoints. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)

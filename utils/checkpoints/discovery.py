@@ -71,7 +71,7 @@ def best_checkpoint(directory: Path) -> Path | None:
 def committed_checkpoints(
     output_dir: Path, run_id: str | None = None
 ) -> list[tuple[Path, Manifest]]:
-    """Return (directory, manifest) of a run's committed checkpoints (None: any), newest first."""
+    """Return (directory, manifest) of committed checkpoints of a run (None: any), newest first."""
     found = []
     for _, directory in numbered_checkpoints(output_dir):
         try:
@@ -118,7 +118,7 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return the directories named PREFIXcheckpoint-N (or PREFIX2.checkpoint-N), by prefix."""
+    """Return the directories such as damaged.checkpoint-7, for `prefixes` such as "damaged."."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
@@ -209,7 +209,7 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete old checkpoints if the next one needs the space. Raises StorageError (`find_room`)."""
+    """Delete old checkpoints until the next one fits. Raises StorageError if it cannot fit."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
         delete(directory)  # if this fails, so does the save

@@ -81,7 +81,7 @@ def readable(size_bytes: float) -> str:
 
 
 def owner(name: str) -> int:
-    """Return the rank that writes a file (0: also shared files); `name`: path in the checkpoint."""
+    """Return the rank that writes a file, from its path in the checkpoint; 0 without a rank."""
     match = _OWNED.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
@@ -294,7 +294,7 @@ def _text(committed: Mapping[str, Any]) -> str:
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Raise ConfigurationError if `strategy` cannot load a checkpoint of another strategy."""
+    """Raise ConfigurationError if a checkpoint needs another strategy than `strategy` to load."""
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return

@@ -175,7 +175,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The content of provenance.json (of the copy if damaged); the damage, "" without any."""
+        """The content of provenance.json, or its copy if damaged; and the damage ("": none)."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -193,7 +193,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The text of config.yaml (of the copy if damaged), and the damage, "" without any."""
+        """The text of config.yaml, or its copy if damaged; and the damage ("": none)."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -204,7 +204,7 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file (None if unreadable), and a problem, for use if a copy is read."""
+        """Return the parsed file (None if damaged), and the problem to log if its copy is used."""
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
         except OSError as error:
@@ -213,7 +213,7 @@ class RunRecord:
             return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Add advice to the problem of a lost file: return it if `lenient`, else raise it."""
+        """Return the problem of a lost file, with advice; raise it unless `lenient`."""
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):

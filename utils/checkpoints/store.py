@@ -53,7 +53,7 @@ GROUP_TIMEOUT_S = 24 * 3600
 
 @dataclass(frozen=True)
 class Save:
-    """The size of a checkpoint that this process saved, and the time of the save."""
+    """The size of a checkpoint that this process saved, and the duration of the save."""
 
     step: int
     size_bytes: int

@@ -28,7 +28,7 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
     """Run a function on every rank; return the results of all ranks, in rank order.
 
-    If it fails on some ranks, all ranks raise one error with their messages. Collective (`group`).
+    If it fails on some ranks, all ranks raise one error with all messages. Collective over `group`.
     """
     return _answers(gathered(_attempt(action), group))
 
@@ -43,7 +43,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Return the result of a function, or the type and messages of its error, to send to ranks."""
+    """Return a function's result, or its error's type and messages, to send to the other ranks."""
     try:
         return action(), None, []
     except ConfigurationError as error:

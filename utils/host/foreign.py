@@ -79,7 +79,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Raise ConfigurationError if a with block computes too long or uses too much memory.
 
     The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` more address space than the process
-    uses now (None: no limit; pass it if CUDA may start, which reserves much address space). A
+    uses now (None: no limit, needed if CUDA may start, which reserves much address space). A
     nested call keeps the outer limits. Threads have no limits: only the main one gets signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
@@ -113,7 +113,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error in one line, shortened; after the type if it is one word."""
+    """Return an error's message in one line, shortened. A message of one word gets the type."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)

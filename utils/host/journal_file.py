@@ -66,7 +66,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines that `read_journal` would return; `lines` are those of `read_lines`."""
+    """Leave out rolled-back lines, and all but the last of repeated lines (see `read_journal`)."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]

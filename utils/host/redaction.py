@@ -87,7 +87,7 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Mask as `redact` in all strings of plain data. Call it before encoding: YAML wraps texts."""
+    """Mask secrets in all strings of plain data. Call it before encoding: YAML wraps long texts."""
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:

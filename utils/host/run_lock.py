@@ -74,7 +74,7 @@ def note_phase(phase: str) -> None:
 
 
 def held_runs() -> dict[Path, str]:
-    """Return the error of `note_error` ("" if none) for each run directory this process locks."""
+    """Return the run directories that this process has locked; the value is its error or ""."""
     return {path: lock.error or "" for path, lock in _held.items()}
 
 

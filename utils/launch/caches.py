@@ -68,7 +68,7 @@ def enter_node_directory() -> Path:
 
 
 def unpack_compiled(folder: Path) -> int:
-    """Unpack the code that earlier jobs compiled into `folder`; return the number of files."""
+    """Unpack into `folder` the code that earlier jobs compiled; return the number of files."""
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:

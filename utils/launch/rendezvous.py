@@ -59,7 +59,7 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare the `node_facts` of all nodes; all raise one UnfitClusterError if they differ."""
+    """Compare the facts of all nodes. All nodes raise the same UnfitClusterError if they differ."""
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:

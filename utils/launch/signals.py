@@ -104,7 +104,7 @@ def _node_request() -> str | None:
 
 
 def _answer_signals(pipe: int) -> None:
-    """Store requests to stop. End the process at a SIGTERM for which the file STOP is missing."""
+    """Store requests to stop. End the process after a SIGTERM without the file STOP."""
     global _requested  # noqa: PLW0603 - see above
     while True:
         numbers = os.read(pipe, 64)  # one byte per signal that has a handler

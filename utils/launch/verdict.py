@@ -86,7 +86,7 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write a note for this rank (or `rank`) unless one exists. A full disk raises nothing."""
+    """Write how `rank` (None: this one) ended, unless it is noted. A full disk raises nothing."""
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)

@@ -42,7 +42,7 @@ def number(value: Any) -> float | None:
 
 
 def column(lines: Sequence[Line], key: str) -> np.ndarray:
-    """Return the field `key` of each log line, (lines,) in float64; NaN if a line lacks it."""
+    """Return the field `key` of all log lines as a float64 array; NaN if a line lacks it."""
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
@@ -51,7 +51,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` ascending indices: the minimum and maximum of each of equal parts."""
+    """Return about `points` ascending indices of values: the lowest and highest of each part."""
     if len(values) <= points:
         return np.arange(len(values))
     size = -(-len(values) * 2 // points)
@@ -164,7 +164,7 @@ def spikes(lines: Sequence[Line]) -> list[Spike]:
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return a point for the memory of each rank in some log lines, with the highest and lowest.
+    """Return the memory of each rank as points, from a sample of log lines with the extremes.
 
     A point has event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB
     that were left on the device, None if unknown.

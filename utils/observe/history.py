@@ -236,7 +236,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return (first lines, all or, without `whole`, the last lines, number of damaged lines)."""
+    """Return the first lines, all lines (the last ones unless `whole`), and the damaged count."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)

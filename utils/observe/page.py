@@ -59,7 +59,7 @@ def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
 def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None) -> Path:
     """Write the report of one run, or a comparison of several; return the path of the HTML file.
 
-    With `picture`, also draw charts into it. Raises ConfigurationError if reading or writing fails.
+    With `picture`, also draw this file. Raises ConfigurationError if reading or writing fails.
     """
     runs = [read_run(path) for path in paths]
     for run in runs:

@@ -28,7 +28,7 @@ CUT_OFF = "incomplete record"  # in wandb's message about a file whose end is mi
 def show_runs(
     directories: Sequence[str], all_in: str | None, as_json: bool
 ) -> str | RenderableType:
-    """Return JSON, lines (for `directories`) or a table (for all runs in the folder `all_in`)."""
+    """Return the status of runs: JSON, lines (of `directories`) or a table (all in `all_in`)."""
     jobs = queued_jobs()
     if directories and all_in is None:
         runs = [read_status(Path(directory), jobs) for directory in directories]

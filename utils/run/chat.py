@@ -40,7 +40,7 @@ def check_flags(given: argparse.Namespace) -> None:
 
 
 def find_model(name: str) -> str:
-    """Return the folder with the weights of a run, model or adapter; a Hub name is unchanged.
+    """Return the folder with the weights of a run, model or adapter; return a Hub name unchanged.
 
     Raises ConfigurationError if there are no weights, StorageError if all checkpoints are damaged.
     """

@@ -325,7 +325,7 @@ def check_progress(
 ) -> None:
     """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
 
-    `starts` is that list in provenance.json. `job` is the result of `slurm_job`. A job that was not
+    `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
     requeued passes.
     """
     if job is None or int(job["restart_count"] or 0) == 0:
