@@ -103,7 +103,7 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 
 def mark_run_started(output_dir: Path) -> None:
-    """Write the file run_started, by which slurm/training_job.sh sees that training began."""
+    """Write the file run_started: slurm/training_job.sh sees by it that all checks passed."""
     runs_begun.append(output_dir)
     _create(RUN_STARTED, f"{output_dir}\n")
 

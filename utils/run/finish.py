@@ -112,7 +112,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
                 if average is not None:
                     average.put_in_place()
                 export_final(trainer, save_dtype)
-        trainer.accelerator.wait_for_everyone()  # rank 0 hosts the ranks' store
+        trainer.accelerator.wait_for_everyone()  # rank 0 hosts the TCPStore of all ranks
         trainer.accelerator.end_training()
         trainer.callbacks.live.close()
         if trainer.callbacks.stop.stopped:
