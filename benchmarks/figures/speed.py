@@ -37,7 +37,7 @@ def with_figures(document: str, figures: str) -> str:
 def summary(results: Sequence[Mapping[str, Any]]) -> str:
     """Write one line a cell in which Stoker ran beside others: Stoker, and the fastest of them."""
     results = [one for one in results if one.get("ratios")]
-    rows = [["", "Stoker", "the fastest other toolkit that could run it", "Stoker is faster by (times)"]]
+    rows = [["", "Stoker", "the fastest other that could run it", "Stoker is faster by (times)"]]
     rows += [_component_row(one) if "sizes" in one else _training_row(one) for one in results]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|---|---|---|---|")
