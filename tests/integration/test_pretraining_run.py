@@ -90,7 +90,7 @@ def test_a_full_evaluation_in_bf16_rounds_no_weight_of_the_finished_model(
     plain = pretrained(tmp_path / "plain", **settings)
     full = pretrained(tmp_path / "full", **settings, bf16_full_eval=True)
     shown = capsys.readouterr().out
-    assert "evaluation computes as training does" in shown
+    assert "evaluation as training (bf16_full_eval" in shown
     assert "  accuracy " in shown
     assert sorted(tiny.evaluations(plain, "heldout")) == [0, 2]
     assert tiny.evaluations(plain, "heldout") == tiny.evaluations(full, "heldout")

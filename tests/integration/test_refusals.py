@@ -161,8 +161,8 @@ PRETRAINING = {
     "beyond 64 bits": (
         {"pad_embeddings_to_multiple_of": 2**64, "per_device_eval_batch_size": 2**64},
         (
-            "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**9",
-            "(--per_device_eval_batch_size): it must be at least 1 and below 10**9")),
+            "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**12",
+            "(--per_device_eval_batch_size): it must be at least 1 and below 2**20")),
     "rate as a text": (
         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "2"}'},
         '{"power": "2"} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate): TypeError: ',

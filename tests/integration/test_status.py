@@ -1,69 +1,74 @@
 """status.py on a real run: training, killed, refused, stopped, finished."""
 
 import itertools
-import os
 import re
-import signal
-import time
+import subprocess
+import sys
+import threading
 
 import pytest
-from launching import wait_until
-from provoked_runs import Provoke, touch
+from launching import ROOT, quiet_environment, wait_until
 
-from utils.host import run_lock
+import pretrain
+from utils.host.run_lock import leave_run_lock
 from utils.launch.script import run_script
 from utils.observe.run_state import read_status
 
 pytestmark = pytest.mark.slow
 
-STEPS = {
-    "max_steps": 40, "save_steps": 10, "eval_steps": 10, "load_best_model_at_end": "false",
-}  # fmt: skip
+
+def stop_when_training(run):
+    lines = run / "metrics.jsonl"
+    wait_until(lambda: '"resumed"' in lines.read_text(), "did not resume")
+    (run / "STOP").touch()
 
 
-def test_a_run_is_shown_in_each_of_its_states(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)  # the phase is in each heartbeat
+def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.callbacks.stop.LOOK_INTERVAL_S", 0.0)
     run = tmp_path / "run"
-    child = os.fork()
-    if child == 0:
-        try:
-            start(run, Provoke("on_step_begin", 15, lambda _: time.sleep(3600)), **STEPS)
-        finally:
-            os._exit(99)
+    heldout = f"heldout={workspace / 'heldout'}"
+    argv = pretraining(run, max_steps=200, save_steps=20, eval_data=heldout, eval_steps=20)
+    process = subprocess.Popen(
+        [sys.executable, "pretrain.py", *argv], cwd=ROOT, env=quiet_environment()
+    )
     try:
-        wait_until((run / "checkpoint-10" / "manifest.json").exists, "no checkpoint")
-        wait_until(lambda: read_status(run, {}).because.endswith("training"), "no phase")
+        wait_until((run / "checkpoint-20" / "manifest.json").exists, "no checkpoint")
         status = read_status(run, {})
-        assert (status.state, status.max_steps, status.starts) == ("running", 40, 1)
-        assert re.fullmatch(rf"process {child} on \S+, training", status.because)
-        assert 10 <= status.step <= 15
+        assert (status.state, status.max_steps, status.starts) == ("running", 200, 1)
+        phases = "starting|in its first step|training|saving|evaluating"
+        assert re.fullmatch(rf"process {process.pid} on \S+, ({phases})", status.because)
+        assert status.step >= 20
         assert status.tokens_per_s > 0
-        assert status.left_s > 0
+        assert 0 < status.left_s < 3600
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        process.kill()
+        process.wait()
     status = read_status(run, {})
     assert (status.state, "is gone: killed" in status.error) == ("failed", True)
-    assert status.saved_step == 10
-    assert status.saved_ago_s >= 0
-    assert status.advice.startswith("resume: python ")
+    assert status.saved_step >= 20
+    assert status.saved_ago_s < 60
+    assert status.advice.startswith("resume: python pretrain.py --sequence_length 64")
 
     # A process writes the cause of its end into its lock when it exits.
-    assert run_script(lambda: start(run, seed=7, **STEPS)) == 2
-    run_lock.leave_run_lock(run)
+    assert run_script(lambda: pretrain.main([*argv, "--seed", "7"])) == 2
+    leave_run_lock(run)
     status = read_status(run, {})
     assert (status.state, "is gone: killed" in status.error) == ("failed", True)
     assert status.refused.startswith("configuration error: ")
     assert "seed" in status.refused
+    assert status.advice.startswith("resume: python pretrain.py --sequence_length 64")
 
-    assert start(run, Provoke("on_step_begin", 24, touch("STOP")), **STEPS) == 75
+    ask = threading.Timer(0.1, stop_when_training, [run])
+    ask.start()
+    assert pretrain.main(argv) == 75
+    ask.join()
     status = read_status(run, {})
-    assert (status.state, status.step, status.saved_step) == ("stopped", 25, 25)
-    assert status.because == "at step 25 with a checkpoint"
+    assert (status.state, status.saved_step) == ("stopped", status.step)
+    assert status.because == f"at step {status.step} with a checkpoint"
 
     phases = []
     monkeypatch.setattr("utils.callbacks.progress.note_phase", phases.append)
-    assert start(run, **STEPS) == 0
+    assert pretrain.main(argv) == 0
     shown = [phase for phase, _ in itertools.groupby(phases)]
     assert shown[:3] == ["loading a checkpoint", "in its first step", "training"]
     assert {(one, next_one) for one, next_one in itertools.pairwise(shown[2:])} == {
@@ -71,5 +76,5 @@ def test_a_run_is_shown_in_each_of_its_states(start, tmp_path, monkeypatch):
         ("saving", "finishing"),
     }  # fmt: skip
     status = read_status(run, {})
-    assert (status.state, status.step, status.saved_step) == ("finished", 40, 40)
+    assert (status.state, status.step, status.saved_step) == ("finished", 200, 200)
     assert (status.advice, status.error) == (f"python chat.py {run}", None)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
-from launching import run_processes, start_processes, wait_until
+from launching import CPU_ENVIRONMENT, run_processes, start_processes, wait_until
 from provoked_runs import (
     STEPS,
     Provoke,
@@ -205,25 +205,26 @@ def test_a_resumed_run_scales_losses_as_the_uninterrupted_one(start, tmp_path, m
     assert (expected["scale"], expected["_growth_tracker"]) == (4.0 * 2**2, STEPS % 3)
 
 
-def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, heldout, tmp_path):
-    settings = {**heldout, "eval_steps": 2, "max_steps": STEPS}
-    whole, run, hold = tmp_path / "whole", tmp_path / "run", tmp_path / "hold"
-    run_processes("multi_gpu", "pretrain.py", pretraining(whole, **settings)).succeeded()
-    hold.mkdir()
-    (hold / "3").touch()  # the ranks wait after their third step
+def test_two_ranks_of_which_one_is_signalled_stop_at_one_step(pretraining, workspace, tmp_path):
+    settings = {"eval_data": f"first={workspace / 'heldout'}", "eval_strategy": "steps"}
+    settings |= {"eval_steps": 2, "max_steps": STEPS}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = run_processes("multi_gpu", "pretrain.py", pretraining(whole, **settings))
+    assert done.returncode == 0, done.stdout
+    slow = {**CPU_ENVIRONMENT["multi_gpu"], "STOKER_TEST_STEP_DELAY_S": "0.5"}
     argv = pretraining(run, **settings)
-    ranks = start_processes("multi_gpu", "pretrain.py", argv, {"STOKER_TEST_HOLD": str(hold)})
-    wait_until(lambda: "step 3/8" in ranks.output(), "the run does not start", ranks.output)
+    ranks = start_processes("multi_gpu", "pretrain.py", argv, env=slow)
+    wait_until((run / "metrics.jsonl").exists, "the run does not start")
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
-    (hold / "3").unlink()
-    done = ranks.wait(timeout_s=1800)
+    done = ranks.wait(timeout_s=120)
     assert ": a signal to rank" in done.stdout, done.stdout
     at = int(done.stdout.split("stopped at step ")[-1].split(" ")[0])
     assert done.codes == (75, 75), "both leave with it, neither was killed"
-    shown = run_processes("multi_gpu", "pretrain.py", argv).succeeded()
-    assert f"resuming from {run}/checkpoint-{at}" in shown
+    done = run_processes("multi_gpu", "pretrain.py", argv)
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from {run}/checkpoint-{at}" in done.stdout
     tiny.assert_same_run(run, whole)
-    assert tiny.evaluations(run, "heldout") == tiny.evaluations(whole, "heldout")
+    assert tiny.evaluations(run, "first") == tiny.evaluations(whole, "first")
 
 
 # The loss of the first split grows after step 2, so its third evaluation (at step 6) ends the run.

@@ -73,7 +73,6 @@ def test_pretraining_in_two_processes_equals_one(
     assert_same_weights(run, alone)
     if name == "fsdp2":  # tests/exactness resumes other strategies on other numbers of processes
         tiny.cut(run, step=3)
-        argv = [*argv, "--compile", "false"]
         run_processes(name, "pretrain.py", argv, processes=1).succeeded()
         assert_same_losses(run, alone)
         assert_same_weights(run, alone)
@@ -158,7 +157,8 @@ def test_a_refusal_in_two_processes_ends_both(
     assert said in done.stdout
     assert done.stdout.count(said) == 1 or environment is NOT_CONNECTED
     assert 'Traceback (most recent call last):\n  File "pretrain' not in done.stdout
-    assert not run.exists()
+    if changes:  # the other refusals come when the trainer is built
+        assert not run.exists()
 
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))

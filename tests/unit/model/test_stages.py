@@ -112,7 +112,7 @@ def test_weights_that_are_not_as_they_were_committed_are_refused(tmp_path):
 
 def test_an_optimizer_that_is_split_or_unsafe_is_not_taken_over(tmp_path):
     directory = checkpoint(tmp_path / "checkpoint-9", *WHOLE, "optimizer.pt")
-    with pytest.raises(ConfigurationError, match=r"this run is fsdp2\. Name a checkpoint-N"):
+    with pytest.raises(ConfigurationError, match=r"this run is fsdp2\. Take the optimizer"):
         weights_origin(settings(directory, init_optimizer=True), "fsdp2", None)
     unsafe = model_directory(tmp_path / "checkpoint-8", *WHOLE)
     payloads.write(unsafe, "optimizer.pt", payloads.Touch(tmp_path / "touched"))
