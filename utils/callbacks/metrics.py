@@ -133,7 +133,7 @@ class Throughput(TrainerCallback):
         self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
-        """Restart the clock, so that the evaluation of a split or a save does not count."""
+        """Restart the clock, so that saves and evaluations of splits do not count."""
         self.counted_until = self.clock()
         dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
         # Graphs that torch has compiled in this process or loaded from its cache.

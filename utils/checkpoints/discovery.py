@@ -253,7 +253,7 @@ def find_room(
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of a directory's file system, without quotas. Raises OSError."""
+    """Return the free bytes of a directory's file system; quotas are ignored. Raises OSError."""
     return shutil.disk_usage(directory).free
 
 

@@ -280,7 +280,7 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Check a value, which may be None, against a type, a check, or a mapping of these by field."""
+    """Return whether a value is None or fits `shape`: a type, a test, or a shape for each field."""
     if value is None:
         return True
     if isinstance(shape, type):

@@ -52,7 +52,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The names of the layers in 4 bits, their total number of weights, and the largest layer's."""
+    """The names of the layers in 4 bits, and the numbers of weights in all and in the largest."""
 
     layers: list[str]
     weights: int

@@ -119,7 +119,7 @@ class ChatTemplate:
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether the template prints ids of calls, but no names (Kimi's ids: functions.NAME:0)."""
+        """Whether it prints a call's id and not its name (Kimi's ids have it: functions.NAME:0)."""
         text = self._render_call({}, self._reads_objects)
         return "look_up" not in text and PROBE_ID in text
 

@@ -150,9 +150,9 @@ class TurnDelimiter:
         return shared if not closed and bare.strip() and common == len(bare) else -1
 
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
-        """Return where the header ends if `gap` and `prompt` differ behind the header; else -1.
+        """Return where the header ends in `gap` if `prompt` differs only after the header; else -1.
 
-        For example, the chat has <think></think> and the prompt has <think> and a line break.
+        For example, `gap` ends in <think></think>, and `prompt` in <think> and a line break.
         closed: the text that ends the previous message. reply: the text before a short reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)

@@ -98,11 +98,12 @@ class SavingTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate. Request a checkpoint of a new best step, or if early stopping ends the run.
+        """Evaluate. Request a checkpoint if the step is the best or if training ends early.
 
-        Trainer sets `skip_scheduler` in an evaluation before the first step. Its metrics do not
-        count, unless it replaces an evaluation of the resumed step that a stop prevented. The
-        checkpoint of that step exists already. Raises NotFiniteError if an earlier step diverged.
+        Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
+        the choice of the best step ignore such metrics, with one exception: a stop prevented the
+        evaluation of the step that is resumed. That step has a checkpoint already, so none is
+        requested. Raises NotFiniteError if an earlier step diverged.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
