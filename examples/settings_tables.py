@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from recipe_schemas import CLASSES  # noqa: E402 - the folder is not ROOT
 
 from benchmarks.figures.marks import replace_between  # noqa: E402
-from utils.config.declarations import REFUSED, Declaration, declared_settings, other_names, shown  # noqa: E402  # noqa: E402
+from utils.config.declarations import REFUSED, Declaration, declared_settings, other_names, shown  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "settings.md"
 MARKS = "<!-- all settings: make figures -->", "<!-- end of all settings -->"

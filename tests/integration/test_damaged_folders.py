@@ -211,9 +211,9 @@ def test_sizes_that_no_memory_holds_are_refused_before_it_is_taken(
     """The error says that the sizes are too large, and not that a disk or the memory is full."""
     folder = copied("base", CONFIG, edited((name,), size))
     for more in ([], ["--dry_run"]):
-        with pytest.raises(
-            ConfigurationError, match=f"{re.escape(str(folder))}|take a smaller model"
-        ) as refusal:
+        is_planned = more and name != "head_dim"  # a start compares shapes first
+        said = "no micro-batch.*a smaller model" if is_planned else re.escape(str(folder))
+        with pytest.raises(ConfigurationError, match=said) as refusal:
             sft_train.main([*fine_tuning(tmp_path / "out", model_name_or_path=folder), *more])
         assert refusal.value.exit_code == ExitCode.REFUSED, refusal.value
     if name == "head_dim":

@@ -166,7 +166,7 @@ def python(hub, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def publish(python, tmp_path) -> Callable[..., list[tuple[int, str]]]:
-    """Return a function that runs commands, each with a token, for their codes and outputs."""
+    """Return a function that runs (command, token) pairs and returns their codes and outputs."""
 
     def run(*commands: tuple[str, str]) -> list[tuple[int, str]]:
         given = [(words.split(), token) for words, token in commands]

@@ -1,8 +1,8 @@
 """A real Slurm on this machine: slurmctld and a slurmd for each node, of two cores and two GPUs.
 
-The default partition `main` has n1 and n2. The partition `other` has n3 and n4, for a second job at
-the same time. A job in `urgent` takes n1 and n2 away from a job in `main` at once, and from a job
-in `patient` after two minutes of grace.
+The default partition `main` has n1 and n2. The partition `other` has n3 and n4. A second job can
+run there at the same time. A job in `urgent` takes n1 and n2 away from a job in `main` at once, and
+from a job in `patient` after two minutes of grace.
 
 The GPUs are empty files, so Slurm counts and allocates them, but nothing can be computed on them.
 Keys, state and logs are all in one directory; munged, slurmctld and slurmd are processes of the

@@ -131,7 +131,7 @@ def memory_page(trainer: Any) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except Exception as error:
+    except Exception as error:  # libraries raise their own types for lack of memory
         # All data workers end now. torch's handler would raise an error in this process for each.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         cause = memory_cause(error, killed=memory_kills() > kills)

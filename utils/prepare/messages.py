@@ -193,7 +193,7 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     parts: list[Any] = []
     if isinstance(content, Mapping) and message["role"] == "tool":
-        message["content"] = json.dumps(content, ensure_ascii=False)
+        message["content"] = _as_json(where, content)
     elif isinstance(content, list | Mapping):
         parts = content if isinstance(content, list) else [content]
         said = _read_parts(where, parts, message["role"])
@@ -267,7 +267,7 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
         elif kind in _TEXT_PARTS and isinstance(said, str):
             texts.append(said)
         elif role == "tool" and not any(medium in kind for medium in MEDIA_KINDS):
-            return {"content": json.dumps(parts, ensure_ascii=False)}
+            return {"content": _as_json(where, parts)}
         else:
             message = f"{where} has a part that is no text ({part!r:.60}): text alone is trained on"
             raise UnusableRowError("not_text", message)
@@ -275,6 +275,15 @@ def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
     if thoughts:
         found["reasoning_content"] = "".join(thoughts)
     return found | ({"tool_calls": calls} if calls else {})
+
+
+def _as_json(where: str, result: Any) -> str:
+    """Return a tool's result as JSON; raises UnusableRowError for values that JSON lacks."""
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except TypeError as error:  # bytes or dates of Arrow
+        problem = f"{where} has a result that is no text and no JSON ({error})"
+        raise UnusableRowError("not_text", problem) from error
 
 
 def _thought_text(said: Any) -> Any:

@@ -312,7 +312,10 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
     if not isinstance(system, list | Mapping):  # messages_of checks lists and objects
         check_text(fields.shown(name), system)
     given = dict(system) if isinstance(system, Mapping) else {"content": system}
-    (first,) = messages_of(fields.shown(name), [given | {"role": "system"}])
+    found = messages_of(fields.shown(name), [given | {"role": "system"}])
+    if [message["role"] for message in found] != ["system"]:  # a part is a tool's result
+        raise wrong_type(fields.shown(name), "a text", system)
+    first = found[0]
     if messages[0]["role"] != "system":
         return [first, *messages]
     if messages[0]["content"] != first["content"]:

@@ -109,7 +109,7 @@ def test_dropout_drops_weights_and_keeps_the_mean(terms):
 
 
 def attended(query, key, value, ends, longest, terms):
-    """Compute attention in place of a real kernel, for the functions below."""
+    """Compute attention in place of a real kernel. The functions below call this one."""
     assert key.shape[1] == KV_HEADS, "grouped heads must not be repeated"
     assert longest == max(LENGTHS)
     return per_document_sdpa(query, key, value, Documents(ends, longest, len(query)), terms)

@@ -149,6 +149,24 @@ def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
         check_answers([ANSWER, QUESTION], 1)
 
 
+RESULT = {"type": "tool_result", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [QUESTION, {"role": "tool", "content": {"x": b"y"}}, ANSWER]}, "not_text"),
+        ({"messages": [QUESTION, {"role": "tool", "content": [{"x": b"y"}]}, ANSWER]}, "not_text"),
+        ({"system": [RESULT], "messages": [QUESTION, ANSWER]}, "wrong_type"),
+        ({"system": ["a", RESULT], "messages": [QUESTION, ANSWER]}, "wrong_type"),
+    ],
+)
+def test_results_that_cannot_be_trained_on_are_bad_rows(row, reason):
+    with pytest.raises(UnusableRowError) as refused:
+        document_fields(row, "messages")
+    assert refused.value.reason == reason
+
+
 def test_a_variable_of_the_template_that_is_null_goes_with_a_text():
     row = {"prompt": "q", "completion": "a", "chat_template_kwargs": {"enable_thinking": None}}
     assert document_fields(row, "prompt_completion")["completion"] == "a"
