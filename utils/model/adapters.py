@@ -156,10 +156,10 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
-    """Return the layers that LoRA adapts, or None without LoRA.
+    """Return the plan of the layers that LoRA adapts, or None if LoRA is off.
 
-    By default these are the experts and every linear layer of the text model except the last. PEFT
-    adapts a model without weights here, so that ConfigurationError comes before weights load.
+    By default LoRA adapts the experts and every linear layer of the text model except the last.
+    PEFT adapts a model without weights here, so that ConfigurationError comes before weights load.
     """
     if not model.use_peft:
         return None
@@ -195,7 +195,7 @@ def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPla
 def _adapt(
     config: PreTrainedConfig, model: ModelArguments, modules: list[str], parameters: list[str]
 ) -> tuple[ModelArguments, Any, list[str]]:
-    """Return settings with these targets, the adapted model, and modules that PEFT left out."""
+    """Return settings with these targets, the adapted model, and modules that PEFT skipped."""
     from peft.tuners.lora import LoraLayer
 
     model = with_values(
@@ -267,12 +267,12 @@ def _matched(
 
 
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return two lists of names: linear layers except the last, and weights of experts.
+    """Return the names of the text model's linear layers except the last, and of expert weights.
 
-    Both are those of the text model. A layer is linear if its class has the forward method of a
-    linear layer; some routers derive from nn.Linear but return more than a tensor. Layers that PEFT
-    refuses are left out: Mamba's fused kernels read their weights directly. A weight of experts is
-    one tensor for all of them, (experts, in, out) or (experts, out, in).
+    A layer is linear if its class has the forward method of a linear layer; some routers derive
+    from nn.Linear but return more than a tensor. Layers that PEFT refuses are left out: Mamba's
+    fused kernels read their weights directly. The weights of all experts are one tensor, (experts,
+    in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

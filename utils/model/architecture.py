@@ -1,4 +1,4 @@
-"""Facts about transformers' architectures: class, text model, experts, towers, xLSTM's kernels."""
+"""Properties of transformers' architectures: class, text model, experts, towers, xLSTM kernels."""
 
 import copy
 import inspect
@@ -28,8 +28,8 @@ EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk",
     "top_k_experts",
 )  # fmt: skip
-# Modules without a gradient: sparse attention only takes indices from its indexers, and the pooler
-# of a BERT is not used.
+# Modules without a gradient: indexers of sparse attention only return indices, and BERT's pooler is
+# not used.
 WITHOUT_GRADIENT = {"indexer", "pooler"}
 LAYER_TYPES = ("layer_types", "layers_block_type")
 # Exceptions that a model's code raises for settings that do not fit each other, such as a width
@@ -97,7 +97,7 @@ def is_multimodal(model_config: PretrainedConfig) -> bool:
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the text part's configuration if AutoModelForCausalLM loads only that part."""
+    """Return the text part's configuration, or None if AutoModelForCausalLM loads another part."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None
@@ -140,7 +140,7 @@ def body_of(model: PreTrainedModel) -> Any:
 
 
 def text_model_of(model: PreTrainedModel) -> Any:
-    """Return the decoder of text, without the last layer and without towers for images."""
+    """Return the text decoder, without the last layer and without towers for images."""
     decoder: Any = model.get_decoder()
     return body_of(model) if decoder is model else decoder
 
@@ -211,9 +211,9 @@ def has_experts(built: PreTrainedModel) -> bool:
 
 
 def add_input_hooks(model: PreTrainedModel) -> None:
-    """Register hooks before the forward pass of two architectures, so that they train on text.
+    """Register forward pre-hooks that two architectures need to train on text.
 
-    Molmo 2 requires token types. xLSTM's Triton kernels need the mode of training or inference.
+    Molmo 2 requires token types. xLSTM's Triton kernels must know whether the model trains.
     """
     if model.config.model_type == "molmo2":
 
@@ -234,9 +234,9 @@ def add_input_hooks(model: PreTrainedModel) -> None:
 
 
 def accept_xlstm_kernels() -> None:
-    """Let transformers accept the names of Triton's kernels if the package xlstm is missing.
+    """Let transformers accept the names of Triton's kernels even if the package xlstm is missing.
 
-    transformers would refuse these names, which `choose_xlstm_kernels` then replaces.
+    `choose_xlstm_kernels` replaces these names later.
     """
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig
@@ -267,7 +267,7 @@ def choose_xlstm_kernels(
 
 
 def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return parts of names (".layers.3.") of modules inside the text model that text does not use.
+    """Return name parts, such as ".layers.3.", of the text model's modules that text does not use.
 
     Chameleon and Phi-4 have image towers there. Llama 3.2 Vision has layers that attend to images.
     """
@@ -285,7 +285,7 @@ def apart_inside(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that text does not pass through: those of towers and projectors."""
+    """Return the parameters of image towers and projectors, which text does not use, by name."""
     if not set(getattr(model.config, "sub_configs", {})) - {"text_config"}:
         return {}
     used = {
@@ -302,5 +302,5 @@ def outside_text(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 
 def gets_gradient(name: str) -> bool:
-    """Return whether a text model's module or parameter of this name gets a gradient."""
+    """Return whether the text model's module or parameter with this name gets a gradient."""
     return WITHOUT_GRADIENT.isdisjoint(name.split("."))

@@ -93,14 +93,14 @@ def attention_choices(
     dtype: torch.dtype,
     whole_rows: bool = False,
 ) -> Iterator[AttentionChoice]:
-    """Yield the best attention for packed training, then others in case it fails the check.
+    """Yield the best attention for packed training, then fallbacks if it fails `check_isolation`.
 
     `requested` is --attn_implementation: an attention of transformers, or a kernel that is then
     registered for `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the
-    type that training computes in. `whole_rows`: no sequence has more than one document.
-    The others are then sdpa or eager without document boundaries, because no token sees the padding
-    at the end. Without `whole_rows` the others use a block mask, and come only if nothing is
-    requested. Raises ConfigurationError if the requested attention cannot run.
+    type that training computes in. `whole_rows`: no sequence has more than one document. The
+    fallbacks are then sdpa or eager without document boundaries, because no token sees the padding
+    at the end. Without `whole_rows` the fallbacks use a block mask, and are only offered if nothing
+    is requested. Raises ConfigurationError if the requested attention cannot run.
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)
@@ -207,7 +207,8 @@ def choose_isolated_attention(
     """Return the first of `attention_choices` with which documents do not see each other.
 
     The arguments are those of `attention_choices`. Raises ConfigurationError if no choice passes,
-    and ProbeError if the small model does not run on `device`. `whole_rows` then needs no check.
+    and ProbeError if the small model does not run on `device`. With `whole_rows` there is no
+    ProbeError: the choice is then returned unchecked.
     """
     refusals: list[ConfigurationError] = []
     try:
@@ -339,7 +340,6 @@ def _leak(model: PreTrainedModel, rows: Rows, batches: str) -> str:
 
 
 def _cut_short(config: PretrainedConfig) -> None:
-    """Set windows and sparse attention of all layers to the small values of CUT_SHORT."""
     settings = layer_settings(config)
     config.per_layer_config = None
     for name, short in CUT_SHORT.items():

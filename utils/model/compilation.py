@@ -39,10 +39,10 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 
 
 def keep_products(model: PreTrainedModel) -> None:
-    """Let Trainer enable the selective mode when it enables activation checkpointing of `model`.
+    """Make Trainer's `model.activation_checkpointing_enable` turn on the selective mode.
 
-    Call this before PEFT wraps the model and FSDP2 shards it. If experts have a bias (gpt-oss),
-    their products are recomputed, because transformers adds the bias to the output in place.
+    Call this before PEFT wraps the model and FSDP2 shards it. If experts have a bias (gpt-oss), the
+    outputs of their matrix products are recomputed, because transformers adds the bias in place.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -61,8 +61,8 @@ def kept(
 ) -> CheckpointPolicy:
     """Decide whether selective activation checkpointing keeps an operator's output.
 
-    Outputs with dropout are never kept: the layer's second pass starts from the same random state,
-    so it must draw as many random numbers as the first.
+    An operator with dropout always runs again: the layer's second pass starts from the same random
+    state, so it must draw as many random numbers as the first pass.
     """
     schema = operator._schema
     known = schema.name.rpartition("::")[2] in products
@@ -77,13 +77,13 @@ def kept(
 
 # Must be set before torch is imported, because torch then sets it to a directory in /tmp.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch's names of the arguments of a layer whose numbers change from step to step.
+# torch's names of those arguments of a layer that change from step to step.
 OPEN_NUMBERS = ("L['kwargs']['max_length_q']", "L['kwargs']['max_length_k']")
 LEAST_GRAPHS = 8  # torch's default limit
 
 
 def compile_cache() -> Path:
-    """Return torch's directory of compiled code, which utils/launch/caches.py sets in a job."""
+    """Return torch's directory of compiled code. In a job, utils/launch/caches.py sets it."""
     return Path(os.environ.get(CACHE_VARIABLE) or cache_root() / "compiled")
 
 
@@ -110,7 +110,8 @@ def marked_layers(model: nn.Module) -> list[nn.Module]:
 def compile_layers(model: nn.Module) -> None:
     """Let torch compile each layer when it first runs.
 
-    Another micro-batch size or sequence length compiles again, until torch raises at a limit.
+    A new micro-batch size or sequence length causes another compilation. torch raises an error when
+    their number reaches a limit. Raises ConfigurationError if the model has no marked layers.
     """
     layers = marked_layers(model)
     if not layers:
@@ -130,9 +131,9 @@ def choose_compilation(
     """Return whether to compile layers, and the reason for the log ("" for no log line).
 
     By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
-    decides as its last start did, because compiled layers round differently. `elsewhere` means that
-    the run trains on another machine. All ranks must call this; the result is the same on all.
-    Raises ConfigurationError if compilation is requested but not possible.
+    repeats the choice of its last start, because compiled layers round differently. `elsewhere`
+    means that the run trains on another machine. All ranks must call this; the result is the same
+    on all. Raises ConfigurationError if compilation is requested but not possible.
     """
     compiled, why = settings.model.compile, "as requested"
     if compiled is None:
@@ -151,7 +152,8 @@ def choose_compilation(
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
     """Return why layers are not compiled by default, or None.
 
-    `elsewhere` means that the run trains on another machine; this host is then not checked.
+    With `elsewhere` the run trains on another machine, so this host's GPU and packages do not
+    matter.
     """
     if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton needs 8.0 for bfloat16
         return "the GPU's compute capability is below 8.0"

@@ -165,7 +165,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict. Raises YamlError for a repeated key."""
     names = [name for name, _ in pairs]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise YamlError(f": {repeated} is given twice")
@@ -272,7 +271,7 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Enlarge the configuration's vocabulary for new tokens, rounded up to a multiple, and log it.
+    """Enlarge the configuration's vocabulary size for new tokens, rounded up, and log it.
 
     Some published tokenizers have more tokens than their model has embedding rows (Gemma 3 1B).
     These tokens do not count as new. Data that uses them is refused.
@@ -293,7 +292,7 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize the embedding to `rows`. Set rows that are added or in `new` to the others' mean."""
+    """Resize the embedding to `rows`. Set rows added or in `new` to the mean of the other rows."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:

@@ -1,4 +1,4 @@
-"""Generation settings, tensor type and other published files of a run's finished model, `final/`.
+"""Generation settings, tensor type and processor files of a run's finished model, `final/`.
 
 All of these are read before weights load, so that errors appear at the start of the run.
 """
@@ -28,7 +28,7 @@ SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> GenerationConfig:
-    """Return the base model's published generation settings, or those derived from `config`.
+    """Return the base model's published generation settings, or defaults derived from `config`.
 
     Raises ConfigurationError if the published settings cannot be read or are invalid.
     """
@@ -57,7 +57,7 @@ def check_token_ids(found: GenerationConfig) -> None:
 def finished_generation(
     model: Any, tokenizer: PreTrainedTokenizerBase, data: PackedDataset, padded: bool = False
 ) -> GenerationConfig | None:
-    """Return the model's generation settings, which also stop at tokens that end answers in `data`.
+    """Return the model's generation settings, with the tokens that end answers in `data` as stops.
 
     padded: the embedding has more rows than the tokenizer has tokens. Generation then suppresses
     the ids of these rows. Returns None if the model cannot generate.
@@ -87,7 +87,10 @@ class PublishedFiles:
     kernels: Mapping[str, Any]
 
     def write(self, tokenizer: Any, directory: Path) -> None:
-        """Write the parts; the processor's old chat template only if the tokenizer has none."""
+        """Write the processor files to `directory`, and the kernel names to its config.json.
+
+        The processor's old chat template is written only if the tokenizer has no template.
+        """
         for name, content in self.processor.items():
             if name != OLD_TEMPLATE or not tokenizer.chat_template:
                 (directory / name).write_bytes(content)
@@ -132,9 +135,9 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model from random weights keeps `trained`, the type it is trained in. With `--init_from` later
-    starts use the type that the first start recorded, because their `config` comes from the run's
-    own checkpoints and not from the earlier stage.
+    A model from random weights keeps `trained`, the type it is trained in. A resumed run with
+    `--init_from` uses the type that its first start recorded, because `config` may then come from
+    the run's own checkpoint instead of the base model.
     """
     model = settings.model
     if model.save_dtype != "auto":

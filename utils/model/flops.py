@@ -29,7 +29,7 @@ from utils.model.architecture import (
     text_model_of,
 )
 
-# torch's name of a GPU -> its name in utils/config/strategy.py. Variants with other clocks are
+# torch's name of a GPU -> its name in utils/config/strategy.py. Variants whose clocks differ are
 # left out.
 CARDS = {
     "NVIDIA B200": "B200-180GB",
@@ -56,7 +56,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class TokenProducts:
-    """The number of multiplications per token.
+    """The counts from which model FLOPs per token are computed.
 
     forward: the number of weights that multiply a token, counting only the experts that the token
     is routed to. trained: how many of these weights are trained. attention: for each attention
@@ -77,9 +77,10 @@ class TokenProducts:
 
 
 def token_products(model: Any) -> TokenProducts:
-    """Count the multiplications per token of a model and its adapters, sharded or not.
+    """Count the weights that multiply each token in a model and its adapters.
 
-    Towers for images and sound are left out. `model` is a PreTrainedModel, or PEFT's wrapper of it.
+    The counts are those of the whole model, even if it is sharded. Towers for images and sound are
+    left out. `model` is a PreTrainedModel, or PEFT's wrapper of it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config(decoder=True)
@@ -100,9 +101,9 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return the weights that a module multiplies tokens by, and their sizes.
+    """Return the weights of a module that multiply tokens, each with its number of elements.
 
-    The sizes come from the layer, because its tensors may be shards or packed in 4 bits.
+    The numbers come from the layer's attributes, because tensors may be shards or packed in 4 bits.
     """
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
@@ -116,7 +117,7 @@ def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
 
 
 def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]:
-    """Return (heads x head_dim, window) of each attention layer that is not linear attention."""
+    """Return (heads x head_dim, window) of each attention layer, leaving out linear attention."""
     named = first_set(config, LAYER_TYPES)
     kinds = [str(kind) for kind in named] if named else [None] * config.num_hidden_layers
     found = []
@@ -140,8 +141,8 @@ def _attention(config: PreTrainedConfig) -> tuple[tuple[float, int | None], ...]
 def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
     """Return the length of a token's document, averaged over all tokens.
 
-    This is the number of tokens that a token sees on average without a causal mask. `shares`
-    (plans,) are the shares of the datasets in the training sequences.
+    Without the causal mask, a token attends to this number of tokens on average. `shares` (plans,)
+    is each dataset's share of the training sequences.
     """
     lengths = [plan.segments.lengths.astype(np.float64) for plan in plans]
     squares = [(each**2).sum() / plan.sequences for each, plan in zip(lengths, plans, strict=True)]

@@ -43,7 +43,7 @@ from utils.model.probe import (
 )
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-SWITCH = "output_router_logits"  # transformers' setting, and its argument of forward
+SWITCH = "output_router_logits"  # transformers' name of a setting and of an argument of forward
 # Settings by which architectures multiply or divide their logits. `_problem` detects any others.
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
@@ -53,7 +53,7 @@ SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
 SHAPE = (3, 17)
 SPREAD = 10.0
 TOLERANCE = 1e-5
-RELEVANT = 1e-3  # share of the largest gradient; errors of smaller ones are divided by it
+RELEVANT = 1e-3  # relative errors have at least this share of the largest gradient as divisor
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class RouterTerm:
 
 @dataclass
 class LossOutput(ModelOutput):
-    """The loss of a micro-batch, and its sums for the load-balancing loss, without padding."""
+    """The loss of a micro-batch, and sums over its tokens, without padding, to balance experts."""
 
     loss: torch.Tensor | None = None
-    # Only the fused head sets the next two. by_source: the result of `_sums_by_source`. hits (N,):
-    # whether the label of each loss token had the largest logit.
+    # Only the fused head sets by_source and hits. by_source: the result of `_sums_by_source`.
+    # hits (N,): whether the label of each loss token had the largest logit.
     by_source: torch.Tensor | None = None
     hits: torch.Tensor | None = None
     assignments: torch.Tensor | None = None  # tokens routed to each expert, (experts,) float32
@@ -80,7 +80,7 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """The method for the loss: "fused" (logits of some tokens at a time) or "logits" (of all)."""
+    """How to compute the loss: "fused" (logits of some tokens at a time) or "logits" (of all)."""
 
     name: str
     reason: str  # for the log
@@ -89,10 +89,11 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Let model.forward compute the loss this way; call this before PEFT wraps the model.
 
-        The new forward takes more arguments. loss_positions: the result of `find_loss_positions`;
-        without it the host waits for the GPU. sequence_tokens: the input of `count_routed`, whose
-        sums are then in the output. count_only: compute only these sums. sources, bool (sources,
-        B): the data source of each sequence. compiled: compile the softmax on a GPU.
+        The new forward takes more arguments. loss_positions: the result of `find_loss_positions`.
+        By default forward computes it, and the host waits for the GPU. sequence_tokens: an argument
+        for `count_routed`; the output then has the sums of `count_routed`. count_only: compute only
+        these sums. sources, bool (sources, B): the data source of each sequence. compiled: compile
+        the softmax on a GPU.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)
@@ -172,7 +173,7 @@ def _head_losses(
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor | None, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return for each data source the sum of losses (N,) and their number, float64 (2, sources)."""
+    """Return the sum and the number of each data source's losses (N,), float64 (2, sources)."""
     if sources is None or positions is None:
         return None
     own = sources.index_select(1, positions // length)
@@ -211,8 +212,8 @@ def choose_loss_head(
 
     "fused" is chosen only if a small random model of the architecture has the same loss and
     gradients with "fused" and "logits" in float32, up to rounding. `device` is the device that
-    trains, or None if this host lacks it: the check then runs on the CPU, or not here if the model
-    does not run on a CPU. adapted: LoRA trains the last layer or embedding rows of new tokens.
+    trains, or None if this host lacks it: the check then runs on the CPU, and is left out if the
+    model does not run there. adapted: LoRA trains the last layer or embedding rows of new tokens.
     Raises ConfigurationError if "fused" is requested and not possible.
     """
     problem = None
@@ -236,7 +237,7 @@ def choose_loss_head(
 
 
 def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None:
-    """Return why the loss cannot be "fused", or None. ProbeError: the small model does not run."""
+    """Return why the loss cannot be "fused", or None. Raises ProbeError as `probe_config` does."""
     config = probe_config(model_config, device)
     text: Any = config.get_text_config()
     if hasattr(text, SWITCH):
@@ -257,7 +258,6 @@ def _problem(model_config: PretrainedConfig, device: torch.device) -> str | None
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """Return the largest relative difference of loss and gradients, "fused" against "logits"."""
     tokens = torch.randint(1, VOCABULARY, SHAPE).to(model.device)
     head: Any = model.get_output_embeddings()
     with torch.no_grad():
@@ -265,7 +265,7 @@ def _difference(model: PreTrainedModel) -> float:
     expected = _loss_and_gradients(model, tokens)
     LossHeadChoice("fused", "").install(model)
     actual = _loss_and_gradients(model, tokens)
-    # Divide the error of a tiny gradient, which may be all rounding, by RELEVANT of the largest.
+    # The error of a tiny gradient may be all rounding: divide it by RELEVANT x the largest.
     least = RELEVANT * max(value.abs().max() for value in expected.values())
     errors = [
         (actual[name] - value).abs().max() / value.abs().max().clamp(min=least)
@@ -275,7 +275,6 @@ def _difference(model: PreTrainedModel) -> float:
 
 
 def _loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the loss under the key "loss", and each parameter's gradient under its name."""
     model.zero_grad(set_to_none=True)
     labels = tokens.clone()
     labels[:, 5:8] = IGNORED
@@ -293,8 +292,8 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the load-balancing term that training adds to the loss, or None.
 
-    Fine-tuning adds it with the coefficient `given`, or as TRL with the one of the configuration.
-    Pretraining adds it only if the configuration sets output_router_logits. Raises
+    Fine-tuning adds it with the coefficient `given`, or like TRL with the configuration's
+    coefficient. Pretraining adds it only if the configuration sets output_router_logits. Raises
     ConfigurationError if a coefficient is given for a model without such a term.
     """
     text: Any = config.get_text_config()

@@ -59,7 +59,7 @@ SAME_WIDTH = ("embedding_dim", "lru_width", "attention_hidden_size", "d_model")
 
 
 class ProbeError(ConfigurationError):
-    """The error that a check's small model does not run here, so that the check found nothing."""
+    """Failure of a check: its small model does not run on this host, so nothing was checked."""
 
 
 def torch_operators() -> contextlib.AbstractContextManager[Any]:
@@ -68,7 +68,7 @@ def torch_operators() -> contextlib.AbstractContextManager[Any]:
 
 
 def tolerance(device: torch.device, on_cpu: float) -> float:
-    """Return the largest relative difference that counts as rounding: `on_cpu` for a CPU."""
+    """Return the largest relative difference that counts as rounding: `on_cpu`; 0.01 on a GPU."""
     return on_cpu if device.type == "cpu" else 1e-2  # GPUs multiply in TF32, with 10 bits
 
 
@@ -207,7 +207,7 @@ def _cut(model_config: PretrainedConfig, cut_heads: bool) -> PretrainedConfig:
 
 
 def _cut_settings(settings: dict[str, Any], experts: int | None) -> dict[str, Any]:
-    """Return one entry of `layer_settings` made small, without the layer's number of heads."""
+    """Return one layer's entry of `layer_settings` made small, without the number of heads."""
     small = dict(settings)
     for name, value in settings.items():
         if name in ("num_attention_heads", "num_key_value_heads"):
@@ -257,7 +257,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the hidden size, after limiting it in models without attention."""
+    """Fit recurrent layers to the hidden size. Models without attention first get a smaller one."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)
@@ -276,7 +276,6 @@ def _cut_states(config: PretrainedConfig) -> None:
 
 
 def _at_most(config: PretrainedConfig, name: str, most: int) -> None:
-    """Limit the setting `name`, one size or a list of sizes, if the configuration has it."""
     size = getattr(config, name, None)
     if isinstance(size, int):
         setattr(config, name, min(size, most))

@@ -1,7 +1,7 @@
-"""The weights of an earlier run as the start of a new run, and the record of their origin.
+"""Weights that `--init_from` loads from an earlier run, and the record of their origin.
 
-`--init_from` names the earlier stage: the directory of a run, of a checkpoint, or of a model, in
-safetensors. A run's final/ is used, or its newest complete checkpoint if there is no final/.
+`--init_from` names a directory with safetensors: that of a run, a checkpoint or a model. In a run's
+directory, final/ is used, or the newest complete checkpoint if there is no final/.
 """
 
 import logging
@@ -47,18 +47,18 @@ def find_stage(init_from: str) -> Path:
 
 
 def own_checkpoint(output_dir: str | None) -> Path | None:
-    """Return a run's newest checkpoint that has a manifest. Its files are not verified."""
+    """Return a run's newest checkpoint that has a manifest, or None. Its files are not verified."""
     found = numbered_checkpoints(Path(str(output_dir)))
     return next((directory for _, directory in found if (directory / MANIFEST).is_file()), None)
 
 
 def stage_of(settings: RunSettings) -> Path | None:
-    """Return the directory of configuration and tokenizer for a run with `--init_from`.
+    """Return the directory from which a run with `--init_from` reads configuration and tokenizer.
 
-    This is the newest verified checkpoint in --output_dir, so that the earlier stage may be
-    deleted. Before the first checkpoint it is the earlier stage, and always under LoRA, because its
-    checkpoints contain only adapters. Returns None without `--init_from`. All ranks must call this.
-    Raises ConfigurationError, and StorageError if no checkpoint in --output_dir is intact.
+    This is the newest intact checkpoint in --output_dir, so that the earlier run may be deleted.
+    Before the first checkpoint, and always under LoRA (its checkpoints contain only adapters), this
+    is the directory of `--init_from`. Returns None if `--init_from` is not set. All ranks must call
+    this. Raises ConfigurationError, and StorageError if no checkpoint in --output_dir is intact.
     """
     if settings.model.init_from is None:
         return None
@@ -76,8 +76,8 @@ def stage_of(settings: RunSettings) -> Path | None:
 def weights_directory(settings: RunSettings) -> Path:
     """Return the directory, or the name on the Hub, of the weights that a run starts from.
 
-    Later starts reuse the directory that the first start found for `--init_from`, because the
-    earlier run may have newer weights now. Raises ConfigurationError if there are no weights.
+    A resumed run uses the directory that it recorded for this `--init_from`, because the earlier
+    run may have newer weights now. Raises ConfigurationError if there are no weights.
     """
     init_from = settings.model.init_from
     if init_from is None:
@@ -98,16 +98,16 @@ def weights_directory(settings: RunSettings) -> Path:
 
 
 def stage_tokenizer(settings: RunSettings) -> str | None:
-    """Return the result of `stage_of` if that directory has a tokenizer, else None."""
+    """Return the directory of `stage_of` if it contains a tokenizer, else None."""
     stage, files = stage_of(settings), ("tokenizer.json", "tokenizer_config.json")
     found = stage is not None and any((stage / name).is_file() for name in files)
     return str(stage) if found else None
 
 
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
-    """Return the directory of the earlier stage if its weights have to be loaded now, else None.
+    """Return the directory of `--init_from` if this start must load weights from it, else None.
 
-    Raises ConfigurationError if the stage has no weights, or --init_optimizer is not possible.
+    Raises ConfigurationError if it has no weights, or --init_optimizer is not possible.
     """
     model = settings.model
     if model.init_from is None:
@@ -134,9 +134,10 @@ def origin_directory(settings: RunSettings, strategy: str, resume_from: str | No
 def weights_origin(
     settings: RunSettings, strategy: str, resume_from: str | None
 ) -> dict[str, Any] | None:
-    """Return the path, run, step and SHA-256 of the earlier stage's weights for the run's records.
+    """Return path, run, step and SHA-256 of the weights of `--init_from`, to record in the run.
 
-    Only rank 0 calls this. Raises ConfigurationError if the files differ from their manifest.
+    Returns None if this start does not load them. Only rank 0 calls this. Raises ConfigurationError
+    if the files differ from their manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

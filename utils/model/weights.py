@@ -52,7 +52,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The names of the layers in 4 bits, and the numbers of weights in all and in the largest."""
+    """The names of the layers in 4 bits, their total number of weights, and the largest layer's."""
 
     layers: list[str]
     weights: int
@@ -149,7 +149,7 @@ def weights_dtype(model: ModelArguments, config: PreTrainedConfig) -> torch.dtyp
 
 
 def model_contents(settings: RunSettings) -> dict[str, Any] | None:
-    """Return the model's config.json, or None if a Hub commit or a checkpoint identifies it."""
+    """Return config.json's values, or None if a Hub commit or a checkpoint identifies the model."""
     model = settings.model
     if model.model_config is not None:
         return read_config_file(Path(model.model_config))
@@ -168,7 +168,8 @@ def published_rows(
 ) -> PreTrainedConfig:
     """Return the configuration to pass to from_pretrained for `weights`, a path or a Hub name.
 
-    If `add_rows` adds rows to the embedding later, this is a copy with the published vocabulary.
+    If `add_rows` adds rows to the embedding later, this is a copy with the published vocabulary
+    size.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:
@@ -191,9 +192,9 @@ def load_model(
 
     `new_tokens` are ids that the model's own tokenizer lacks. They get embedding rows (`add_rows`),
     and the model's attribute `new_tokens` stores them for LoRA. `weights_from` is the directory of
-    an earlier run's weights. Without it and without a base model the weights are random by --seed;
-    Trainer loads a checkpoint over them if there is one. All ranks must call this. Raises
-    ConfigurationError for weights that do not fit.
+    an earlier run's weights. If neither this directory nor a base model is given, the weights are
+    random, drawn with --seed. When a run resumes, Trainer loads the checkpoint's weights
+    afterwards. All ranks must call this. Raises ConfigurationError for weights that do not fit.
     """
     model, dtype = settings.model, weights_dtype(settings.model, config)
     weights = weights_from or model.model_name_or_path
@@ -305,8 +306,8 @@ def packed_layers(model: nn.Module) -> dict[str, Any]:
 def dequantized(layer: Any, packed: torch.Tensor) -> torch.Tensor:
     """Return a layer's dequantized weight on the CPU, shaped as in the published file.
 
-    `packed` is the layer's 4-bit tensor, gathered from all ranks. The result has the type that
-    `load_model` loaded the layer in.
+    `packed` is the layer's 4-bit tensor, gathered from all ranks. The result has the type in which
+    `load_model` loaded the layer.
     """
     from bitsandbytes.functional import dequantize_4bit
 
