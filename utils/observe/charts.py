@@ -23,13 +23,13 @@ from utils.observe.findings import (
 )
 from utils.observe.history import History
 
-POINTS = 1600  # in a series: two for each of 800 pixels; of several runs: 2 * POINTS / runs
+POINTS = 1600  # per series: two for each of 800 pixels; with several runs 2 * POINTS / runs
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
 NAMED = 3  # slowest ranks with their own series
 FULLEST = 6  # ranks with the most memory, each with its own series
 Chart = dict[str, Any]
 
-# Charts of training logs: title, unit, label by key, whether the scale is logarithmic at first.
+# Charts of training logs: title, unit, labels by key, whether the scale is logarithmic at first.
 _TRAIN = (
     ("Learning rate", "", {"learning_rate": "learning rate"}, False),
     ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True),
@@ -55,7 +55,7 @@ _LOOK: Any = {
     "xtick.color": "0.35", "ytick.color": "0.35",
 }  # fmt: skip
 _COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
-# Keys without a chart: they are shown elsewhere on the page, or are a part of another figure.
+# Keys without a chart: they are shown elsewhere on the page, or are parts of another number.
 _NO_CHART = {
     "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
     "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
@@ -113,12 +113,12 @@ class Curves:
         }  # fmt: skip
 
     def evaluations(self, split: str | None, label: str, what: str = "loss") -> Chart | None:
-        """Return the series of a split's evaluation losses, or of the figure `what`."""
+        """Return the series of a split's evaluation losses, or of another metric `what`."""
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
-        """Return (lines with the running mean of `key`, number of logs in each mean)."""
+        """Return lines with the running mean of `key`, and the number of logs in each mean."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
         values = column(self.trained, key)
         places = np.flatnonzero(np.isfinite(values))
@@ -132,7 +132,7 @@ class Curves:
         ], count
 
     def undone(self) -> list[Line]:
-        """Return the training logs that later starts repeated; a NaN after each start is a gap."""
+        """Return the training logs that later starts repeated. A NaN ends each start's curve."""
         found: list[Line] = []
         for start in self.run.starts:
             lines = [line for line in start.lines if line["lost"] and line["event"] == "train"]
@@ -146,7 +146,7 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return the charts of a run, from `spikes`, `memory_by_rank` and `stragglers` (findings)."""
+    """Return the charts of a run; the last three arguments are results of findings.py."""
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}
@@ -189,7 +189,7 @@ def charts_of(
 
 
 def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
-    """Return series for the fullest ranks in training, and for all ranks in each other phase."""
+    """Return series for the fullest ranks in training, and one series for each other phase."""
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
@@ -206,7 +206,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
 
 
 def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
-    """Return the chart of the slowest ranks: a series for each of `names`, one for all others."""
+    """Return the chart of the slowest ranks: one series for each of `names`, one for all others."""
     others = "other ranks"
     by_name: dict[str, list[Line]] = {name: [] for name in [*names, others]}
     for line in (line for line in curves.trained if "slowest_rank" in line):
@@ -216,7 +216,7 @@ def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
 
 
 def charts_of_several(runs: Sequence[History]) -> list[Chart]:
-    """Return the charts of several runs, a colour for each run."""
+    """Return the charts that compare several runs, with one colour for each run."""
     points = max(100, 2 * POINTS // len(runs))
     each = [(run.name, Curves(run, points, index)) for index, run in enumerate(runs)]
     smooth = [curves.series(name, "loss", curves.smoothed()[0]) for name, curves in each]
@@ -233,7 +233,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return where each start after the first resumed (step, tokens, hours), for vertical lines."""
+    """Return the step, tokens and hours at which each later start resumed, for vertical lines."""
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:
@@ -249,7 +249,7 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 def draw_picture(
     charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw the first five charts by step; below the first, a time bar shows when each start ran.
+    """Draw the first five charts by step, and under the first a time bar of the starts.
 
     The suffix of `path` selects the format (.png, .pdf, .svg). Raises ConfigurationError if
     matplotlib is not installed or the file cannot be written.
@@ -288,7 +288,7 @@ def draw_picture(
 
 
 def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one chart by step. Mark the end of each start in `ended` whose steps were repeated."""
+    """Draw a chart by step, with a mark at the end of each start in `ended` that lost steps."""
     for line in chart["lines"]:
         y = [math.nan if value is None else value for value in line["y"]]
         lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
@@ -326,7 +326,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
 def _chart(
     title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
 ) -> Chart:
-    """Return a chart of these series, without None. Colours follow the order of the series."""
+    """Return a chart of the series that are not None. Colours follow the order of the series."""
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]
     fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]
@@ -340,5 +340,4 @@ def _chart(
 
 
 def _short(value: float) -> float | None:
-    """Return a number with six digits, enough for a picture; None for a gap."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Why a start or a run ended, for status.py and the report: the state, the evidence, the texts."""
+"""The state of a start or a run, and why it ended, in words for status.py and report.py."""
 
 import math
 import shlex
@@ -14,7 +14,7 @@ IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 @dataclass(frozen=True)
 class Job:
-    """A job in Slurm's queue. `left_s`: time until its limit; None if it waits or has no limit."""
+    """A job in Slurm's queue. `left_s`: seconds to its limit; None if it waits or has no limit."""
 
     id: str
     state: str
@@ -24,7 +24,7 @@ class Job:
 
 
 class End(Enum):
-    """The state of a start or a run: one word, and the evidence for it."""
+    """The state of a start or a run: one word and the reason for this state."""
 
     ALIVE = "running", "its lock gives signs of life"
     SILENT = "running", "its lock gives none, but Slurm runs its job"
@@ -48,7 +48,7 @@ class End(Enum):
 
 
 def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
-    """Return the state of a start, from its log lines, run lock and job in Slurm's queue."""
+    """Return the state of a start, from its log lines, its file in .lock and its job in Slurm."""
     owner, last, event = start.owner, start is run.starts[-1], start.last_event
     left = owner is None or owner.left
     alive = last and owner is not None and owner.alive
@@ -78,14 +78,14 @@ def end_of_run(run: History, job: Job | None = None) -> End:
 
 
 def steps_not_finite(run: History, start: Start) -> list[int]:
-    """Return the steps of a start at which a loss or gradient was not finite."""
+    """Return the steps of a start with a loss or gradient that was not finite."""
     later = [other.began for other in run.starts if other.began > start.began]
     until = min(later, default=math.inf)
     return [one["step"] for one in run.nonfinite if start.began <= one["time"] < until]
 
 
 def pages_of_a_failure(run: History, end: End) -> list[Page]:
-    """Return the text files about the failure of the last start (hang, out of memory), if any."""
+    """Return the text files on the last start's failure (hang, out of memory), if it failed."""
     if end.word not in ("failed", "interrupted"):
         return []
     since = run.starts[-1].began if run.starts else 0.0
@@ -128,7 +128,7 @@ def run_in_words(run: History) -> tuple[str, str]:
 
 
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
-    """Return a text with the evidence for the state of a run."""
+    """Return why `end` is the run's state, as a text for the user."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
     if end is End.QUEUED and job:
         return f"job {job.id} is in the queue: {job.reason}"
@@ -154,7 +154,7 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
 
 
 def cause_in_words(run: History, end: End) -> str | None:
-    """Return why a run failed or was interrupted; None in any other state."""
+    """Return why a run failed or was interrupted, or None in any other state."""
     if end.word not in ("failed", "interrupted"):
         return None
     if run.starts and run.starts[-1].error:
@@ -165,7 +165,7 @@ def cause_in_words(run: History, end: End) -> str | None:
 
 
 def advice(run: History, end: End, job: Job | None) -> str:
-    """Return a text on what the user can do next, with the command."""
+    """Return the next step for the user, with the command."""
     where = shlex.quote(str(run.path))
     if end is End.SILENT and job:
         return f"if that lasts, scancel {job.id} and submit the same command again"
@@ -184,7 +184,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _command(run: History) -> str:
-    """Return the command of the last start; unknown options are shown as [OPTIONS]."""
+    """Return the last start's command, with [OPTIONS] where provenance.json has no options."""
     if not run.entry:
         return "the same command again"
     words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")

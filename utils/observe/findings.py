@@ -1,4 +1,4 @@
-"""Analyses for the report: use of the hours, loss spikes, slow ranks, memory, settings."""
+"""Analyses for the report: time spent, loss spikes, slow ranks, memory, settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from utils.observe.endings import end_of_start
 from utils.observe.history import History, Start
 
 SPIKE_SCORE = 8.0  # robust standard deviations above the previous logs
-# BLOCK losses at a time are compared with the WINDOW losses before them, if SHORTEST are finite.
+# `spikes` compares BLOCK losses with WINDOW earlier losses, of which SHORTEST must be finite.
 WINDOW, BLOCK, SHORTEST = 64, 16, 16
 # Settings that differ in every run.
 OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
@@ -29,20 +29,20 @@ HOURS = (
 )
 PHASES = {"train": "training", "eval": "evaluation", "save": "saving"}
 DEVICE, HOST = "memory_peak_gib", "host_rss_gib"
-READ = 4000  # memory values read for a phase (lines x ranks), but at least forty lines
+READ = 4000  # about as many memory values (lines x ranks) are read for a phase; at least 40 lines
 Line = Mapping[str, Any]
 Point = dict[str, Any]
 
 
 def number(value: Any) -> float | None:
-    """Return a logged value as a float; None for other types, which a user's hook may log."""
+    """Return a logged value as a float; None if it is no number, as a user's hook may log."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return None
 
 
 def column(lines: Sequence[Line], key: str) -> np.ndarray:
-    """Return the field `key` of all log lines as a float64 array; NaN if a line lacks it."""
+    """Return the values of `key` in all log lines as a float64 array; NaN if a line lacks it."""
     values = [line.get(key) for line in lines]
     try:
         return np.array(values, dtype=float)
@@ -51,7 +51,7 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` ascending indices of values: the lowest and highest of each part."""
+    """Return about `points` ascending indices of `values`: each part's lowest and highest value."""
     if len(values) <= points:
         return np.arange(len(values))
     size = -(-len(values) * 2 // points)
@@ -66,8 +66,8 @@ def thinned(values: np.ndarray, points: int) -> np.ndarray:
 def where_the_hours_went(run: History) -> dict[str, float]:
     """Return the seconds for each key of HOURS. Their sum is the time until the last start ended.
 
-    Work that a later start repeated counts as lost. For a failed or interrupted start, the time
-    from its last log line to its end also counts as lost.
+    Work that a later start repeated counts as "lost". The time from the last log line of a failed
+    or interrupted start to its end also counts as "lost".
     """
     spent = dict.fromkeys((key for key, _ in HOURS), 0.0)
     since = None
@@ -88,7 +88,7 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
     """Return the seconds between the previous start, or the job's submission, and this start.
 
-    All seconds are "between" if provenance.json lacks the job's times.
+    All seconds are "between" if provenance.json has no start time of the job.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
@@ -100,7 +100,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds of a start for those keys of HOURS that its log lines can tell."""
+    """Return the seconds of a start for those keys of HOURS that its log lines contain."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))
@@ -120,7 +120,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 @dataclass
 class Spike:
-    """Consecutive logs with a loss far above earlier logs, with the values at the highest loss."""
+    """Consecutive logs with a loss far above earlier logs. `loss` is the highest of them."""
 
     step: int
     last_step: int
@@ -133,7 +133,7 @@ class Spike:
 def spikes(lines: Sequence[Line]) -> list[Spike]:
     """Return the losses that are more than SPIKE_SCORE robust deviations above earlier losses.
 
-    Consecutive ones form one spike. A loss that is not finite always counts.
+    Consecutive high losses form one spike. A loss that is not finite is always a spike.
     """
     kept = [line for line in lines if line.get("loss") is not None]
     losses = column(kept, "loss")
@@ -167,7 +167,7 @@ def memory_by_rank(run: History) -> list[Point]:
     """Return the memory of each rank as points, from a sample of log lines with the extremes.
 
     A point has event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB
-    that were left on the device, None if unknown.
+    that the device had left, None if unknown.
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -199,7 +199,7 @@ def memory_table(points: Sequence[Point]) -> list[Point]:
             top = max(own, key=lambda point: float(point["gib"]))
             then = sorted(point["gib"] for point in own if point["step"] == top["step"])
             rows.append(top | {"phase": phase, "median": then[len(then) // 2]})
-    # No table for one rank in one phase: the figures and charts of the whole run show its memory.
+    # One rank in one phase needs no table: the page shows its memory among the run's numbers.
     return rows if len({point["rank"] for point in points}) > 1 or len(rows) > 1 else []
 
 
@@ -211,7 +211,8 @@ def slowest(line: Line) -> str:
 def stragglers(run: History) -> list[dict[str, Any]]:
     """Return the ranks that other ranks waited for, the longest wait first.
 
-    seconds: of waiting. share: of the time of all steps. logs: share of logs that name this rank.
+    seconds: how long the others waited for this rank. share: `seconds` as a share of the time of
+    all steps. logs: the share of logs that name this rank as the slowest.
     """
     steps, times, shares = (
         np.nan_to_num(column(run.trained, key)) for key in ("step", "step_time_s", "slowest_cost")
@@ -230,7 +231,7 @@ def stragglers(run: History) -> list[dict[str, Any]]:
 
 
 def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]:
-    """Return the settings and facts that differ between the runs, with the value of each run."""
+    """Return the settings, versions and launch options that differ, with the value of each run."""
     facts = []
     for run in runs:
         launch, git = run.entry.get("launch") or {}, run.entry.get("git") or {}
@@ -248,7 +249,7 @@ def settings_that_differ(runs: Sequence[History]) -> list[tuple[str, list[Any]]]
 
 
 def figures(run: History) -> dict[str, Any]:
-    """Return the numbers of a run for the report's tables; None if a number is not known."""
+    """Return the numbers of a run for the report's tables; None if a number is unknown."""
     last = run.trained[-1] if run.trained else {}
 
     def over_all(key: str, reduce: Callable[[Any], Any], logs: int = 0) -> float | None:

@@ -1,8 +1,8 @@
-"""Read a run directory into a `History`: typed, frozen values, without torch or numpy.
+"""The content of a run directory as a `History`: typed, frozen values, without torch or numpy.
 
-Any file may be missing, truncated or damaged: the rest is read, and `damaged` and `missing` list
-the faults. If a run resumes at step N, earlier log lines with a step > N are marked as `lost`. They
-stay in `Start.lines`, so the report can show lost work. `History.lines` leaves them out.
+Any file may be missing, truncated or damaged. The other files are read, and `damaged` and `missing`
+list the faults. If a run resumes at step N, earlier log lines with a step > N are marked as `lost`.
+They stay in `Start.lines`, so the report can show lost work. `History.lines` leaves them out.
 """
 
 import contextlib
@@ -46,14 +46,15 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Start:
-    """A start: one execution of the training script in this directory. Times are unix seconds.
+    """One start of the training script in this directory. Times are unix seconds.
 
     entry: the start's element of `starts` in provenance.json, {} if missing. began: the time in
     `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
-    done: the step that it resumed at, -1 for a new run. ended: its last heartbeat or log line.
-    error: why it ended (from verdict.txt of the job, .lock or the job's log). lost_steps: steps
-    that a later start repeated. Each of the `lines` has `hours` (the running time of all starts
-    until then), `lost` (whether a later start rolled it back) and `at` (its offset in the file).
+    done: the step from which it resumed, -1 for a new run. ended: its last heartbeat or log line.
+    error: why it ended (from the job's verdict.txt, .lock or the job's log). lost_steps: number of
+    steps that a later start repeated. Each of the `lines` has `hours` (running time of all starts
+    until then), `lost` (whether a later start repeated its step) and `at` (its offset in
+    metrics.jsonl).
     """
 
     began: float
@@ -68,12 +69,12 @@ class Start:
 
     @property
     def last_event(self) -> str | None:
-        """The event of the last line that is no save, because background saves are logged late."""
+        """The event of the last line except saves, because background saves are logged late."""
         return next((one["event"] for one in reversed(self.lines) if one["event"] != "save"), None)
 
     @property
     def last_step(self) -> int:
-        """The last logged step; without a log, the step at which this start began."""
+        """The last logged step. If no step is logged, the step at which this start began."""
         return max((line["step"] for line in self.lines), default=max(self.done, 0))
 
     @property
@@ -92,7 +93,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A file that matches PAGES. `beside`: for a profile, the names of all files in its folder."""
+    """A text file matching PAGES. `beside`: for a profile, the names of all files in its folder."""
 
     name: str
     text: str
@@ -105,8 +106,9 @@ class History:
     """The content of a run directory.
 
     refused: the newest start's file in .lock, if it failed the checks and the run has earlier
-    starts. lines: of metrics.jsonl, without `lost` ones. first_lines: the file's first lines.
-    checkpoints: committed ones, newest first. nonfinite: contents of the nonfinite-step-N.json.
+    starts. lines: those of metrics.jsonl, without `lost` ones. first_lines: the beginning of
+    metrics.jsonl. checkpoints: committed ones, newest first. nonfinite: contents of the
+    nonfinite-step-N.json.
     """
 
     path: Path
@@ -136,12 +138,12 @@ class History:
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The element of `starts` in provenance.json of the last start that has one; else {}."""
+        """The last start's entry in provenance.json (of the last start that has one), or {}."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of the last start: the first start's settings with all later changes."""
+        """The settings of the last start: those of the first start with all later changes."""
         settings: dict[str, Any] = redacted(self.record.settings)
         for start in self.starts:
             settings |= start.entry.get("changed") or {}
@@ -159,7 +161,7 @@ class History:
 
     @property
     def last_logged(self) -> float | None:
-        """The time of the last log line in unix seconds; None without any line."""
+        """The time of the last log line in unix seconds, or None if there is no line."""
         times = [start.lines[-1]["time"] if start.lines else start.trained for start in self.starts]
         return max((time for time in times if time is not None), default=None)
 
@@ -174,7 +176,7 @@ class History:
         return found
 
     def time_left_s(self) -> float | None:
-        """Return the estimated seconds until `max_steps`, at the last start's pace, if known."""
+        """Return the estimated seconds until `max_steps` at the last start's pace, if known."""
         if self.max_steps is None or self.last_step is None or not self.last_trained:
             return None
         own = [line for line in self.last_trained.lines if line["event"] == "train"]
@@ -185,9 +187,9 @@ class History:
 
 
 def read_run(path: Path, *, whole: bool = True) -> History:
-    """Read a run directory; raises nothing.
+    """Read a run directory. Missing and damaged files raise no error: `History` lists them.
 
-    Without `whole`, to save time, read only the beginning and end of a long metrics.jsonl, only the
+    Unless `whole`, save time: read only the beginning and end of a long metrics.jsonl, only the
     newest checkpoint's manifest, and no job log.
     """
     record = RunRecord(path, lenient=True)
@@ -201,7 +203,7 @@ def read_run(path: Path, *, whole: bool = True) -> History:
     read_log = cache(_text) if whole else lambda _: ""
     grouped = _grouped(lines, entries)
     starts = [_with_cause(path, one, read_log) for one in _with_ends(grouped, owners)]
-    # The last line of each event, split and step that was not rolled back.
+    # For each event, split and step, the last line that no later start repeated.
     counted: dict[tuple[Any, ...], Line] = {}
     for start in starts:
         for line in (line for line in start.lines if not line["lost"]):
@@ -226,7 +228,7 @@ def read_run(path: Path, *, whole: bool = True) -> History:
 
 
 def unix_s(text: Any) -> float | None:
-    """Return an ISO time as unix seconds; None for another text."""
+    """Return an ISO time as unix seconds, or None for another value."""
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):
@@ -236,7 +238,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return the first lines, all lines (the last ones unless `whole`), and the damaged count."""
+    """Return the first lines, all lines (unless `whole`: the last), and how many were damaged."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -261,10 +263,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return the owners in .lock, newest first, and apart from them the refused newest start.
+    """Return the owners in .lock (newest first), and the newest start if it was refused, else None.
 
-    A refused start released its lock in the phase "starting" and is not in provenance.json. It is
-    in the list of owners only if the run has no other start.
+    A refused start released its lock in the phase "starting" and is not in provenance.json. The
+    list of owners contains a refused start only if the run has no other start.
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))
@@ -277,7 +279,7 @@ def _read_owners(
 
 
 def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> list[Start]:
-    """Assign the log lines to starts. A line `started` or `resumed` is the first of a start."""
+    """Assign log lines to starts. A line `started` or `resumed` is the first line of a start."""
     starts = [Start(unix_s(entry["time"]) or 0.0, entry) for entry in entries]
     current = -1
     own: dict[int, list[Line]] = {}
@@ -305,8 +307,8 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
     """Yield each start with the fields `owner`, `ended` and `lost_steps`; mark its lost lines.
 
-    A start takes the run lock before it writes to provenance.json. If the newest start died in
-    between, it is added here.
+    A start acquires the run lock before it writes to provenance.json. If the newest start died in
+    between, add it here.
     """
     if owners and all(start.began + 1 < owners[0].since for start in starts):
         starts = [*starts, Start(owners[0].since, {})]
@@ -333,7 +335,7 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
 
 
 def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
-    """Add the `error`: why the start ended, from the job's verdict.txt, .lock or the job's log."""
+    """Set the start's `error`, from the job's verdict.txt, the file in .lock or the job's log."""
     cause = start.owner.error if start.owner else None
     if start.job.get("job_id"):
         # The log is named by --output. Read only these folders: a foreign run may name any path.
@@ -354,7 +356,6 @@ def _text(path: Path) -> str:
 
 
 def _read_checkpoints(path: Path, whole: bool, damaged: list[str]) -> Iterator[Manifest]:
-    """Yield the manifests of committed checkpoints; only the newest one unless `whole`."""
     for _, directory in numbered_checkpoints(path):
         try:
             if (directory / MANIFEST).exists():

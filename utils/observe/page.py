@@ -26,7 +26,7 @@ from utils.observe.history import History, read_run
 FILE_NAME = "report.html"
 SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
 _HERE = Path(__file__).parent
-# Control characters, halves of surrogate pairs and noncharacters: names and texts may hold them.
+# Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.
 _NOT_IN_HTML = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0010ffff]"
 )
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the run directories among `named`, and those directly inside the other folders.
+    """Return the run directories in `named`, and those directly inside its other folders.
 
     With `compare` and a single named run, return all runs in its parent folder. Raises
     ConfigurationError if a path is no run and contains no run.
@@ -88,7 +88,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 
 
 def write_at_the_end(output_dir: Path) -> None:
-    """Write report.html of a run that ends; a failure is only logged, because the run is done."""
+    """Write report.html when a run ends. Only log a failure, because the training is done."""
     try:
         logger.info("report: %s", write_pages([output_dir], None, None))
     except Exception as error:
@@ -96,7 +96,7 @@ def write_at_the_end(output_dir: Path) -> None:
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return the page as HTML. Texts are escaped, so none can end the script element."""
+    """Return report.html. "<" in data is escaped, so no text can end the script element."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -140,7 +140,10 @@ def _shortened(text: Any) -> str:
 
 
 def _start_rows(run: History) -> list[dict[str, Any]]:
-    """Return a row per start. left, width: percent of the time bar. useful: percent of width."""
+    """Return a row per start. left, width: place on the time bar, in percent of the bar.
+
+    useful: the percentage of `width` that no failure or interruption lost.
+    """
     begin, end = run.starts[0].began, max(start.ended for start in run.starts)
     whole = max(end - begin, 1e-9)
     rows = []
@@ -183,12 +186,12 @@ def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits; None as "-"."""
+    """Format a number with `digits` significant digits; "-" for None."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
 
 
 def clock(seconds: float | None) -> str:
-    """Format unix seconds as local date and time; None as "-"."""
+    """Format unix seconds as local date and time; "-" for None."""
     return "-" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,4 +1,4 @@
-"""`RunStatus`: all that status.py shows of a run and its job in Slurm's queue."""
+"""`RunStatus`: the values that status.py shows of a run and its job in Slurm's queue."""
 
 import shutil
 import statistics
@@ -25,7 +25,7 @@ from utils.observe.endings import (
 from utils.observe.history import Line, read_run, unix_s
 
 STATES = ("running", "waiting", "failed", "stopped", "finished")
-LINES = 5  # training logs; the speed is their median
+LINES = 5  # the speed is the median of this many training logs
 SQUEUE_S = 5.0
 
 
@@ -33,12 +33,13 @@ SQUEUE_S = 5.0
 class RunStatus:
     """The status of a run; None means unknown. Ages and times left are in seconds.
 
-    because: the evidence for `state`. evaluations: newest loss and step of each split. left_s: time
-    of training left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
-    the rank that the others wait for, and the share of each step that they wait. error: why the
-    last start failed. pages: the files it wrote about a hang or lack of memory. advice: what to do
-    next. damaged: files that could not be read. skipped_lines: damaged lines of metrics.jsonl.
-    refused: why the newest start failed its checks; `state` is then that of an earlier start.
+    because: the reason for `state`. evaluations: newest loss and step of each split. left_s:
+    training time left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
+    the slowest rank, and the share of each step that other ranks wait for it. error: why the last
+    start failed. pages: files that it wrote about a hang or lack of memory. advice: what the user
+    can do next. damaged: files that could not be read. skipped_lines: number of damaged lines in
+    metrics.jsonl. refused: why the newest start failed its checks; `state` is then that of an
+    earlier start.
     """
 
     run: str
@@ -85,7 +86,7 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def queued_jobs() -> dict[str, Job]:
-    """Return this user's jobs in Slurm's queue by job id; {} if Slurm is absent or fails."""
+    """Return this user's jobs in Slurm's queue by job ID, or {} if squeue is missing or fails."""
     if shutil.which("squeue") is None:
         return {}
     command = ["squeue", "--me", "--noheader", "--format=%A|%T|%r|%L|%j"]

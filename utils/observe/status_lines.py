@@ -28,7 +28,7 @@ CUT_OFF = "incomplete record"  # in wandb's message about a file whose end is mi
 def show_runs(
     directories: Sequence[str], all_in: str | None, as_json: bool
 ) -> str | RenderableType:
-    """Return the status of runs: JSON, lines (of `directories`) or a table (all in `all_in`)."""
+    """Return the status of runs: JSON, lines (for `directories`) or a table (for `all_in`)."""
     jobs = queued_jobs()
     if directories and all_in is None:
         runs = [read_status(Path(directory), jobs) for directory in directories]
@@ -50,7 +50,7 @@ def show_runs(
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
-    """Print what `look` returns; with `watch_s`, repeat after this many seconds until Ctrl-C."""
+    """Print what `look` returns. With `watch_s`, repeat after this many seconds until Ctrl-C."""
     first = look()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if watch_s is None or isinstance(first, str):
@@ -161,7 +161,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
 
 
 def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
-    """Upload the offline wandb files of runs that are not uploaded yet; return an exit code.
+    """Upload offline wandb files that are not uploaded yet; return an exit code.
 
     The file of a running start is left for later, because wandb accepts a file only once. The file
     of a killed start is uploaded as far as it is complete; `wandb sync` alone would upload it again
