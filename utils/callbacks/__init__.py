@@ -1,11 +1,11 @@
 """Callbacks that act at events of training; utils/run/finish.py creates them.
 
-progress    the phase, step and micro-batch of this rank, for pages and views
-journal     metrics.jsonl and the log's lines
-live        on a terminal, a view below the log's lines
-metrics     figures of training logs: speed, MFU, a mixture's sources, the slowest rank
-memory      each rank's memory by phase, and the page of a run that ran out of memory
-profiler    a trace of some steps, and a table of their most expensive kernels
+progress    the phase, step and micro-batch of this rank, for status.py and error reports
+journal     writes metrics.jsonl and the readable log lines
+live        on a terminal, a progress display below the log lines
+metrics     metrics of training logs: speed, MFU, a mixture's sources, the slowest rank
+memory      each rank's memory by phase, and the report of a run that ran out of memory
+profiler    a trace of `profile_steps`, and a table of the most expensive kernels
 stop        stops or saves at the same step on all ranks: signals, files, the time limit
 evaluation  early stopping, and samples of what the model says
 nonfinite   ends a run whose loss, gradient or weights are not finite

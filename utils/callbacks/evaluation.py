@@ -39,9 +39,9 @@ class FinishedEarlyError(Exception):
 class EarlyStopping(TrainerCallback):
     """Ends the run when metric_for_best_model did not improve in `patience` evaluations in a row.
 
-    transformers' EarlyStoppingCallback judges evaluations. As a callback of Trainer it would judge
-    splits one by one, count evaluations that a stop interrupts and forget its count on resume.
-    Instead, the trainer calls `take_evaluation` with the metrics of all splits.
+    `judge`, transformers' EarlyStoppingCallback, compares the metrics. It is not a callback of
+    Trainer: there it would compare each split alone, count evaluations that a stop interrupted
+    and forget the count on resume. The trainer calls `take_evaluation` instead.
     """
 
     def __init__(self, patience: int, threshold: float):
@@ -64,7 +64,10 @@ class EarlyStopping(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Compare the metric with the best, before Trainer updates it; return if the run ends."""
+        """Compare `metrics` of all splits with the best so far; return whether the run must end.
+
+        The trainer calls this before Trainer updates the best metric.
+        """
         self.judge.on_evaluate(args, state, control, metrics)
         if self.ended and state.is_world_process_zero:
             logger.info(
@@ -76,24 +79,23 @@ class EarlyStopping(TrainerCallback):
 
     @override
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """End a resumed run that early stopping ended at its checkpoint or postponed evaluation."""
+        """Raise FinishedEarlyError if early stopping has already ended the resumed run."""
         if self.ended:
             raise FinishedEarlyError
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel log, evaluation and save, because Trainer calls this also after early stopping."""
+        """Cancel Trainer's log, evaluation and save at the epoch's end after early stopping."""
         if self.ended:
             control.should_log = control.should_evaluate = control.should_save = False
 
 
 class Samples:
-    """Completions of fixed prompts at each evaluation, for people to read: log, journal and wandb.
+    """Completions of fixed prompts at each evaluation, in the log, metrics.jsonl and wandb.
 
-    Each token is the most likely one, computed with plain attention. All ranks generate the same
-    text, because FSDP2 and ZeRO-3 gather the weights on all ranks together. Training is not
-    affected: no random number is drawn, compiled layers run uncompiled, and the model's attention
-    is restored.
+    Decoding is greedy. All ranks generate the same text, because FSDP2 and ZeRO-3 gather weights
+    with a collective. Training is not affected: the RNG state and the model's attention are
+    restored, and compiled layers run uncompiled.
     """
 
     def __init__(self, prompts: "Sequence[Prompt]", max_new_tokens: int, journal: Journal):
@@ -127,7 +129,7 @@ class Samples:
 
 @contextmanager
 def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
-    """Set the trainer's model up for generation, and put its settings back afterwards."""
+    """Prepare the model for greedy decoding; restore the model's settings afterwards."""
     model, device = trainer.model, trainer.args.device
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before, attention = base.generation_config, base.config._attn_implementation

@@ -1,4 +1,4 @@
-"""The journal of a run: one JSON line per log event in metrics.jsonl, one readable line to the log.
+"""metrics.jsonl: one JSON line per training log, evaluation and save; a readable line in the log.
 
 utils/host/journal_file.py reads the file.
 """
@@ -29,14 +29,14 @@ __all__ = ["Journal", "read_journal", "readable_line"]
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 2**26  # read at the end of a journal; reading more would keep other ranks waiting
+READ_BYTES = 2**26  # read at the end of metrics.jsonl; other ranks wait meanwhile
 
 
 class Journal(TrainerCallback):
-    """Writes every log event, described in docs/metrics.md, on rank 0. Other ranks write nothing.
+    """Writes metrics.jsonl (see docs/metrics.md) and a readable log line, on rank 0.
 
-    `memory` measures all ranks. `stopped` returns whether the run ended early. `limit_s` returns
-    the seconds until the job's time limit, or None without a limit.
+    `stopped` returns whether the run ended early. `limit_s` returns the seconds until the job's
+    time limit, or None.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class Journal(TrainerCallback):
         self.checkpoints, self.memory = checkpoints, memory
         self.stopped, self.limit_s = stopped, limit_s
         self.saves_written, self.memory_of = 0, dict[int, Any]()  # at a save, by step
-        self.resumed_at = 0  # the step that this start began with
+        self.resumed_at = 0  # the step of the checkpoint that this process resumed from
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Write the event `started` or `resumed`. Damaged lines of earlier starts stay."""
+        """Append the event `started` or `resumed`; warn about damaged lines, and keep them."""
         if not state.is_world_process_zero:
             return
         try:
             with self.path.open("ab+") as file:
                 file.seek(max(file.tell() - 1, 0))
-                if file.read(1) not in (b"\n", b""):  # a process died while it wrote this line
+                if file.read(1) not in (b"\n", b""):  # a process died while writing the last line
                     file.write(b"\n")
             if damaged := read_lines(self.path, last=READ_BYTES)[1]:
                 logger.warning("%s: training goes on without them", skipped(damaged))
@@ -70,22 +70,22 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Write Trainer's log as one event; its keys decide the kind. Collective if evaluating."""
+        """Write one event per log; the keys of `logs` tell its kind. Collective for evaluations."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()
         if not state.is_world_process_zero or not logs:
             return
-        self._write_saves()  # checkpoints that were written in the background meanwhile
+        self._write_saves()  # of checkpoints that the background writer completed meanwhile
         line: dict[str, Any] = {"event": "train", "step": state.global_step, **logs}
         line["max_steps"] = state.max_steps
         if losses:
             split = losses[0].removeprefix("eval_").removesuffix("loss").removesuffix("_")
             line |= {"event": "eval", "split": split or None}
         elif "train_runtime" in logs:
-            # Only a finished run has a summary.
+            # Trainer's log at the end of training.
             line["event"] = "stopped" if self.stopped() else "summary"
-            line["resumed_at"] = self.resumed_at  # time and rates count from this step
+            line["resumed_at"] = self.resumed_at  # train_runtime and rates count from this step
         if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank
             if "slowest_rank" in logs:
@@ -116,7 +116,7 @@ class Journal(TrainerCallback):
             file.write(text + "\n")
 
 
-# Formats of figures. Most have a fixed width, so that the figures of all lines are in columns.
+# Formats of metrics. Most have a fixed width, so that log lines align.
 _FIGURES = {
     "loss": "loss {:7.4f}",
     "perplexity": "perplexity {:.4g}",
@@ -135,10 +135,10 @@ SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
 
 def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
-    """Return an event of the journal as a line of the log.
+    """Return the log line of an event of metrics.jsonl.
 
-    `eta` is the time of the remaining steps, without evaluations and saves. `limit_s`, the time
-    until the job's limit, is shown behind it.
+    `eta` is the time of the remaining steps, without evaluations and saves. `limit_s` is the time
+    until the job's time limit.
     """
     event, step, prefix, ending = line["event"], line["step"], "", []
     if event == "eval":
@@ -160,7 +160,6 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
 
 
 def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
-    """Return the remarks at the end of a training log's line."""
     remarks, step_s = [], line.get("step_time_s")
     if step_s is not None:
         limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"

@@ -1,4 +1,4 @@
-"""A live view on a terminal, below the log's lines: progress, losses and the current phase."""
+"""A live display on a terminal, below the log lines: progress, losses and the current phase."""
 
 import atexit
 import contextlib
@@ -28,10 +28,10 @@ LONG_S = 5.0  # a phase that takes longer shows its time
 
 
 class LiveView(TrainerCallback):
-    """Draws the progress and the last log in rich's thread. Drawing waits for no device or rank.
+    """Draws the progress and the last training log in a thread of rich, until `close`.
 
-    `limit_s` is the same as in Journal. `disable_tqdm` turns the view off. The view stays until
-    `close`, or until the process ends.
+    Drawing waits for no device and no rank. `limit_s` returns the seconds until the job's time
+    limit, or None. `disable_tqdm` turns the display off.
     """
 
     def __init__(self, progress: Progress, limit_s: Callable[[], float | None]):
@@ -44,7 +44,7 @@ class LiveView(TrainerCallback):
         if args.disable_tqdm or args.process_index or not fits_terminal():
             return
         self.state = state
-        for logs in state.log_history:  # logs of earlier starts
+        for logs in state.log_history:  # of a resumed run
             self.on_log(logs=logs)
         # With soft_wrap the terminal wraps log lines, and rich does not.
         console, before = Console(highlight=False, soft_wrap=True), sys.stdout
@@ -52,7 +52,7 @@ class LiveView(TrainerCallback):
             console=console, get_renderable=self._drawn, refresh_per_second=2, transient=True,
             redirect_stderr=sys.stderr.isatty(),
         ))  # fmt: skip
-        console.show_cursor(True)  # a killed process could not show it again
+        console.show_cursor(True)  # a killed process could not make the cursor visible again
         for handler in logging.root.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(sys.stdout)  # now rich's stream
@@ -60,7 +60,7 @@ class LiveView(TrainerCallback):
         atexit.register(self.live.close)  # after an error or Ctrl-C
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the display and restore stdout for the log."""
         self.live.close()
 
     @override

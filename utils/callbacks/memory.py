@@ -1,4 +1,4 @@
-"""Memory of each rank by phase, a GPU's headroom, and the page of a run out of memory."""
+"""Memory of each rank by phase, a GPU's headroom, and the report of a run out of memory."""
 
 import contextlib
 import gc
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 LEFT = ("memory_free_gib", "memory_headroom_gib")  # the lowest over ranks counts
-# Names of phases on the page and in metrics.jsonl. FINISH mostly writes final/.
+# Names of phases in out-of-memory-rankN.txt and metrics.jsonl. FINISH mostly writes final/.
 WORDS = {
     Phase.START: "load", Phase.LOAD: "load", Phase.FIRST_STEP: "train", Phase.TRAIN: "train",
     Phase.EVALUATE: "eval", Phase.SAVE: "save", Phase.FINISH: "save",
@@ -38,15 +38,15 @@ WEIGHTS, GRADIENTS, STATES, OTHERS = "weights", "gradients", "optimizer states",
 
 
 class MemoryMonitor(TrainerCallback):
-    """Memory in GiB: the highest use and lowest free memory of all ranks; `by_rank` has each rank.
+    """Memory in GiB of each rank, and the highest use and lowest free memory of all ranks.
 
-    torch's allocator counts the device memory. Host memory is the memory of this process without
-    its workers. A peak is measured since the last line of metrics.jsonl: in training, the
-    evaluation of a split or a save. `sequence_bytes`: predicted for one more sequence per batch.
+    Device memory is the memory of torch's allocator. Host memory is the memory of this process
+    without data workers. Each line of metrics.jsonl (training, evaluation or save) has the peak
+    since the line before. `sequence_bytes` is the prediction for one more sequence per batch.
     """
 
-    by_rank: Sequence[Mapping[str, Any]] = ()  # at the last line of metrics.jsonl
-    # The training peak that an evaluation or a save would reset; the number of training logs.
+    by_rank: Sequence[Mapping[str, Any]] = ()  # at the last measurement
+    # The training peak before an evaluation or a save; the number of training logs.
     peak_bytes = logs = 0
 
     def __init__(self, sequence_bytes: int = 0) -> None:
@@ -54,12 +54,12 @@ class MemoryMonitor(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        """Begin to measure the peak here, so that loading the model does not count."""
+        """Begin to measure the peak, so that loading the model does not count."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
 
     def _new_peak(self) -> int:
-        """Begin a new peak measurement; return the last peak in bytes, 0 on a CPU."""
+        """Reset the peak of the allocator; return the peak before in bytes, 0 on a CPU."""
         if self.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -83,7 +83,7 @@ class MemoryMonitor(TrainerCallback):
         return {name: (min if name in LEFT else max)(each) for name, each in figures.items()}
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
-        """Return the memory of all ranks. `before`: an earlier peak in bytes. Collective."""
+        """Return the memory of all ranks; `before` is an earlier peak in bytes. Collective."""
         peak_bytes = max(before, self._new_peak())
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may lag behind
@@ -104,7 +104,7 @@ class MemoryMonitor(TrainerCallback):
         return self.by_rank
 
     def headroom(self) -> str:
-        """Return the memory that the fullest GPU has left, and the micro-batch that would fit."""
+        """Describe the free memory of the fullest GPU and the micro-batch that would fit."""
         least = min(self.by_rank, key=lambda sizes: sizes["memory_headroom_gib"])
         room, total = least["memory_headroom_gib"], least["memory_total_gib"]
         fits = self.rows + max(int(room * GIB / (1.1 * self.sequence_bytes)), 0)  # 1.1: a margin
@@ -114,7 +114,7 @@ class MemoryMonitor(TrainerCallback):
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:
-    """Return " (rank 3 on n2)", the rank with the highest GPU peak; "" if all are within 10%."""
+    """Return the rank with the highest GPU peak as " (rank 3 on n2)"; "" if all are within 10%."""
     *_, last = ranks = sorted(line["memory_by_rank"], key=lambda one: one["memory_peak_gib"])
     apart = last["memory_peak_gib"] > 1.1 * ranks[0]["memory_peak_gib"]
     return f" (rank {last['rank']} on {last['host']})" if apart else ""
@@ -122,9 +122,9 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def memory_page(trainer: Any) -> Iterator[None]:
-    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if this block runs out of memory.
+    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if the block runs out of memory.
 
-    A data worker that the kernel kills for lack of memory counts as well.
+    This includes a data worker that the kernel kills for lack of memory.
     """
     kills = memory_kills()
     try:
@@ -132,7 +132,7 @@ def memory_page(trainer: Any) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:  # libraries raise their own types for lack of memory
-        # All data workers end now. torch's handler would raise an error in this process for each.
+        # All data workers end now. torch's handler would raise an error here for each of them.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         cause = memory_cause(error, killed=memory_kills() > kills)
         if cause is None:
@@ -193,7 +193,7 @@ def write_page(trainer: Any, error: BaseException, cause: BaseException) -> str:
 
 
 def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield (value, kind, name) of the model's and the optimizer's values and all other tensors."""
+    """Yield (value, kind, name) of weights, gradients, optimizer states and other tensors."""
     names = {weight: name for name, weight in trainer.model.named_parameters()}
     for weight, name in names.items():
         yield weight, WEIGHTS, name
@@ -207,7 +207,7 @@ def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
-    """Return tables of memory by kind and of the largest tensors; add bytes by kind to `sizes`."""
+    """Return a table of memory by kind and one of the largest tensors; fill `sizes` by kind."""
     found: dict[int, tuple[int, str, str]] = {}  # by address
     for value, kind, name in _named_tensors(trainer):
         with contextlib.suppress(AttributeError, RuntimeError):  # not a tensor, or without data
@@ -238,10 +238,10 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
 
 
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
-    """Return the changes of settings that would save memory, largest saving first.
+    """Return changes of settings that would save memory, largest saving first.
 
-    In training the savings are those predicted at the start. In an evaluation they are a share of
-    `others`, the bytes of tensors that are no weights, gradients or optimizer states.
+    In training, the savings come from the prediction before training. In an evaluation, a saving
+    is a share of `others`: bytes of tensors other than weights, gradients and optimizer states.
     """
     args, plan, lines = trainer.args, trainer.memory, []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:

@@ -1,4 +1,4 @@
-"""Callbacks with `metrics()` for each training log; docs/metrics.md explains every figure."""
+"""Callbacks that add speed and mixture metrics to training logs; see docs/metrics.md."""
 
 import logging
 import sys
@@ -20,15 +20,14 @@ from utils.model.flops import effective_length, peak_flops, token_products
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 10.0  # between two timings of the matrix product in OwnTime
+PROBE_S = 10.0  # at least, between two timings of the matrix product in OwnTime
 
 
 class MixtureShares(TrainerCallback):
-    """Tokens and epochs of each source of a mixture, from step 0 over all starts.
+    """Tokens and epochs of each source of a mixture since step 0, including before a resume.
 
-    Sources have the short names of utils/data/loader.py. The weights in `train_data` are shares of
-    the sequences. Shares of the tokens differ if some sources have more padding. A run on one
-    dataset gets no figures.
+    The weights in `train_data` are shares of sequences. Shares of tokens differ from the weights
+    if some sources have more padding. A run on one dataset has no such metrics.
     """
 
     @override
@@ -45,7 +44,7 @@ class MixtureShares(TrainerCallback):
             logger.info("mixture: %s", ", ".join(asked))
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of all sources, up to the step that Throughput counted last."""
+        """Return tokens and epochs of each source, up to the step that Throughput counted last."""
         seen, sampler = self.loader.tokens_seen, self.loader.batch_sampler
         if len(seen.names) == 1:
             return {}
@@ -62,8 +61,9 @@ class MixtureShares(TrainerCallback):
 class Throughput(TrainerCallback):
     """Speed over the steps since the last training log, without evaluations and saves.
 
-    A training log waits for the device, and the clock is read after that, so no other step waits.
-    Before an evaluation or a save this callback waits for the device, as these would do anyway.
+    Trainer waits for the device at each training log, and the clock is read after this wait. At
+    other steps the host does not wait, except before an evaluation or a save, which would wait
+    anyway.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -73,7 +73,7 @@ class Throughput(TrainerCallback):
         self.flops_per_token = 0.0  # forward and backward; 0 if they cannot be counted
         self.mfu_per_rate: float | None = None  # MFU of one token per second and device
         self.graphs = self.graphs_before = 0
-        self.own: OwnTime | None = None  # None with one rank
+        self.own: OwnTime | None = None  # with several ranks
 
     @override
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
@@ -89,7 +89,7 @@ class Throughput(TrainerCallback):
         self.elapsed_s = 0.0
 
     def _count_flops(self, model: Any, device: torch.device) -> None:
-        """Count and log the model FLOPs per token. Without a known peak there is no MFU."""
+        """Compute and log the model FLOPs per token, and the GPU's peak if it is known."""
         shares = self.loader.batch_sampler.order.shares()
         seen = effective_length(self.loader.dataset.plans, shares)
         try:
@@ -111,7 +111,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Count the time of the step. The first step of this start is measured alone."""
+        """Count the time and tokens of the step. This process's first step is timed alone."""
         self.step, first = state.global_step, self.window_step is None
         interrupted = first or control.should_evaluate or control.should_save
         if interrupted and args.device.type == "cuda":
@@ -133,10 +133,10 @@ class Throughput(TrainerCallback):
         self.graphs += self.graphs_before - graphs_before
 
     def _leave_out(self, *_: Any, **__: Any) -> None:
-        """Restart the clock, so that saves and evaluations of splits do not count."""
+        """Restart the clock: time since its last reading does not count as step time."""
         self.counted_until = self.clock()
         dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
-        # Graphs that torch has compiled in this process or loaded from its cache.
+        # The number of graphs that torch has compiled in this process or loaded from its cache.
         self.graphs_before = int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
     on_evaluate = on_save = _leave_out
@@ -175,18 +175,17 @@ class Throughput(TrainerCallback):
 
 
 class OwnTime:
-    """Seconds that a rank computes, without its waits for other ranks.
+    """Seconds that a rank computes, without waits for other ranks.
 
-    Under DDP these are the forward passes, and the backward passes from the loss to the embedding,
-    which no collective delays. Under FSDP and DeepSpeed both passes wait for other ranks, so each
-    rank times a fixed matrix product now and then instead. On a GPU the times come from CUDA
-    events, read after the device has reached them.
+    DDP: the time of the forward passes and of the backward passes up to the embedding, because no
+    collective delays them. FSDP and DeepSpeed: both passes wait for other ranks, so each rank times
+    a fixed matrix product every PROBE_S instead. On a GPU, CUDA events measure the passes.
     """
 
     def __init__(self, model: Any, device: torch.device):
         self.device, self.on_gpu = device, device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if self.on_gpu else None
-        self.spans = deque[tuple[Any, Any]]()  # begins and ends, not added up yet
+        self.spans = deque[tuple[Any, Any]]()  # (begin, end) of passes not yet in `seconds`
         self.seconds, self.product_s, self.probed = 0.0, 0.0, -PROBE_S
         self.sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
         if not self.sharded:
@@ -201,7 +200,8 @@ class OwnTime:
             output["loss"].register_hook(self._begin)
 
     def _embedded(self, embedding: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
-        if embedding.training and output.requires_grad:  # else count only forward passes
+        # If the embedding needs no gradient (LoRA), only forward passes are counted.
+        if embedding.training and output.requires_grad:
             output.register_hook(self._end)
 
     def _now(self) -> Any:
@@ -221,7 +221,10 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds computed since the last call, and of the product (0: not timed)."""
+        """Return the seconds of passes since the last call and of the matrix product.
+
+        The value that is not measured (see the class) is 0.
+        """
         own_s, self.seconds = self.seconds, 0.0
         if self.sharded and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))
@@ -229,7 +232,7 @@ class OwnTime:
         return own_s, self.product_s
 
     def _product_s(self) -> float:
-        """Return the seconds of a product (GPU: 0.2 TFLOP, 16 MiB). The device must be idle."""
+        """Time a matrix product (on a GPU 0.2 TFLOP and 16 MiB); the device must be idle."""
         size, kind, runs = (2048, torch.bfloat16, 10) if self.on_gpu else (512, torch.float, 1)
         factor, begin = torch.ones(size, size, dtype=kind, device=self.device), time.perf_counter()
         for _ in range(runs):
@@ -240,10 +243,11 @@ class OwnTime:
 
 
 def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, float]:
-    """Return the rank that waits least for others, and the share of a step that others lose by it.
+    """Return the slowest rank, and the share of a step that other ranks wait for it.
 
-    `ranks` holds the elapsed time of each rank, its wait for batches, and the result of
-    `OwnTime.take`. If products were timed, the rank with the slowest product counts as always busy.
+    `ranks` has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
+    `OwnTime.take`. If matrix products were timed, the rank with the slowest product counts as
+    computing all the time, and other ranks in proportion.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

@@ -1,4 +1,4 @@
-"""Ends a run whose loss, gradient or weights are not finite, and names the step's documents."""
+"""Ends a run with a non-finite loss, gradient or weight, and names the documents of that step."""
 
 import math
 import os
@@ -19,16 +19,16 @@ from utils.host.atomic_files import replace_text
 from utils.host.collectives import Agreement, gathered, on_rank_0
 from utils.host.journal_file import strict_json
 
-NAMED = 4  # documents in the message; the file lists all
+NAMED = 4  # documents in the message; nonfinite-step-N.json lists all
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The losses, gradient norm and weights of a rank that are not finite; `step` counts from 0."""
+    """The non-finite losses, gradient norm and weights of one rank at one step, from 0."""
 
     rank: int
     step: int
-    losses: dict[int, float] = field(default_factory=dict)  # by micro-batch of the step, from 0
+    losses: dict[int, float] = field(default_factory=dict)  # by index of the micro-batch
     gradient_norm: float | None = None
     weights: tuple[str, ...] = ()
 
@@ -37,8 +37,8 @@ class NonFiniteGuard(TrainerCallback):
     """Ends the run when a loss or gradient of any rank is not finite.
 
     The trainer calls `take_loss` and `take_step` with each loss and gradient norm, and `settle`
-    before it evaluates or saves. The host reads these figures when the device has computed them,
-    and the ranks agree a step later, so no step waits.
+    before an evaluation or a save. Losses and norms are copied to the host asynchronously, and the
+    ranks compare findings one step later, so no step waits.
 
     judges_gradients: False if a loss scaler (fp16) handles gradients that overflow.
     """
@@ -48,8 +48,8 @@ class NonFiniteGuard(TrainerCallback):
         self.judges_gradients = True
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the current step
-        # Step, its figures (losses, gradient norm; float32) that are being copied from the device,
-        # and the event after which the copy is complete (None on a CPU).
+        # Copies from the device: the step, its losses and gradient norm (float32), and the event
+        # after which the copy is complete (None on a CPU).
         self.on_their_way: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
         self.findings: list[Finding] = []  # of this rank
 
@@ -61,12 +61,12 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement = Agreement(args.ddp_timeout)
 
     def take_loss(self, loss: torch.Tensor) -> None:
-        """Store a micro-batch's loss."""
-        # A copy, because a compiled model may reuse the memory of its output.
+        """Store a copy of a micro-batch's loss."""
+        # A compiled model may reuse the memory of its output.
         self.losses.append(loss.detach().float().clone())
 
     def take_step(self, step: int, gradient_norm: torch.Tensor | float | None) -> None:
-        """Store the gradient norm of a step, counted from 0, and start to copy its figures."""
+        """Start to copy the losses and gradient norm of a step (from 0) to the host."""
         if not self.losses:
             return  # at the end of an epoch Trainer calls again for the same step
         norm = gradient_norm if self.judges_gradients and gradient_norm is not None else 0.0
@@ -86,7 +86,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """End the run if an earlier step of any rank was not finite; no wait for the device."""
+        """Raise NotFiniteError if any rank found one at an earlier step; do not block."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():
@@ -94,7 +94,10 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement.begin_turn(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Check all steps, and the weights of `model`. Collective. Raises NotFiniteError."""
+        """Wait for all copies and check them, and the weights of `model` if given. Collective.
+
+        Raises NotFiniteError.
+        """
         if self.agreement is None:
             return  # training has ended, and all steps are checked
         self._read(wait=True)
@@ -108,7 +111,7 @@ class NonFiniteGuard(TrainerCallback):
             raise NotFiniteError(message)
 
     def _read(self, wait: bool) -> None:
-        """Check the figures whose copies are complete, in the order of the steps."""
+        """Check the losses and norms of steps that are complete on the host."""
         while self.on_their_way:
             step, values, ready = self.on_their_way[0]
             if ready is not None and wait:
@@ -126,7 +129,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
-        """Check the last steps, before anything is exported."""
+        """Check the last steps and the weights before the model is exported."""
         self.settle(kwargs["model"])
 
     @override
@@ -147,7 +150,7 @@ def spoilt_weights(model: nn.Module) -> list[str]:
             part = part.to_local()
         if parameter.requires_grad and part.numel():
             names.append(name.removeprefix("module."))
-            # The largest absolute value. It is NaN if an element is, and needs no large temporary.
+            # The largest absolute value: NaN if an element is NaN, computed without a large buffer.
             largest.append(torch.linalg.vector_norm(part.detach(), math.inf).float())
     if not largest:
         return []
@@ -156,10 +159,10 @@ def spoilt_weights(model: nn.Module) -> list[str]:
 
 
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
-    """Write nonfinite-step-N.json for the earliest step in `found`; return the user's message.
+    """Write nonfinite-step-N.json for the earliest step in `found`; return the error message.
 
-    The file lists the documents of the micro-batches with a loss that is not finite. If only the
-    gradient or a weight is not finite, it lists the documents of the global batch.
+    The file lists the documents of each micro-batch with a non-finite loss. If all losses are
+    finite, the file lists the documents of the global batch.
     """
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]

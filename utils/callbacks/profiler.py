@@ -1,4 +1,4 @@
-"""`profile_steps`: a trace of some steps, and a table of their most expensive kernels."""
+"""`profile_steps`: a trace of the chosen steps, and a table of the most expensive kernels."""
 
 import logging
 from pathlib import Path
@@ -19,11 +19,10 @@ NAME_LENGTH = 90  # characters of a kernel's name; names of C++ templates have t
 
 
 class ProfilerWindow(TrainerCallback):
-    """Profiles the steps first, ..., stop - 1 on rank 0, into `output_dir`/profile.
+    """Profiles steps `first` to `stop` - 1 on rank 0, into `output_dir`/profile.
 
-    torch's profiler runs for these steps only. Each step has a label in the trace. The table
-    includes evaluations and saves between the steps, and says so. If the profiler does not work
-    here, the run only logs a warning.
+    Each step has a label in the trace. The table includes evaluations and saves between these
+    steps; its heading says so. If torch's profiler fails, the run logs a warning and continues.
     """
 
     def __init__(self, first: int, stop: int, output_dir: Path):
@@ -34,7 +33,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Leave out steps to profile that earlier starts have done already."""
+        """Skip the steps to profile that came before a resume."""
         self.device, begun = args.device, state.global_step + 1
         self.first = max(self.first, begun)
         self.records = state.is_world_process_zero
@@ -46,7 +45,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the profiler before the step `first`; label each profiled step in the trace."""
+        """Start the profiler before step `first`; begin the label of each profiled step."""
         step = state.global_step + 1
         if not self.records or not self.first <= step < self.stop:
             return
@@ -65,7 +64,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """End the step's label. Write the trace after the last profiled step, or at a stop."""
+        """End the step's label; write the trace after the last profiled step or at a stop."""
         done = state.global_step
         if self.mark is not None:
             self.mark.__exit__(None, None, None)
@@ -79,7 +78,7 @@ class ProfilerWindow(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Write the trace of the steps so far if an evaluation ended the run."""
+        """Write the trace of the steps so far if the run ended before step `stop` - 1."""
         self._finish(state.global_step)
 
     def _wait(self) -> None:
@@ -87,13 +86,13 @@ class ProfilerWindow(TrainerCallback):
             torch.cuda.synchronize(self.device)
 
     def _finish(self, last: int) -> None:
-        """Stop the profiler, collective over ranks; rank 0 writes trace and table."""
+        """Stop the profiler; rank 0 writes the trace and the table. Collective on CPUs."""
         if not self.first <= last < self.stop:
             return
         profiler, self.profiler, self.stop = self.profiler, None, 0
         if self.device.type == "cpu" and torch.distributed.is_initialized():
-            # gloo's threads may still write the ends of their events after DDP has the gradients,
-            # but profiler.stop() frees this memory. A barrier waits for all earlier work.
+            # gloo's threads may still write to the profiler's events after DDP has the gradients,
+            # and profiler.stop() frees these events. The barrier waits for all earlier work.
             torch.distributed.barrier()
         if profiler is None:
             return
@@ -105,7 +104,7 @@ class ProfilerWindow(TrainerCallback):
             profiler.export_chrome_trace(str(trace))
             kind = DeviceType.CUDA if self.device.type == "cuda" else DeviceType.CPU
             averages = profiler.key_averages()
-            # Leave out labels, such as those of steps: they last longer than any kernel.
+            # Leave out labels such as "step 5": they last longer than any kernel.
             averages[:] = [
                 one for one in averages if one.device_type == kind and not one.is_user_annotation
             ]

@@ -14,7 +14,7 @@ class Phase(StrEnum):
 
     START = "starting"
     LOAD = "loading a checkpoint"
-    FIRST_STEP = "in its first step"  # this start's first step, which compiles and allocates
+    FIRST_STEP = "in its first step"  # of this process; it compiles and allocates
     TRAIN = "training"
     EVALUATE = "evaluating"
     SAVE = "saving"
@@ -23,13 +23,13 @@ class Phase(StrEnum):
 
 @dataclass
 class Progress:
-    """The phase of a run on this rank; the trainer writes it, pages and views read it.
+    """The current phase of this rank; the trainer sets the fields.
 
-    step    the current step in training, otherwise the last finished step
-    since   when the phase began, by time.monotonic()
+    step    the current step while training, otherwise the last finished step
+    since   the time at which the phase began, by time.monotonic()
     shape   (sequences, tokens) of the last micro-batch
-    tokens  the number of tokens without padding in each sequence of that micro-batch; on the host
-    split   the held-out split being evaluated, with batches_done of its batches
+    tokens  tokens without padding of each sequence of the last micro-batch, (sequences,) on the CPU
+    split   the held-out split that is being evaluated; `batches_done` of its `batches` are done
     """
 
     phase: Phase = Phase.START
@@ -40,10 +40,10 @@ class Progress:
     split: str = ""
     batches_done: int = 0
     batches: int = 0
-    first_step: int | None = None  # of this start
+    first_step: int | None = None  # of this process
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Begin a phase. status.py reads it from the next heartbeat of the run lock."""
+        """Begin a phase. The next heartbeat of the run lock tells status.py the phase."""
         self.phase, self.step, self.since, self.split = phase, step, time.monotonic(), ""
         note_phase(phase)
 
@@ -54,7 +54,7 @@ class Progress:
         self.begin(Phase.FIRST_STEP if step == self.first_step else Phase.TRAIN, step)
 
     def begin_batch(self, batch: dict[str, torch.Tensor]) -> None:
-        """Store the shape of a micro-batch, which is still on the host."""
+        """Store the shape and token counts of a micro-batch, while the batch is on the CPU."""
         sequences, tokens = batch["input_ids"].shape
         self.shape = sequences, tokens
         self.tokens = batch["sequence_tokens"]

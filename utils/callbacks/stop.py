@@ -1,4 +1,4 @@
-"""Stops a run, or saves it, at the same step on all ranks when a user, Slurm or the clock asks."""
+"""Stops or saves a run at the same step on all ranks: signals, STOP and SAVE files, time limit."""
 
 import datetime
 import logging
@@ -22,15 +22,15 @@ from utils.launch.slurm import job_end_time
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 LOOK_INTERVAL_S = 1.0
-# Each rank sends one of these numbers, and all ranks act on the largest. STOPPING + rank: that rank
-# was asked to stop.
+# Requests. Each rank sends a number, and all ranks act on the largest. STOPPING + N is a request
+# that rank N received.
 NOTHING, SAVING, STOPPING = range(3)
 FAILED = 2**30
 
-# The next step or batch may take as long as the longest of the last RECENT_EVENTS.
+# The next step or batch may take as long as the longest of the last RECENT_EVENTS steps or batches.
 RECENT_EVENTS = 100
 LONGEST_MARGIN_S = 30.0
-# A low guess for parallel file systems. The first save replaces it by a measurement.
+# A low guess for parallel file systems, until the first save is measured.
 GUESSED_BYTES_PER_S = 200e6
 SHORTEST_GUESS_S = 5.0
 
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Exception):
-    """Raised on all ranks at the same batch: the run stops, and evaluates after it resumes."""
+    """Raised on all ranks at the same batch: the run stops and will evaluate after a resume."""
 
 
 class Deadline:
-    """The end of the job's time limit, compared with how long steps and saves take.
+    """The end of the job's time limit, and the time that a stop needs before it.
 
-    The run stops while there is time for a save and two steps: the step in which the ranks agree,
-    and the step before, in which rank 0 did not look at the clock. A save that is still being
-    written in the background needs time as well. `total_s` is the time left at `now`.
+    A stop needs time for a save and two steps: the step during which the ranks agree, and a step
+    before it, because rank 0 reads the clock only once a step. A save that is still being written
+    in the background needs time as well. `total_s` is the time left at `now`.
     """
 
     def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
@@ -54,7 +54,7 @@ class Deadline:
         self.ends_at = now + self.total_s
         self.margin_s = min(LONGEST_MARGIN_S, self.total_s / 10)
         guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
-        # The guess must not stop a short job too early. Its first save comes soon and is measured.
+        # The guess must not stop a short job too early. The first save is measured soon.
         self.guessed_save_s = min(guess_s, self.total_s / 10)
         # Times of steps, evaluation batches and other events between two looks at the clock.
         self.steps_s: deque[float] = deque([0.0], maxlen=RECENT_EVENTS)
@@ -75,12 +75,14 @@ class Deadline:
 class StopWatch(TrainerCallback):
     """Stops or saves at the end of a step or evaluation batch if any rank was asked to.
 
-    A file STOP in the run directory, a signal to any rank or the time limit end the run with a
-    checkpoint. A file SAVE, or a last checkpoint older than `save_minutes` (0: never), write a
-    checkpoint, and the run continues. A stop interrupts an evaluation (`EvaluationInterrupted`), or
-    replaces an evaluation that is due at the same step. The resumed run then begins with the whole
-    evaluation. A failure of a background save is raised on all ranks. Once a second each rank looks
-    for signals and for its own failure; rank 0 looks for all other reasons.
+    Stop: a file STOP in the run directory, a signal to any rank or the time limit. The run ends
+    with a checkpoint. A stop interrupts an evaluation (`EvaluationInterrupted`) or replaces an
+    evaluation that is due at the same step; a resumed run begins with the whole evaluation.
+
+    Save: a file SAVE, or a last checkpoint older than `save_minutes` (0: never). The run continues.
+
+    Each rank checks for signals, and rank 0 for all other reasons, at most once a second. A failed
+    background save of any rank is raised on all ranks.
 
     stopped           whether the run ended early
     evaluation_due    whether a resumed run must evaluate the current step first
@@ -102,11 +104,12 @@ class StopWatch(TrainerCallback):
         self.stopped = self.evaluation_due = self.unscheduled_save = False
         self.agreement: Agreement | None = None  # while training
         self.deadline: Deadline | None = None  # of rank 0
-        self.found, self.reason = NOTHING, ""  # what this rank is asked to do, and why
+        self.found, self.reason = NOTHING, ""  # the request of this rank, and the reason
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
         self.last_event: float | None = None
-        self.first_step = True  # it allocates and compiles, so its time predicts no other step
+        # The first step allocates and compiles, so its time does not predict other steps.
+        self.first_step = True
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore from a checkpoint's values whether an evaluation is due first."""
@@ -118,9 +121,9 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Begin to compare requests of ranks. Evaluate first if a stop postponed an evaluation."""
+        """Start the first round of requests; evaluate first if a stop postponed an evaluation."""
         if state.global_step:
-            args.eval_on_start = self.evaluation_due  # the user's value is for the first start
+            args.eval_on_start = self.evaluation_due  # the user's value is not for resumed runs
             state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps
         if self.evaluation_due:
             logger.info("evaluating step %d first: the stop came before it", state.global_step)
@@ -152,7 +155,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Stop, or save and continue, if the requests of all ranks say so."""
+        """Stop, or save and continue, if any rank requested it."""
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
@@ -172,9 +175,9 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Interrupt the evaluation, or save after it.
+        """Interrupt the evaluation to stop, or request a save after the evaluation.
 
-        All ranks have equally many batches, so they agree at the same batch.
+        All ranks have the same number of batches, so all ranks stop at the same batch.
         """
         if self.agreement is None:
             return  # the evaluation of a finished run
@@ -188,7 +191,7 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return the largest number that ranks sent in the last round; begin the next round."""
+        """Return the largest request that ranks sent in the last round; begin the next round."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None
@@ -198,7 +201,7 @@ class StopWatch(TrainerCallback):
         if agreed >= FAILED:
             self.progress.begin(Phase.SAVE, self.step)
             self.checkpoints.finish()  # raises
-        # If a checkpoint was written since this round began, the request is fulfilled.
+        # A checkpoint written since this round began fulfils the request.
         if agreed == SAVING and not self.save_due:
             self._consume(SAVE)
             self.save_due = not self.saved_since_turn
@@ -213,7 +216,10 @@ class StopWatch(TrainerCallback):
         self.saved_since_turn = False
 
     def _look(self) -> int:
-        """Return this rank's request: NOTHING, SAVING, STOPPING + rank (final), or FAILED."""
+        """Return this rank's request: NOTHING, SAVING, STOPPING + rank or FAILED.
+
+        A request to stop stays until the run ends.
+        """
         if self.checkpoints.failed:
             return FAILED
         now = self.clock()
@@ -235,7 +241,7 @@ class StopWatch(TrainerCallback):
 
     def _files(self) -> set[str]:
         try:
-            # List the directory: for a single name NFS caches for a while that it was missing.
+            # List the directory: NFS caches for a while that a single name is missing.
             return {path.name for path in self.checkpoints.output_dir.iterdir()}
         except OSError as error:
             if not self.warned:
@@ -244,7 +250,7 @@ class StopWatch(TrainerCallback):
             return set()
 
     def _consume(self, *names: str) -> None:
-        """Remove the files of fulfilled requests, so that each counts once; all ranks call it."""
+        """Forget a fulfilled request to save; rank 0 removes the files `names`."""
         if self.found < STOPPING:
             self.found = NOTHING
         if self.rank == 0:
@@ -263,7 +269,7 @@ class StopWatch(TrainerCallback):
     def _ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Let Trainer write a checkpoint at this step; store whether it was scheduled anyway."""
+        """Let Trainer save at this step; set `unscheduled_save` if its save settings would not."""
         last = state.global_step >= state.max_steps
         scheduled = control.should_save or (last and args.save_strategy == SaveStrategy.EPOCH)
         self.unscheduled_save |= not scheduled
@@ -271,20 +277,20 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Cancel log, evaluation and save, because Trainer calls this also after a stop."""
+        """Cancel Trainer's log, evaluation and save at the epoch's end after a stop."""
         if self.stopped:
             control.should_log = control.should_evaluate = control.should_save = False
 
     @override
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Note that a request to save is fulfilled. The time of a save does not count as a step."""
+        """Note that a request to save is fulfilled; exclude the save from the time of a step."""
         self.save_due, self.saved_since_turn = False, True
         self.saved_at = self.last_event = self.clock()
         if self.found == SAVING:
             self.found = NOTHING
 
     def _count_event(self, *_: Any, **__: Any) -> None:
-        """Measure the time since the last event; before the first event nothing is measured."""
+        """Store the time since the last event for the deadline's estimate of a step."""
         before, self.last_event = self.last_event, self.clock()
         if self.deadline is not None and before is not None:
             self.deadline.steps_s.append(self.last_event - before)
@@ -301,7 +307,7 @@ class StopWatch(TrainerCallback):
 
 
 def remove_stale_requests(output_dir: Path) -> None:
-    """Remove STOP and SAVE files that were meant for an earlier start, with a warning."""
+    """Remove STOP and SAVE files left by an earlier job of this run, and log a warning."""
     for name in (STOP, SAVE):
         path = output_dir / name
         if path.is_dir():

@@ -32,11 +32,11 @@ from utils.launch.verdict import (
 )
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
-LONGEST_GAP_S = 10.0  # after a longer gap between two looks, the process itself was suspended
-OTHERS_LIMIT_S = 2.0  # to wait for the records of the other ranks
-LAST_WORDS_LIMIT_S = 15.0  # for the report, because storage or log may be what hangs
+LONGEST_GAP_S = 10.0  # between two calls of look(); after a longer gap the process was suspended
+OTHERS_LIMIT_S = 2.0  # to wait for hang/rank-N.json of the other ranks
+LAST_WORDS_LIMIT_S = 15.0  # to write the report, because the storage or the log may hang
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors")
-PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has a record of each rank
+PAGE, FOLDER = "hang.txt", "hang"  # in the run directory; the folder has rank-N.json files
 # Functions of torch's flight recorder. torch's version decides which function has the collectives
 # of NCCL and of gloo.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -48,14 +48,14 @@ _SHOWN = ("utils/checkpoints/", "utils/data/", "torch/utils/data/")
 class HangWatch(TrainerCallback):
     """Ends the process with exit code 76 after ``timeout_s`` without progress (0: never).
 
-    Every event of training is a beat, and a thread watches for beats. All phases except a usual
-    step may take three times as long. A rank without beats gives up: it logs its stack and writes a
-    note (utils/launch/verdict.py) and hang/rank-N.json. If another rank has given up, a rank gives
-    up after half the time. A line in the job's log names the rank that the others wait for. The
-    lowest of these ranks writes hang.txt from all rank-N.json files.
+    Each Trainer event counts as progress (a "beat"), and a thread watches the count. Phases other
+    than a usual training step may take three times as long. A rank without progress logs its
+    stack, writes hang/rank-N.json and a note for the launcher (utils/launch/verdict.py), and ends.
+    Once one rank has done so, the others wait only half the time. The lowest rank that hangs writes
+    hang.txt from all rank-N.json files, and logs which rank the others waited for.
 
-    The watch runs from ``on_train_begin`` until ``leave``. All ranks have the same events, so their
-    counts of beats can be compared. ``hosts`` has the host name of each rank.
+    The thread runs from ``on_train_begin`` until ``leave``. All ranks have the same events, so
+    their counts can be compared. ``hosts`` has the host name of each rank.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HangWatch(TrainerCallback):
         threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
 
     def _beat(self, *event: Any, **_: Any) -> None:
-        """Count an event. This takes no time, because only the thread reads the clock."""
+        """Count an event. Only the thread reads the clock, so counting costs a step nothing."""
         _args, state, *_control = event
         self.step = state.global_step
         self.beats += 1
@@ -89,18 +89,14 @@ class HangWatch(TrainerCallback):
     on_prediction_step = on_train_end = _beat
 
     def leave(self) -> None:
-        """Stop watching.
-
-        If this rank is giving up, block until the process ends, so that the hang is reported.
-        """
+        """Stop watching. If a hang is being reported, block until the report ends the process."""
         with self.ending:
             self.left.set()
 
     def look(self) -> float:
-        """Return the time without a beat as a share of the allowed time; 1 and more is a hang.
+        """Return the time without progress divided by the allowed time; 1 or more is a hang.
 
-        The thread calls this repeatedly. Time in which the whole process was suspended (SIGSTOP, a
-        suspended job) does not count.
+        Time during which the whole process was suspended (SIGSTOP, a suspended job) does not count.
         """
         now = self.clock()
         if self.beats != self.beats_seen:
@@ -126,7 +122,7 @@ class HangWatch(TrainerCallback):
         limit = threading.Timer(LAST_WORDS_LIMIT_S, self.end, [ExitCode.LOST_RANK])
         limit.daemon = True
         limit.start()
-        # If torch's recorder is stuck in the driver, no Python thread runs, nor does the timer.
+        # If torch's flight recorder blocks in the driver with the GIL held, the timer cannot run.
         faulthandler.dump_traceback_later(LAST_WORDS_LIMIT_S + 5, exit=True, file=2)
         frames = thread_frames(self.thread)
         text = (
@@ -147,7 +143,7 @@ class HangWatch(TrainerCallback):
         self.end(ExitCode.LOST_RANK)
 
     def _judge(self) -> None:
-        """Log the rank at fault, from all ranks' files. The lowest rank here writes hang.txt."""
+        """Log which rank is at fault, from all ranks' notes; the lowest rank writes hang.txt."""
         end = time.monotonic() + OTHERS_LIMIT_S
         while len(records := read_records(self.output_dir, self.began)) < len(self.hosts):
             if time.monotonic() > end:
@@ -156,15 +152,15 @@ class HangWatch(TrainerCallback):
         left = [*(Note(**record["note"]) for record in records.values()), *_notes()]
         notes = list({note.rank: note for note in left}.values())
         if not notes:
-            return  # no storage accepts notes: only the lines above are logged
+            return  # no note could be written: the stack above is the only report
         verdict = hang_verdict(notes, self.hosts)
         leave_verdict(verdict, ExitCode.LOST_RANK)
         if self.rank == min(note.rank for note in notes):
             self._say(verdict)
-            if known_loss(self.output_dir) is None:  # else another job owns the directory
+            if known_loss(self.output_dir) is None:  # otherwise another job owns the directory
                 write_page(self.output_dir, verdict, self.step, self.hosts, records)
                 self._say(f"where each rank stood: {self.output_dir / PAGE}")
-        else:  # let that rank write first: a launcher ends all ranks when one ends
+        else:  # let the lowest rank write first: the launcher ends all ranks when one rank ends
             time.sleep(OTHERS_LIMIT_S / 2)
 
     def _say(self, text: str) -> None:
@@ -176,11 +172,11 @@ def _notes() -> list[Note]:
     try:
         return read_notes()
     except OSError:
-        return []  # judge without notes, as if there were no directory
+        return []  # continue without notes, as if the directory did not exist
 
 
 def leave_record(output_dir: Path, note: Note, phase: str) -> None:
-    """Write hang/rank-N.json: note, phase, stacks and last collectives. Raises OSError."""
+    """Write note, phase, stacks and last collectives to hang/rank-N.json. Raises OSError."""
     stacks = {}
     for thread in threading.enumerate():
         lines = [place([frame], LIBRARIES) for frame in thread_frames(thread.ident or 0)]
@@ -202,14 +198,14 @@ def leave_record(output_dir: Path, note: Note, phase: str) -> None:
 
 
 def read_records(output_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Return by rank the contents of hang/rank-N.json written after `since` (unix seconds)."""
+    """Return the contents of hang/rank-N.json files written after `since` (unix s), by rank."""
     paths = sorted((output_dir / FOLDER).glob("rank-*.json"))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return {each["note"]["rank"]: each for each in records if each["note"]["time"] >= since}
 
 
 def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return by process group the last collective that completed and the first that did not."""
+    """Return the last completed and the first pending collective of each process group."""
     groups: dict[str, dict[str, str]] = {}
     for entry in entries:
         backend, _, operation = entry["profiling_name"].partition(":")
@@ -217,7 +213,7 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
         types = "/".join(sorted(set(entry["input_dtypes"])))
         text = f"#{entry['collective_seq_id']} {operation} of {types} [{sizes}]"
         group = groups.setdefault(f"{backend} group {' '.join(entry['process_group'])}", {})
-        if entry["retired"] or entry["state"] == "completed":  # gloo sets only the first
+        if entry["retired"] or entry["state"] == "completed":  # gloo sets only "retired"
             group["completed"] = text
         else:
             group.setdefault("pending", text)
@@ -225,7 +221,7 @@ def last_and_pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
 
 
 def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
-    """Return lines on each process group: the collective of each rank, and any mismatch."""
+    """Return lines that show each rank's collective by process group, and mark mismatches."""
     lines = []
     for group in sorted({name for record in records.values() for name in record["groups"]}):
         at = {rank: record["groups"].get(group, {}) for rank, record in sorted(records.items())}
@@ -246,7 +242,7 @@ def compare(records: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> l
 def write_page(
     output_dir: Path, verdict: str, step: int, hosts: Sequence[str], records: Mapping[int, Any]
 ) -> None:
-    """Write hang.txt. Ranks in the same state share one part. Raises OSError."""
+    """Write hang.txt; ranks with equal stacks share one paragraph. Raises OSError."""
     utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     lines, under_way = [f"{utc}: the run hung after step {step}.", verdict], compare(records, hosts)
     if any(MISMATCH in line for line in under_way):
@@ -265,7 +261,7 @@ def write_page(
 
 
 def _grouped(texts: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
-    """Return one text for all ranks that have it: `ranks 0-2, 4 on n1; rank 7 on n2: TEXT`."""
+    """Return a line for each distinct text: `ranks 0-2, 4 on n1; rank 7 on n2: TEXT`."""
     lines = []
     for text in dict.fromkeys(texts.values()):
         parts = []

@@ -1,7 +1,7 @@
 """`--resume_from_checkpoint DIR`: copy a checkpoint from elsewhere into a new run directory.
 
-Each checkpoint has copies of its run's config.yaml and provenance.json in the folder `run`. So the
-run can resume in any directory, and Stoker can compare the new settings with the old ones.
+Each checkpoint has copies of config.yaml and provenance.json in its folder `run`. With these files
+the run can resume in any directory, and Stoker can compare the new settings with the old ones.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ FLAG = "--resume_from_checkpoint"
 class ForeignCheckpoint:
     """A committed checkpoint outside of output_dir.
 
-    record: the folder with the config.yaml and provenance.json of the run that saved it.
+    record: the folder with config.yaml and provenance.json of the run that saved the checkpoint
     """
 
     directory: Path
@@ -45,10 +45,10 @@ class ForeignCheckpoint:
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:
-    """Find the checkpoint that --resume_from_checkpoint names; None if output_dir has checkpoints.
+    """Find the checkpoint of --resume_from_checkpoint; None if output_dir has checkpoints.
 
-    `named` is the flag's value: the directory of a checkpoint or of a run. For a run, the newest
-    checkpoint is returned. No tensors are read. Raises ConfigurationError.
+    `named`, the flag's value, is a checkpoint or a run directory. A run directory means its newest
+    checkpoint. No tensors are read. Raises ConfigurationError.
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
@@ -92,9 +92,9 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
     """Copy the checkpoint of --resume_from_checkpoint into `output_dir`, and verify the copy.
 
-    Also copy the run's best checkpoint, which may be missing unless `needs_best`. Only rank 0 calls
-    this, and it holds the run lock. A killed process leaves no partial checkpoint. Does nothing if
-    `output_dir` has checkpoints. Raises ConfigurationError.
+    Also copy metrics.jsonl and the run's best checkpoint; `needs_best` forbids that the best one is
+    missing. Do nothing if `output_dir` has checkpoints. A killed process leaves no partial
+    checkpoint. Only rank 0 calls this, and holds the run lock. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:
@@ -124,9 +124,9 @@ def _newest(output_dir: Path) -> Path | None:
 
 
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
-    """Return the best checkpoint in the parent directory of `found`; None if it is `found` itself.
+    """Return the committed best checkpoint next to `found`; None if `found` is the best.
 
-    If it is missing, return None, or raise ConfigurationError if `needs_best`.
+    If the best is missing, return None, or raise ConfigurationError if `needs_best`.
     """
     directory = found.directory
     if best is None or best.name in (directory.name, f"checkpoint-{found.manifest.step}"):
@@ -149,7 +149,7 @@ def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
     can change become hard links. Raises ConfigurationError.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     try:
         for name in (*read_manifest(source).files, MANIFEST):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)

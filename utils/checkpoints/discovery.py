@@ -1,4 +1,4 @@
-"""The checkpoints in a run directory: the one to resume from, deletion of old ones, free space."""
+"""The checkpoints in a run directory: choice for a resume, deletion of old ones, free space."""
 
 import json
 import logging
@@ -29,9 +29,9 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 INCOMPLETE, DAMAGED, DELETING = "incomplete.", "damaged.", "deleting."
 RESHARDED = "resharded."  # a temporary copy for another number of ranks
 SHOWN_PROBLEMS = 5
-LEAST_KEPT = 2  # the newest one may be damaged
-# A save leaves this space free. The next start of the run needs it for .lock, provenance.json and
-# metrics.jsonl, which it writes before it deletes anything.
+LEAST_KEPT = 2  # checkpoints, because the newest may be damaged
+# A save leaves this space free. The next job of the run writes .lock, provenance.json and
+# metrics.jsonl before it deletes old checkpoints.
 RESERVE_BYTES = 2**20
 
 
@@ -46,7 +46,7 @@ def numbered_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def how_to_rewrite(final: str | Path) -> str:
-    """Return advice in parentheses on rewriting a damaged final/; "" if no checkpoint is left."""
+    """Return advice on how to rewrite a damaged final/; "" if the run has no checkpoint."""
     directory = Path(final)
     if directory.name != FINAL or not numbered_checkpoints(directory.parent):
         return ""
@@ -55,10 +55,10 @@ def how_to_rewrite(final: str | Path) -> str:
 
 
 def best_checkpoint(directory: Path) -> Path | None:
-    """Return the path of the best checkpoint, from trainer_state.json in a checkpoint; else None.
+    """Return the best checkpoint according to trainer_state.json in the checkpoint `directory`.
 
-    The result is in the parent of `directory`. Only the last part of the stored path is used,
-    because the run may have moved, and a foreign file may name any folder.
+    None if the file is missing, damaged or names none. The result is next to `directory`: only the
+    last part of the stored path counts, because the run may have moved or come from a stranger.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -71,7 +71,10 @@ def best_checkpoint(directory: Path) -> Path | None:
 def committed_checkpoints(
     output_dir: Path, run_id: str | None = None
 ) -> list[tuple[Path, Manifest]]:
-    """Return (directory, manifest) of committed checkpoints of a run (None: any), newest first."""
+    """Return (directory, manifest) of committed checkpoints, newest first.
+
+    `run_id` selects the checkpoints of one run. Unreadable manifests are logged and left out.
+    """
     found = []
     for _, directory in numbered_checkpoints(output_dir):
         try:
@@ -87,9 +90,9 @@ def committed_checkpoints(
 
 
 def set_aside(directory: Path, prefix: str) -> str:
-    """Rename a checkpoint or file with a prefix, so that it is ignored; return the new name.
+    """Prepend `prefix` to the name of a checkpoint or file, so that it is ignored.
 
-    The prefix is followed by a number if the name without a number exists already.
+    Return the new name. If that name exists, a number follows the prefix: damaged.2.checkpoint-7.
     """
     number, target = 1, directory.with_name(prefix + directory.name)
     while target.exists():
@@ -118,7 +121,7 @@ def delete(directory: Path) -> None:
 
 
 def leftovers(output_dir: Path, *prefixes: str) -> list[Path]:
-    """Return the directories such as damaged.checkpoint-7, for `prefixes` such as "damaged."."""
+    """Return checkpoint directories with one of `prefixes`, such as damaged.checkpoint-7."""
     return [path for prefix in prefixes for path in output_dir.glob(f"{prefix}*checkpoint-*")]
 
 
@@ -132,9 +135,9 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
     """Return the newest undamaged checkpoint of the run; None if the run has no checkpoint.
 
     Compare all files with the manifest, newest checkpoint first. Rename uncommitted and damaged
-    checkpoints. A `dry_run` renames nothing and reads no tensors. Only rank 0 calls this. If all
-    committed checkpoints are damaged, raise StorageError and rename nothing: a person has to decide
-    whether to train from step 0 again.
+    checkpoints; delete leftovers of killed processes. A `dry_run` changes no file and reads no
+    tensors. Only rank 0 calls this. If all committed checkpoints are damaged, raise StorageError
+    and change nothing: a person has to decide whether to train from step 0 again.
     """
     found: Path | None = None
     damaged: dict[Path, str] = {}
@@ -171,7 +174,7 @@ def resume_point(output_dir: Path, run_id: str, *, dry_run: bool = False) -> Pat
 def checkpoint_problems(
     directory: Path, step: int, run_id: str, *, tensors: bool = True
 ) -> list[str]:
-    """Return the differences between a checkpoint's files and its manifest; [] if it is intact.
+    """Return the differences between a checkpoint's files and its manifest.
 
     Without `tensors`, read no weights. Raises ConfigurationError for a checkpoint of another run.
     """
@@ -192,8 +195,8 @@ def checkpoint_problems(
 def most_at_once(keep: int | None, saves: int) -> int:
     """Return the largest number of checkpoints that exist at the same time during `saves` saves.
 
-    LEAST_KEPT (2) checkpoints stay until the next one is committed. So three exist for a moment
-    even if `keep` is 2. With `keep` None, all stay.
+    LEAST_KEPT (2) checkpoints stay until the next one is committed, so three exist for a moment
+    even if `keep` is 2. `keep` None keeps all.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 
@@ -201,7 +204,7 @@ def most_at_once(keep: int | None, saves: int) -> int:
 def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
     """Delete old checkpoints of this run: keep the newest `keep` (None: all) and the best one.
 
-    Also delete the incomplete.* checkpoints, which killed processes left.
+    Also delete incomplete.* directories, the uncommitted checkpoints of killed processes.
     """
     spare = _spare(committed_checkpoints(output_dir, run_id), keep)
     for directory in [*leftovers(output_dir, INCOMPLETE), *spare]:
@@ -209,10 +212,10 @@ def rotate(output_dir: Path, run_id: str, keep: int | None) -> None:
 
 
 def make_room(output_dir: Path, run_id: str, keep: int | None, estimated_bytes: float) -> None:
-    """Delete old checkpoints until the next one fits. Raises StorageError if it cannot fit."""
+    """Delete old checkpoints until the next one fits. Raises StorageError, see `find_room`."""
     for directory in find_room(output_dir, run_id, keep, estimated_bytes):
         logger.warning("%s is deleted before the save: its room is needed", directory)
-        delete(directory)  # if this fails, so does the save
+        delete(directory)  # if the deletion fails, the save will report the full disk
 
 
 def find_room(
@@ -221,9 +224,9 @@ def find_room(
     """Return the directories to delete so that `count` more checkpoints fit on the file system.
 
     First come leftovers of killed processes, then the checkpoints that `rotate` would delete after
-    the next commit, oldest first. LEAST_KEPT committed checkpoints always stay. A new checkpoint is
-    assumed as large as the newest one, or `estimated_bytes` without one. For a new run (`run_id`
-    None) the list is empty. Raises StorageError if these deletions free too little.
+    the next commit, oldest first. LEAST_KEPT committed checkpoints always stay. The newest
+    checkpoint, or else `estimated_bytes`, tells the size of the next one. A new run (`run_id` None)
+    deletes nothing. Raises StorageError if deletions free too little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []
@@ -253,7 +256,7 @@ def find_room(
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of a directory's file system; quotas are ignored. Raises OSError."""
+    """Return the free bytes of a directory's file system, without regard to quotas."""
     return shutil.disk_usage(directory).free
 
 
@@ -263,7 +266,7 @@ def taken_bytes(directory: Path) -> int:
 
 
 def _spare(committed: Sequence[tuple[Path, Manifest]], keep: int | None) -> list[Path]:
-    """Return the committed checkpoints except the newest `keep` and the best, oldest first."""
+    """Return the checkpoints other than the newest `keep` and the best, oldest first."""
     if keep is None or not committed:
         return []
     newest_first = [directory for directory, _ in committed]

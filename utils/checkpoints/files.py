@@ -1,6 +1,7 @@
-"""The files of a checkpoint: which rank writes which, their digests and copies, and manifest.json.
+"""The files of a checkpoint: owner rank, digests, copies, and manifest.json.
 
-manifest.json has the digests of all other files and is written last: it commits the checkpoint.
+manifest.json has the digests of all other files. It is written last and thereby commits the
+checkpoint: a directory without it is incomplete.
 """
 
 import concurrent.futures
@@ -30,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Pairs of strategies that can load each other's checkpoints. All store unsharded weights. The first
-# pair stores an unsharded optimizer state, the second pair a shard per rank.
+# Pairs of strategies that can load each other's checkpoints. Both pairs store unsharded weights;
+# the second pair stores one optimizer shard per rank.
 ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 # Files and folders of a run directory.
-CONFIG = "config.yaml"  # the settings of the first start
-PROVENANCE = "provenance.json"  # an entry for each start
+CONFIG = "config.yaml"  # the settings of the run's first start
+PROVENANCE = "provenance.json"  # versions, settings and Slurm job of each start and resume
 FINAL = "final"  # the finished model
 RECORD = "run"  # the folder in a checkpoint with copies of CONFIG and PROVENANCE
 # Files that the processor of an image or sound model has in addition to its tokenizer's files.
@@ -46,7 +47,7 @@ PROCESSOR_FILES = (
 )  # fmt: skip
 OWN_STATE = "stoker"  # the key of Stoker's own state in a checkpoint's trainer_state.json
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a run's id is a part of file names
-MARGIN = 1.02  # each checkpoint is a little larger than the previous one: logs and RNG states grow
+MARGIN = 1.02  # each checkpoint is a little larger than the previous one, because logs grow
 # Files of a model's configuration and a tokenizer, without tensors.
 DESCRIPTIONS = frozenset({".json", ".jinja", ".txt", ".model"})
 # One core hashes about a gigabyte per second, so several cores hash parts of a file.
@@ -55,8 +56,8 @@ PIECE_BYTES = 2**20
 THREADS = 8  # parallel file systems are faster with several readers
 COPY_THREADS = 2  # training runs at the same time
 
-# Files of which each rank writes its own, with the rank in the name: Trainer's RNG states, the
-# shards of torch.distributed.checkpoint (FSDP), and the shards of DeepSpeed's ZeRO.
+# Files with the number of the rank that writes them: Trainer's RNG states, shards of
+# torch.distributed.checkpoint (FSDP) and shards of DeepSpeed's ZeRO.
 _OWNED = re.compile(
     r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp|(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_[^/]*)"
 )
@@ -64,7 +65,7 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digest of a committed file; `file_digests` computes `sha256`."""
+    """Size and digest of a committed file; `sha256` is a digest of `file_digests`."""
 
     size_bytes: int
     sha256: str
@@ -81,15 +82,15 @@ def readable(size_bytes: float) -> str:
 
 
 def owner(name: str) -> int:
-    """Return the rank that writes a file, from its path in the checkpoint; 0 without a rank."""
+    """Return the rank that writes a file, from the file's path; rank 0 writes unnumbered files."""
     match = _OWNED.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the relative paths of all files and links except the manifest, sorted.
+    """Return the sorted relative paths of all files and links except the manifest.
 
-    Files named .nfsXXXX are left out: NFS keeps deleted files under such names while they are open.
+    Skip files .nfsXXXX, the names that NFS gives to deleted files while they are open.
     """
     paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = [path.relative_to(directory).as_posix() for path in paths if path.name[:4] != ".nfs"]
@@ -101,7 +102,8 @@ def flush_and_record(
 ) -> dict[str, FileRecord]:
     """Flush files and their folders to stable storage; return sizes and digests. Raises OSError.
 
-    With a `source`, first copy the files from that folder to `directory`, and hash the originals.
+    With a `source`, copy the files from that folder to `directory` first. The digests are then of
+    the files in `source`.
     """
     names = list(names)
     threads = THREADS if source is None else COPY_THREADS
@@ -126,10 +128,10 @@ def flush_and_record(
 def file_problems(
     directory: Path, records: Mapping[str, FileRecord], *, tensors: bool = True
 ) -> list[str]:
-    """Compare the files of a checkpoint with `records` from its manifest; return the differences.
+    """Return the differences between the files of a checkpoint and the `records` of its manifest.
 
-    Compare names and sizes first, because they show most damage without reading. Compare contents
-    only if names and sizes agree. Without `tensors`, hash only files with suffixes in DESCRIPTIONS.
+    Compare names and sizes, and contents only if names and sizes agree. Without `tensors`, compare
+    only the contents of files with suffixes in DESCRIPTIONS.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -161,7 +163,7 @@ def flush(path: Path) -> None:
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     """Return the SHA-256 of each file. Raises OSError.
 
-    For a file larger than PART_BYTES this is the SHA-256 of the digests of its parts.
+    A file larger than PART_BYTES is hashed in parts: the result is the SHA-256 of their digests.
     """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [
@@ -179,10 +181,10 @@ def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
 
 
 def cached_digests(files: Sequence[Path]) -> dict[str, str]:
-    """Return the digest of each file by file name, from the disk cache if possible.
+    """Return the digest of each file by file name.
 
-    The cached digests are used if path, size and modification time of all files are as before.
-    Raises OSError.
+    Digests come from the disk cache if the path, size and modification time of all files are
+    unchanged. Raises OSError.
     """
     states = file_states(files)  # before reading, so that later writes are noticed
     path = cache_path("digests", states)
@@ -196,7 +198,7 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _part(path: Path, begin: int) -> bytes:
-    """Return the SHA-256 of the part of a file that begins at the offset `begin`."""
+    """Return the SHA-256 of PART_BYTES of a file from offset `begin`."""
     digest, left = hashlib.sha256(), PART_BYTES
     with path.open("rb") as file:
         file.seek(begin)
@@ -207,15 +209,16 @@ def _part(path: Path, begin: int) -> bytes:
 
 
 class DamagedCheckpointError(Exception):
-    """The error for a checkpoint that changed after its commit; the message says what changed."""
+    """A checkpoint differs from its manifest; the message names the difference."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json: the files of a committed checkpoint, and facts about the run.
+    """The content of manifest.json: the files of a committed checkpoint, and how it was trained.
 
-    samples, tokens: trained on since step 0, without padding. fingerprints: digests of data,
-    tokenizer and settings. versions: of the installed packages.
+    samples, tokens   trained on since step 0, without padding
+    fingerprints      digests of data, tokenizer and settings
+    versions          of installed packages, by name
     """
 
     run_id: str
@@ -232,12 +235,12 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files."""
+        """The size of all files together."""
         return sum(record.size_bytes for record in self.files.values())
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write manifest.json; the checkpoint's other files must be flushed before. Raises OSError."""
+    """Write manifest.json, after all other files were flushed. Raises OSError."""
     flush(directory.parent)  # makes the directory's name durable
     replace_text(directory / MANIFEST, _text(dataclasses.asdict(manifest)), exact=True)
     flush(directory)
@@ -246,9 +249,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the content of a checkpoint's manifest.json.
 
-    The checkpoint may come from a stranger, so each listed name must be a regular file in the
-    directory, or missing. Raises DamagedCheckpointError if the manifest was changed, OSError if it
-    cannot be read, and ConfigurationError if a later version of Stoker wrote it.
+    The checkpoint may come from a stranger, so each listed path must be inside the directory, and
+    lead to a regular file or to nothing. Raises DamagedCheckpointError if the manifest was changed,
+    OSError if it cannot be read, and ConfigurationError if a later version of Stoker wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -276,7 +279,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _has_its_types(manifest: Manifest) -> bool:
-    """Check the types of the fields. This protects paths, which contain the run's id and counts."""
+    """Check the types of the fields, because run id, step and counts become parts of paths."""
     sizes = [record.size_bytes for record in manifest.files.values()]
     counts = [manifest.world_size, manifest.global_batch_size, manifest.step, *sizes]
     counts += [manifest.samples, manifest.tokens]
@@ -287,14 +290,14 @@ def _has_its_types(manifest: Manifest) -> bool:
 
 
 def _text(committed: Mapping[str, Any]) -> str:
-    """Return the text of manifest.json for the fields of a Manifest, with a digest of them."""
+    """Return the text of manifest.json: the fields of a Manifest and their digest."""
     digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
     content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def check_layout(checkpoint: Path, strategy: str) -> None:
-    """Raise ConfigurationError if a checkpoint needs another strategy than `strategy` to load."""
+    """Raise ConfigurationError if `strategy` cannot load the checkpoint."""
     written = read_manifest(checkpoint).strategy
     if written == strategy or {written, strategy} in ALIKE:
         return

@@ -1,8 +1,8 @@
-"""Safe loading: pickles in a checkpoint may contain only known classes, and name only its files.
+"""Safe loading: pickles in a checkpoint may use only known classes and refer only to its own files.
 
-Trainer calls torch.load with weights_only=True. DeepSpeed and torch.distributed.checkpoint do not,
-so TORCH_FORCE_WEIGHTS_ONLY_LOAD forces it for them. torch unpickles the `.metadata` of sharded
-checkpoints without any check, so this module checks that file first.
+Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD forces it in
+DeepSpeed and torch.distributed.checkpoint. torch unpickles `.metadata` of sharded checkpoints
+without any check, so this module checks `.metadata` first.
 """
 
 import io
@@ -21,8 +21,8 @@ from utils.checkpoints.files import read_manifest
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 
-# Suffixes of files that no library unpickles. A .distcp shard has pickled parts, whose offsets are
-# in `.metadata`: `_read_sharded` checks them.
+# Suffixes of files that are not pickles. A .distcp shard has pickled parts at offsets that are in
+# `.metadata`: `_read_sharded` checks these parts.
 HARMLESS = frozenset({
     ".json", ".jsonl", ".yaml", ".safetensors", ".jinja", ".txt", ".md", ".model", ".py", ".distcp",
 })  # fmt: skip
@@ -38,7 +38,7 @@ METADATA_NAMES = re.compile(
 def guard_loading(strategy: str) -> None:
     """Force weights_only=True in this process, allow the strategy's classes, turn off CRC-32.
 
-    torch.load does not check the CRC-32 sums, and torch.save needs extra time to compute them.
+    torch.save takes time to compute CRC-32 sums, and torch.load does not check them.
     """
     set_crc32_options(False)
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -48,7 +48,7 @@ def guard_loading(strategy: str) -> None:
 
 def allow_known_classes(strategy: str) -> None:
     """Allow weights_only loading of the classes that a strategy's checkpoints contain."""
-    # torch's context manager would at its end also forbid classes that were allowed before.
+    # Not torch's context manager: on exit it also forbids classes that were allowed before.
     rebuild: Any = np.empty(0).__reduce__()[0]
     add_safe_globals([rebuild, np.ndarray, np.dtype, np.dtypes.UInt32DType])
     if strategy.startswith("zero"):
@@ -72,9 +72,9 @@ def refuse_code(checkpoint: Path) -> None:
 
 
 def forbidden(path: Path) -> str | None:
-    """Return why a file of a checkpoint must not be loaded; None for a safe file.
+    """Return the reason not to load a file of a checkpoint; None for a safe file.
 
-    Raises OSError. Raises ConfigurationError if the file names a path outside of the checkpoint.
+    Raises OSError, and ConfigurationError if the file refers to a path outside of the checkpoint.
     """
     try:
         if path.name.endswith(".index.json"):

@@ -1,9 +1,10 @@
 """config.yaml and provenance.json of a run (its "record"), and their copies in checkpoints.
 
-config.yaml has the settings of the first start and never changes. provenance.json has an entry for
-each start and only grows. Each checkpoint has a copy of both files in its folder `run`, and the
-manifest has the digests of the copies. A file that is missing, unreadable or different from the
-copy counts as damaged. Then the copy is read, and the next start of the run restores the file.
+config.yaml has the settings of the run's first start and never changes. provenance.json has a list
+`starts`: each start or resume of the run appends versions, settings and the Slurm job. Each
+checkpoint has copies of both files in its folder `run`, with digests in the manifest. A file that
+is missing, unreadable or different from the copy is damaged: the copy is read instead, and the next
+start or save restores the file.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ WRONG = {
 
 
 def _is_name(value: Any) -> bool:
-    """Check that the value is a word fit for a file name: Stoker puts job ids into file names."""
+    """Check that the value can be a part of a file name, because Slurm job ids become one."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -69,8 +70,8 @@ def _is_time(value: Any) -> bool:
     return 0 <= value <= LATEST
 
 
-# The type of each field that Stoker reads from a start in provenance.json, or a function that
-# checks the value. Every field may be null.
+# The fields that Stoker reads from a start in provenance.json: the type, or a function that checks
+# the value. Every field may be null.
 START: dict[str, Any] = {
     "time": _is_time, "script": str, "argv": _are_texts, "python": str, "resumed_from": str,
     "git": {"commit": str}, "weights_from": {"path": str},
@@ -88,11 +89,10 @@ START: dict[str, Any] = {
 
 
 class RunRecord:
-    """config.yaml and provenance.json of a run. Each file is read once, when it is first needed.
+    """config.yaml and provenance.json of a run; each file is read once, at its first use.
 
-    A damaged file of which no checkpoint has an intact copy is called lost. Reading a lost file
-    raises ConfigurationError. With `lenient`, a lost file counts as empty, for programs that only
-    show a run.
+    A damaged file without an intact copy in a checkpoint is lost: reading it raises
+    ConfigurationError. With `lenient`, for programs that only show a run, a lost file is empty.
     """
 
     def __init__(self, directory: Path, *, lenient: bool = False):
@@ -100,18 +100,18 @@ class RunRecord:
 
     @property
     def exists(self) -> bool:
-        """Whether the directory or one of its checkpoints has a provenance.json."""
+        """Whether the directory has a provenance.json, or a checkpoint with an intact copy."""
         return (self.directory / PROVENANCE).exists() or self._copies is not None
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The list `starts` of provenance.json, oldest first; empty before the first start."""
+        """The list `starts` of provenance.json, oldest first; empty for a new run."""
         starts: list[dict[str, Any]] = self._provenance[0]["starts"]
         return starts
 
     @property
     def run_id(self) -> str | None:
-        """The id that the first start gave the run; None before the first start."""
+        """The id of the run; None for a new run."""
         run_id: str | None = self._provenance[0].get("run_id")
         return run_id
 
@@ -127,12 +127,12 @@ class RunRecord:
 
     @cached_property
     def damage(self) -> dict[str, str]:
-        """The damaged files: a problem by file name. Raises nothing."""
+        """The problems of damaged and lost files, by file name. Raises nothing."""
         found = {}
         for name, read in ((CONFIG, lambda: self._config), (PROVENANCE, lambda: self._provenance)):
             path = self.directory / name
             if not path.exists() and self._copies is None:
-                continue  # before the first start
+                continue  # a new run
             try:
                 _, problem = read()
             except ConfigurationError as error:
@@ -142,10 +142,9 @@ class RunRecord:
         return found
 
     def restore(self) -> None:
-        """Replace damaged files by their copies. Only rank 0 calls this, with the run lock.
+        """Replace damaged files by the copies in a checkpoint; rename the damaged files.
 
-        The damaged file is renamed, not deleted. Raises ConfigurationError if no checkpoint has an
-        intact copy.
+        Only rank 0 calls this, and holds the run lock. Raises ConfigurationError for a lost file.
         """
         for name, problem in self.damage.items():
             path = self.directory / name
@@ -158,7 +157,7 @@ class RunRecord:
 
     @cached_property
     def _copies(self) -> Path | None:
-        """The folder `run` of the newest checkpoint whose copies are intact; None without one."""
+        """The folder `run` of the newest checkpoint with intact copies, if there is one."""
         names = [f"{RECORD}/{name}" for name in (CONFIG, PROVENANCE)]
         for _, checkpoint in numbered_checkpoints(self.directory):
             try:
@@ -175,7 +174,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """The content of provenance.json, or its copy if damaged; and the damage ("": none)."""
+        """(content, problem) of provenance.json; of its copy if damaged. Problem "": intact."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -187,13 +186,13 @@ class RunRecord:
             if same_run and own["starts"][:count] == copy["starts"]:
                 return own, ""
             if not same_run and own["starts"][:1] != copy["starts"][:1]:
-                return own, ""  # the checkpoint belongs to another run: a start refuses it
+                return own, ""  # the checkpoint is another run's; training refuses it later
             copy["starts"] += own["starts"][count:]
         return copy, f"{problem}: {self._copies / PROVENANCE} is used instead"
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """The text of config.yaml, or its copy if damaged; and the damage ("": none)."""
+        """(text, problem) of config.yaml; of its copy if damaged. Problem "": intact."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -204,7 +203,7 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file (None if damaged), and the problem to log if its copy is used."""
+        """Return the parsed file, or None, and the problem to log if the copy is used instead."""
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
         except OSError as error:
@@ -213,7 +212,7 @@ class RunRecord:
             return None, f"{WRONG[name]} ({error})"
 
     def _lose(self, name: str, problem: str) -> str:
-        """Return the problem of a lost file, with advice; raise it unless `lenient`."""
+        """Add advice to the problem of a lost file; raise ConfigurationError unless `lenient`."""
         run, weights = self.directory, None
         for _, checkpoint in reversed(numbered_checkpoints(run)):
             with contextlib.suppress(DamagedCheckpointError, ConfigurationError, OSError):
@@ -232,7 +231,7 @@ class RunRecord:
 
 
 def is_run(directory: Path) -> bool:
-    """Check whether a directory is a run's output_dir; False if the directory cannot be read."""
+    """Return whether a directory is a run's output_dir; False if it cannot be read."""
     try:
         files = any((directory / name).exists() for name in (CONFIG, JOURNAL))
         return files or RunRecord(directory).exists
@@ -241,7 +240,7 @@ def is_run(directory: Path) -> bool:
 
 
 def copy_record(output_dir: Path, checkpoint: Path) -> None:
-    """Copy config.yaml and provenance.json into a new checkpoint; restore damaged ones before."""
+    """Restore damaged config.yaml and provenance.json, and copy both into a new checkpoint."""
     try:
         RunRecord(output_dir).restore()
     except ConfigurationError as error:
@@ -253,7 +252,7 @@ def copy_record(output_dir: Path, checkpoint: Path) -> None:
 
 
 def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the first start's settings with the changes of `starts`, which are in time order."""
+    """Return config.yaml's settings, updated with the changes recorded in `starts` in order."""
     settings = RunRecord(run_dir).settings
     for start in starts:
         settings |= start.get("changed") or {}
@@ -261,13 +260,13 @@ def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _parse_config(text: str) -> str:
-    """Return the text of a config.yaml; raises ValueError if it is no valid YAML mapping."""
+    """Return `text` unchanged; raise ValueError if it is no valid YAML mapping."""
     load_mapping(text)
     return text
 
 
 def _parse_provenance(text: str) -> dict[str, Any]:
-    """Return the content of a provenance.json. Raises one of FAULTS if it is damaged."""
+    """Return the content of a provenance.json; raise an error of FAULTS if it is damaged."""
     content: dict[str, Any] = json.loads(text)
     starts, run_id = content["starts"], content.get("run_id")
     if run_id is not None and not RUN_ID.fullmatch(run_id):
@@ -280,7 +279,7 @@ def _parse_provenance(text: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """Return whether a value is None or fits `shape`: a type, a test, or a shape for each field."""
+    """Return whether `value` fits `shape`: a type, a check, or a dict of shapes. null fits."""
     if value is None:
         return True
     if isinstance(shape, type):

@@ -1,9 +1,9 @@
-"""Saving a checkpoint: make room before the save, write its manifest after it, delete old ones.
+"""Checkpoint saves: make room, let Trainer write, write the manifest, delete old checkpoints.
 
-Trainer writes its files as usual. Then each rank flushes and hashes the files that it wrote, and
-rank 0 writes manifest.json last. No directory is renamed: when transformers did that, ranks raced
-for one name (#28364, #36112). For a save in the background, Trainer writes into /dev/shm. A thread
-of each rank copies the rank's files from there to storage, then rank 0 writes manifest.json.
+After Trainer's save, each rank flushes and hashes the files that it wrote, and rank 0 writes
+manifest.json last. No directory is renamed: when transformers renamed it, ranks raced (#28364,
+#36112). For a background save Trainer writes into /dev/shm, and a thread of each rank copies the
+rank's files to storage; then rank 0 writes manifest.json.
 """
 
 import atexit
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
 PREFIX = "stoker-staged-"
-# A rank may have to wait while another rank writes a large file. A dead rank is noticed sooner,
-# because its connection closes.
+# Ranks may wait long while one rank writes a large file. A dead rank is noticed sooner, because its
+# connection closes.
 GROUP_TIMEOUT_S = 24 * 3600
 
 
@@ -57,31 +57,31 @@ class Save:
 
     step: int
     size_bytes: int
-    stall_s: float  # how long training waited
-    write_s: float  # how long the background then wrote
+    stall_s: float  # training waited
+    write_s: float  # the background thread then wrote; 0 for a save without a background writer
 
 
 class BackgroundWriter:
     """A thread of this rank that copies a checkpoint's files from /dev/shm to storage.
 
-    The threads of all ranks commit a checkpoint together. They have a separate process group, so
-    that their collectives never mix with training's collectives. Each rank's directory in /dev/shm
-    is locked while the rank lives. The next start on the node removes unlocked directories.
+    The threads of all ranks commit a checkpoint together, in a process group separate from
+    training's. Each rank locks its directory in /dev/shm while the rank lives; `remove_leftovers`
+    deletes unlocked directories.
     """
 
     def __init__(self, run_id: str, rank: int):
         self.rank, self.prefix = rank, f"{PREFIX}{run_id}-{rank}-"
-        self.directory: Path | None = None  # in memory; the descriptor `lock` locks it
+        self.directory: Path | None = None  # in /dev/shm; the descriptor `lock` locks it
         self.lock = -1
         self.group = cpu_group(GROUP_TIMEOUT_S)
         self.pool = ThreadPoolExecutor(1, "checkpoint writer")
         atexit.register(self.remove_directory)
 
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
-        """Return this rank's directory in /dev/shm; None if any node lacks memory for its files.
+        """Return this rank's directory in /dev/shm; None if the files of any node do not fit there.
 
-        Collective over ranks. `own_bytes` is the size of this rank's files in the previous save.
-        If unknown (None), the rank's node needs room for `all_bytes`, the whole checkpoint.
+        `own_bytes` is the size of this rank's files in the previous save. None for the first save:
+        then each node needs room for `all_bytes`, the whole checkpoint. Collective over ranks.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))
@@ -98,7 +98,7 @@ class BackgroundWriter:
         return on_every_rank(self.make_directory)[self.rank]
 
     def make_directory(self) -> Path:
-        """Return this rank's directory in /dev/shm, empty and private (0700). Raises OSError."""
+        """Return this rank's directory in /dev/shm: emptied, mode 0700. Raises OSError."""
         if self.directory is None or not self.directory.exists():
             self.remove_directory()
             self.directory, self.lock = locked_directory(MEMORY, self.prefix)
@@ -112,24 +112,24 @@ class BackgroundWriter:
                 shutil.rmtree(path)
 
     def remove_directory(self) -> None:
-        """Remove this rank's directory in /dev/shm. The next start on the node removes remains."""
+        """Remove this rank's directory in /dev/shm."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self.lock)
             self.directory = None
 
     def close(self) -> None:
-        """Free the memory and the process group. All ranks call it, once their threads are idle."""
+        """Free the memory and the process group. Each rank's thread must be idle."""
         self.remove_directory()
         if self.group is not None:
             torch.distributed.destroy_process_group(self.group)
             self.group = None
 
     def own_files(self, staged: Path) -> list[str]:
-        """Return the names of the files in `staged` (in /dev/shm) that this rank copies to storage.
+        """Return the files in `staged` (in /dev/shm) that this rank copies to storage.
 
-        If several ranks have a file of the same name, the rank that `owner` returns copies it, or
-        else the first of these ranks. Collective over ranks.
+        If several ranks have a file of the same name, one rank copies the file: `owner` if it is
+        one of them, otherwise the first. Collective over ranks.
         """
         writers: dict[str, int] = {}
         for writer, names in enumerate(on_every_rank(lambda: list_files(staged), self.group)):
@@ -140,7 +140,7 @@ class BackgroundWriter:
 
 
 def free_bytes() -> int:
-    """Return how many bytes of files still fit into /dev/shm; 0 if there is no /dev/shm."""
+    """Return the bytes that still fit into /dev/shm and the job's memory limit."""
     if not MEMORY.is_dir():
         return 0
     status = os.statvfs(MEMORY)
@@ -148,7 +148,7 @@ def free_bytes() -> int:
 
 
 def remove_leftovers() -> None:
-    """Remove what this user's killed processes left in /dev/shm, because it takes memory."""
+    """Remove the directories that this user's killed processes left in /dev/shm."""
     for directory in remove_abandoned(MEMORY, PREFIX):
         logger.warning("%s was left in memory by a run that was killed: removed", directory)
 
@@ -163,12 +163,12 @@ class Checkpoints:
     """Saves the checkpoints of a run and deletes old ones. All ranks call each method together.
 
     A save has three steps: `begin`, Trainer's own save into `run_dir`, `commit`. With `background`,
-    `commit` returns before the manifest is written; `finish` waits for it.
+    `commit` returns before the manifest is written, and `finish` waits for the manifest.
 
-    facts            the fields that are equal in all manifests of this process
-    keep             how many of the newest checkpoints stay, besides the best one; None: all
-    estimated_bytes  the assumed size of a checkpoint until this process has saved one
-    run_dir          the directory in which Trainer makes its checkpoint-N
+    facts            manifest fields that are the same for all checkpoints of this process
+    keep             number of newest checkpoints to keep besides the best one; None: all
+    estimated_bytes  predicted size of the first checkpoint
+    run_dir          the directory in which Trainer creates checkpoint-N: output_dir or /dev/shm
     saves            the checkpoints that this process has committed
     """
 
@@ -187,28 +187,28 @@ class Checkpoints:
         self.own_bytes: int | None = None  # size of this rank's files in the previous save
 
     def directory(self, step: int) -> Path:
-        """Return the path of the checkpoint of a step."""
+        """Return the path of a step's checkpoint in output_dir."""
         return self.output_dir / f"checkpoint-{step}"
 
     @property
     def staged(self) -> bool:
-        """Whether Trainer now saves into /dev/shm, not into output_dir."""
+        """Whether Trainer now saves into /dev/shm instead of output_dir."""
         return self.run_dir != self.output_dir
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is writing a checkpoint in the background."""
+        """Whether a background save is in progress."""
         return self.work is not None and not self.work.done()
 
     @property
     def failed(self) -> bool:
-        """Whether the save in the background failed on this rank; `finish` raises its error."""
+        """Whether a background save failed on this rank; `finish` raises the error."""
         return self.work is not None and self.work.done() and self.work.exception() is not None
 
     def begin(self, step: int) -> bool:
-        """Wait for the previous save and make room; return False if this step is committed already.
+        """Wait for the previous save and make room; return False if this step is already committed.
 
-        Raises on all ranks: StorageError, or ConfigurationError if another job holds the run lock.
+        Raises StorageError, or ConfigurationError if another job holds the run lock, on all ranks.
         """
         self.begun = time.monotonic()
         self.finish()
@@ -222,13 +222,16 @@ class Checkpoints:
             size_bytes = self.saves[-1].size_bytes if self.saves else self.estimated_bytes
             staged = self.background.open(step, self.own_bytes, size_bytes)
         self.run_dir = staged or self.output_dir
-        # Trainer stores the path of the best checkpoint only if that directory exists. With sharded
-        # weights (FSDP), Trainer makes the directory late, and some ranks would not find it.
+        # Trainer stores the path of the best checkpoint only if the directory exists. Under FSDP
+        # Trainer creates it late, so some ranks would not store the path.
         on_every_rank(lambda: (self.run_dir / self.directory(step).name).mkdir(exist_ok=True))
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Commit the files that Trainer saved; delete old checkpoints. Raises StorageError."""
+        """Commit Trainer's files, here or in the background; delete old checkpoints.
+
+        `tokens` is the number of tokens trained on since step 0. Raises StorageError.
+        """
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
 
@@ -253,7 +256,7 @@ class Checkpoints:
         self.work = background.pool.submit(write)
 
     def finish(self) -> None:
-        """Wait for the save in the background; if it failed, raise StorageError on all ranks."""
+        """Wait for the background save; raise StorageError on all ranks if it failed."""
         work, self.work = self.work, None
         if work is not None:
             work.result()
@@ -268,7 +271,10 @@ class Checkpoints:
         on_rank_0(lambda: _refuse_lost(self.output_dir))
 
     def check(self, directory: Path) -> None:
-        """Raise on all ranks: StorageError if damaged, ConfigurationError if unsafe to load."""
+        """Raise StorageError if a checkpoint is damaged, ConfigurationError if loading is unsafe.
+
+        All ranks raise.
+        """
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])
@@ -283,7 +289,7 @@ class Checkpoints:
     def _commit_files(
         self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
-        """Call `record` on each rank, write the manifest, rotate; return the checkpoint's bytes."""
+        """Call `record` on each rank, write the manifest, rotate; return the checkpoint's size."""
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
         manifest = dataclasses.replace(
