@@ -1,8 +1,8 @@
-"""The plan of a run, before any weight loads or any file is written.
+"""The plan of a run, made before any weights load or any file is written.
 
 run_plan           makes the plan from settings, data, model and launch; its log lines
 run_data           opens, checks and packs the datasets; divides them into steps
-rehearsal          takes a step with tiny weights: the libraries check the settings
+rehearsal          takes a step with tiny weights, so that libraries check the settings
 memory_trace       counts the memory of a training step on the model, without data
 memory_estimate    memory per device, and the bytes of a checkpoint
 memory_plan        the activation checkpointing that fits; changes that would make a run fit

@@ -1,9 +1,9 @@
 """The forecast of a run's speed on another machine's GPUs, and the best settings for these GPUs.
 
-A step takes the longer of two times: the time of its matrix products and attention, and the time of
-its exchange with the other GPUs. Products and attention reach only a share of the GPU's peak speed.
-This share depends on the model's width. It was measured on one H200 with compiled layers
-(benchmarks/results/gpu). A comment marks each constant below that nobody measured.
+A micro-batch takes the longer of two times: the time of its matrix products and attention, and the
+time of its exchange with the other GPUs. Products and attention reach only a share of the GPU's
+peak speed. This share depends on the model's width. It was measured on one H200 with compiled
+layers (benchmarks/results/gpu). A comment marks each constant below that nobody measured.
 """
 
 import math
@@ -52,7 +52,7 @@ NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
 LINK_SHARE, NETWORK = 0.8, 25e9
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-AS_FAST = 0.98  # speeds closer than this count as equal: then less sharding wins
+AS_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
 LISTED = 4  # rows of the table
 # The GPU whose speed orders the candidates if the GPUs' speed is not known.
 USUAL = assumed_gpus("1xH100-80GB")
@@ -62,7 +62,7 @@ USUAL = assumed_gpus("1xH100-80GB")
 class Candidate:
     """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    counted: whether the bytes include activations. For some architectures they cannot be counted.
+    counted: whether the bytes include activations, which cannot be counted for some architectures.
     """
 
     strategy: str
@@ -78,7 +78,7 @@ class Planner:
     """A predictor of memory and speed on `gpus`, with a run's own settings or changed ones.
 
     document_tokens: the length of the document that contains a token, averaged over all tokens.
-    products: multiplications per token in the model. has_experts: whether the model has experts.
+    products: the counts for FLOPs per token. has_experts: whether the model has experts.
     """
 
     setup: Setup
@@ -138,11 +138,11 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """Return the bytes up to which a prediction fits, as for activation_checkpointing: auto."""
+        """The bytes up to which a prediction fits, as for activation_checkpointing: auto."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield all choices that fit, by strategy and recomputation; small micro-batches first.
+        """Yield settings that fit, by strategy and recomputation; small micro-batches first.
 
         DeepSpeed's strategies are tried only if the run uses one of them.
         """
@@ -160,7 +160,7 @@ class Planner:
 
 
 def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
-    """Return the bytes that each GPU sends: (per micro-batch, at the end of each step).
+    """Return the bytes that each GPU sends per micro-batch, and those at the end of each step.
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
     are summed over the ranks with 4 bytes each (DeepSpeed: 2).
@@ -175,17 +175,17 @@ def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
 
 
 def rounded(number: float) -> int:
-    """Round to two significant digits. A forecast is not more exact."""
+    """Round to two significant digits, because a forecast is not more exact."""
     return int(float(f"{number:.2g}"))
 
 
 def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed. Among nearly equal ones prefer less sharding, then a larger micro-batch."""
+    """Sort by speed. Among nearly equal speeds prefer less sharding, then a larger micro-batch."""
     rest, ordered = list(candidates), []
     while rest:
         fastest = max(one.tokens_per_s for one in rest)
         near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest]
-        # candidates() yields strategies with less sharding first. max takes the first of equals.
+        # candidates() yields strategies with less sharding first. max returns the first of equals.
         simplest = [one for one in near if one.strategy == near[0].strategy]
         best = max(simplest, key=lambda one: one.micro_batch)
         ordered.append(best)
@@ -194,7 +194,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are not known."""
+    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are unknown."""
     config, assume = setup.config, setup.settings.run.assume
     if assume:
         gpus = assumed_gpus(assume)
@@ -222,7 +222,7 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
 
 
 def suggest(planner: Planner, report: Report) -> None:
-    """Report the lines of `--suggest`: the fastest settings that fit, or changes that fit."""
+    """Report the lines of `--suggest`: the fastest settings that fit, or else changes that fit."""
     setup, gpus = planner.setup, planner.gpus
     most = possible_checkpointing(setup)[-1]
     if not planner.candidate(setup.launch.strategy, 1, most).counted:

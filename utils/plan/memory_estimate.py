@@ -1,4 +1,4 @@
-"""Estimates of the memory that a run needs on each device and on disk. No weight is loaded."""
+"""Estimates of the memory that a run needs on each device and on disk. No weights are loaded."""
 
 from dataclasses import dataclass
 
@@ -27,8 +27,8 @@ class MemoryEstimate:
     """Bytes on each device at the peak of a step.
 
     activations: all other tensors at the peak, such as layers' inputs for the backward pass, logits
-    of the loss head, gathered weights. counted: False if most of `activations` is missing. fault:
-    a warning for the log, if something could not be counted.
+    of the loss head, gathered weights. counted: False if most of `activations` is missing. fault: a
+    warning for the log, or "".
     """
 
     weights: int
@@ -40,7 +40,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Return the sum of the parts."""
+        """The sum of the parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -53,8 +53,9 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one training device with the activation checkpointing `choice`.
 
-    micro_batch: sequences instead of the setting, which still decides whether gradients accumulate.
-    If the architecture cannot run without data, activations are left out and `fault` says why.
+    micro_batch: sequences in place of the setting, which still decides whether gradients
+    accumulate. If the architecture cannot run without data, activations are left out and `fault`
+    says why.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -70,7 +71,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
     gradients //= shards["gradients"]
     accumulates = settings.run.global_batch_size > setup.micro_batch * launch.world_size
     ddp = launch.strategy == "ddp"
-    # DDP's buckets hold the gradients from the first step on.
+    # DDP's buckets hold gradients all the time, after the first step.
     held = gradients if accumulates or ddp else 0
     most, made = gradients, gradients  # while the optimizer steps
     gathered_weights, counted, fault = 0, False, ""
@@ -109,8 +110,8 @@ def most_alive(
 ) -> tuple[int, int]:
     """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
 
-    A rank keeps one of `shards` parts of a layer's gradients once the layer's backward pass ends.
-    To be summed over ranks, gradients are copied into a buffer of `copied` times their bytes. It
+    When a layer's backward pass ends, a rank keeps one of `shards` parts of the layer's gradients.
+    To be summed over ranks, gradients are copied into a buffer of `copied` times their bytes, which
     lives until the next layer's buffer is made. The last buffer is for weights outside the layers.
     `held`: bytes of gradients from earlier micro-batches, to which the new gradients are added.
     """
@@ -136,7 +137,7 @@ def optimizer_bytes_per_parameter(optim_states: str | None, trained_size: float)
 def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
     """Return the bytes of averaged weights (EMA) and of the optimizer's states.
 
-    An optimizer that is not known here counts as AdamW. own_bytes: bytes of the trained weights.
+    Unknown optimizers count as AdamW. own_bytes: bytes of the trained weights.
     """
     settings, count = setup.settings, setup.parameters[1]
     averages = 0 if settings.run.ema_decay is None else 4 * count

@@ -27,13 +27,13 @@ from utils.plan.memory_estimate import (
 from utils.plan.memory_trace import Setup
 
 VARIABLE = "STOKER_GPU_MEMORY_GIB"
-# Shares of a device's memory that a run cannot use. On a GPU: its context, NCCL's buffers, the
+# Shares of a device's memory that a run cannot use. On a GPU: the CUDA context, NCCL's buffers,
 # kernels' workspaces, unused gaps between tensors. On a host: other processes.
 RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # Factors by which a run may need more than predicted. A process on a CPU also holds kernels, their
 # threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
-# A change that may make a run fit is {setting: value}. This key is the launch's number of GPUs.
+# A change that may make a run fit is {setting: value}. The key GPUS sets the number of GPUs.
 GPUS = "GPUs"
 ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
 SHOWN = 3
@@ -47,7 +47,7 @@ class MemoryPlan:
     """The choice of activation checkpointing, as provenance.json records it.
 
     requested: the word in the settings. predicted_bytes: total per device, by choice. room_bytes:
-    usable bytes of the device that has the fewest; None: not known. sequence_bytes: memory of one
+    usable bytes of the device that has the fewest; None if unknown. sequence_bytes: memory of one
     more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes: the total under
     fsdp2 (without a GPU, under the run's strategy).
     """
@@ -64,10 +64,10 @@ class MemoryPlan:
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     """Predict a device's memory, choose the activation checkpointing, and add lines to `report`.
 
-    All ranks must call this: the device with the least room decides for all. If the run trains on
-    another machine, the device is the GPU that --assume or slurm/cluster.env names. Raises
-    ConfigurationError if the prediction exceeds a GPU's memory by more than the factor MARGIN. On a
-    CPU only weights that do not fit are refused.
+    All ranks must call this: the device with the least free memory decides for all. If the run
+    trains on another machine, the device is the GPU that --assume or slurm/cluster.env names.
+    Raises ConfigurationError if the prediction exceeds a GPU's memory by more than the factor
+    MARGIN. On a CPU only weights that do not fit are refused.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -138,10 +138,10 @@ def possible_checkpointing(setup: Setup) -> list[str]:
 def choose(
     requested: str, predicted: Mapping[str, MemoryEstimate], room: int | None, margin: float
 ) -> tuple[str, str]:
-    """Return the choice, and a line with the reason.
+    """Return the choice of activation checkpointing, and a line with the reason.
 
-    auto takes the first of `predicted` (least recomputation first) whose bytes times `margin` fit
-    into `room`. If none fits, or nothing could be counted, auto takes the last.
+    "auto" means the first of `predicted` (least recomputation first) whose bytes times `margin` fit
+    into `room`. If none fits, or nothing could be counted, "auto" means the last.
     """
     if requested != "auto":
         return requested, f"{requested}, as set"
@@ -161,7 +161,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return (usable free bytes for this rank, bytes of its GPU). None: not known, or no GPU."""
+    """Return (usable free bytes for this rank, bytes of its GPU); None if unknown or no GPU."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -174,7 +174,7 @@ def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
 def planned_device(
     assume: str | None, environment: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
-    """Return (usable, all) bytes of the GPU of --assume or slurm/cluster.env. None: not known."""
+    """Return (usable, all) bytes of the GPU of --assume or slurm/cluster.env; None if not given."""
     given = environment.get(VARIABLE, "").strip()
     if assume:
         given = str(assumed_gpus(assume).memory_gib)
@@ -206,7 +206,7 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield changes, smallest first. `remedies` skips a change that contains a fitting one."""
+    """Yield changes, smallest first. `remedies` skips a change that includes one that fits."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]

@@ -1,8 +1,8 @@
-"""Counts the memory of a training step on the user's own model, without data.
+"""The memory of a training step, counted on the user's own model without data.
 
 The model runs forward and backward on fake tensors, which have no data. A tensor's bytes count from
 the operator that makes it until nothing refers to it. If several layers are equal, only the first
-one runs and its bytes count for each of them. Begin to read with `trace`.
+one runs, and its bytes count for each of them. Begin to read with `trace`.
 """
 
 import copy
@@ -36,7 +36,7 @@ from utils.model.probe import torch_operators
 from utils.model.weights import COMPUTED, Quantized, quantized_layers, weights_dtype
 
 FORWARD, BACKWARD, REST, AUTOCAST_ENDS = "forward", "backward", "rest", "autocast ends"
-WITH_SCORES = ("sdpa", "eager")  # run unchanged: masks and scores may take memory
+WITH_SCORES = ("sdpa", "eager")  # attention that runs unchanged, as masks and scores take memory
 COUNTED = "counted_attention"  # not "flash" or "sdpa": transformers acts on such names
 EVERYTHING = frozenset({"softcap", "sinks", "dropout"})
 
@@ -46,8 +46,8 @@ class Setup:
     """Everything that determines a run's memory and speed.
 
     settings: parsed settings, in which LoRA's targets have their full module names. parameters:
-    numbers of (all, trained) parameters. compiled: whether the run wants compiled layers (see
-    `compiles`). elsewhere: whether the run trains on another machine.
+    numbers of (all, trained) parameters. compiled: whether compilation was chosen; see `compiles`.
+    elsewhere: whether the run trains on another machine.
     """
 
     settings: RunSettings
@@ -61,33 +61,33 @@ class Setup:
 
     @property
     def micro_batch(self) -> int:
-        """Return the sequences per rank and forward pass."""
+        """The sequences per rank and forward pass."""
         return self.settings.training.per_device_train_batch_size
 
     @property
     def compiles(self) -> bool:
-        """Return whether layers are compiled. ZeRO-3 has hooks that torch cannot compile."""
+        """Whether layers are compiled. Under ZeRO-3 they never are, because of its hooks."""
         return self.compiled and self.launch.strategy != "zero3"
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Return the type of mixed precision, or None."""
+        """The type of mixed precision, or None."""
         return COMPUTED.get(self.settings.training.mixed_precision)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the weights that the optimizer updates."""
+        """The type of the weights that the optimizer updates."""
         return weights_dtype(self.settings.model, self.config)
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """Return the type of weights in a pass. FSDP and ZeRO gather them in autocast's type."""
+        """The type of weights in a pass. FSDP and ZeRO gather them in autocast's type."""
         sharded = self.launch.strategy.startswith(("fsdp", "zero"))
         return self.autocast if sharded and self.autocast is not None else self.dtype
 
     @property
     def quantized(self) -> Quantized | None:
-        """Return the layers in 4 bits, or None."""
+        """The layers in 4 bits, or None."""
         return quantized_layers(self.settings.model, self.config)
 
 
@@ -95,9 +95,9 @@ class Setup:
 class Stretch:
     """A part of a step, such as the forward pass of a layer.
 
-    change: bytes allocated minus bytes freed during this stretch, by the name of the stretch that
-    allocated them. peak: the largest growth of the live bytes since this stretch began.
-    gradients: bytes of the layer's gradients, all of them live when its backward pass ends.
+    change: bytes allocated minus bytes freed in this part, by the name of the part that allocated
+    them. peak: the largest growth of the live bytes since this part began. gradients: bytes of the
+    layer's gradients, all of them live when its backward pass ends.
     """
 
     name: str
@@ -107,20 +107,20 @@ class Stretch:
 
     @property
     def live(self) -> int:
-        """Return the growth of the live bytes since the stretch began."""
+        """The growth of the live bytes since this part began."""
         return self.change.total()
 
 
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
     """Count a step's memory with the activation checkpointing `choice`; compute nothing.
 
-    Returns the stretches in the order of the step, the bytes of the weights that a rank gathers if
-    they are sharded (of two layers, and of everything outside the layers), and a warning if
+    Returns the parts of the step in their order; the bytes of weights that a rank holds at the same
+    time if they are sharded (of two layers, and of everything outside the layers); and a warning if
     compiled layers are counted as not compiled, else "". Raises one of MISFITS if the architecture
     cannot run without data.
     """
     fault = ""
-    # With recomputation torch.utils.checkpoint decides what is kept, not the compiler.
+    # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
     if setup.compiles and choice == "none":
         try:
             return *_trace(setup, choice, micro_batch, cut=True), ""
@@ -163,7 +163,6 @@ def _zero(*_: Any) -> int:
 
 
 def _build(setup: Setup, choice: str) -> nn.Module:
-    """Build the model on the meta device, with the activation checkpointing `choice`."""
     config, settings = copy.deepcopy(setup.config), setup.settings
     config._attn_implementation = setup.attention.name
     if setup.attention.name not in WITH_SCORES:
@@ -205,7 +204,7 @@ def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
 
 
 def cut_as_compiled(layer: nn.Module) -> None:
-    """Make a layer keep the same tensors for its backward pass as if it were compiled.
+    """Make a layer keep the same tensors for its backward pass as a compiled layer does.
 
     torch's compiler joins the layer's forward and backward pass in one graph. It cuts the graph
     where the fewest bytes pass from forward to backward. The layer's first call makes the same cut
@@ -232,7 +231,7 @@ def cut_as_compiled(layer: nn.Module) -> None:
 def _go_through(
     model: nn.Module, layers: Sequence[nn.Module], setup: Setup, micro_batch: int
 ) -> list[Stretch]:
-    """Run forward and backward through one layer of each kind; return the stretches."""
+    """Run forward and backward through one layer of each kind; return the parts of the step."""
     inputs = fake_batch(setup, micro_batch)
     live = LiveBytes([*model.parameters(), *model.buffers()])
     call = _first_of_each_kind(layers, live)
@@ -251,7 +250,7 @@ def _go_through(
 
 
 def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
-    """Return the inputs that utils/data/loader.py gives the model for a micro-batch, all zeros."""
+    """Return a micro-batch of zeros with the inputs that utils/data/loader.py gives the model."""
     length = setup.settings.data.sequence_length
     per_token = ("input_ids", "labels", "position_ids")
     bounds = torch.zeros(micro_batch + 1, dtype=torch.int32)
@@ -269,7 +268,7 @@ def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode of torch that counts the bytes of tensors while anything refers to them.
+    """A torch mode that counts the bytes of tensors as long as anything refers to them.
 
     Enter it inside a FakeTensorMode if there is one. `known`: tensors that existed before. They and
     their views are not counted.
@@ -282,7 +281,7 @@ class LiveBytes(TorchDispatchMode):
         self._makers: dict[int, tuple[str, int]] = {}
 
     def begin(self, name: str, gradients: int = 0) -> None:
-        """Close a stretch and open the next."""
+        """Start a new part of the step."""
         self.stretches.append(Stretch(name, gradients))
 
     def __torch_dispatch__(
@@ -307,7 +306,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Return one number per layer: that of the first layer with the same class and shapes."""
+    """Return for each layer the index of the first layer with the same class and shapes."""
     first: dict[Any, int] = {}
     kinds = []
     for number, layer in enumerate(layers):
@@ -320,7 +319,7 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callable[..., Any]:
-    """Return a function for the layers' `__call__` that runs only the first layer of each kind.
+    """Return a substitute for the layers' `__call__`, which runs only the first layer of each kind.
 
     The other layers return their input.
     """
@@ -355,9 +354,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Return the stretches of all layers. Layers of a kind get those of its first layer.
+    """Return the parts of a step with all layers: layers of a kind repeat those of the first one.
 
-    The end of autocast is one stretch for all layers: it frees its copies of all their weights.
+    The end of autocast is one part for all layers: it frees autocast's copies of all their weights.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

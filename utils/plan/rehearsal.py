@@ -1,7 +1,7 @@
-"""A rehearsal of one training step with tiny weights, before any real weight is loaded.
+"""A rehearsal of one training step with tiny weights, before any real weights are loaded.
 
-A dry run and every start build the optimizer, schedule, recomputation and trackers here. An error
-of a library becomes a refusal that names the setting.
+Dry runs and real starts build the optimizer, schedule, recomputation and trackers here. An error of
+a library becomes a ConfigurationError that names the setting.
 """
 
 import math
@@ -27,7 +27,7 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-# Settings that only some optimizers read. INSTEAD: advice for a key of optim_args without effect.
+# Settings that only some optimizers read. INSTEAD: advice for keys of optim_args without effect.
 OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 INSTEAD = {
     "lr": "set learning_rate", "weight_decay": "set weight_decay", "beta1": "set adam_beta1",
@@ -59,7 +59,7 @@ def rehearse(
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
     Adds lines on settings without effect to `report`. Raises ConfigurationError with the libraries'
-    errors. `own_optimizer`: the run uses our optimizer, so Trainer's optimizer is not checked.
+    errors. `own_optimizer`: the run uses LowPrecisionAdamW, so Trainer's optimizer is not checked.
     `device`: the device that trains; None on a login node, where no step is taken.
     """
     values, args = settings.values, settings.training
@@ -105,7 +105,7 @@ def _tiny_model(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Turn an exception in the with block into a line of `problems` that shows its settings."""
+    """Turn an exception in the with block into a line of `problems` that shows these settings."""
     try:
         yield
     except Exception as error:
@@ -119,7 +119,7 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 
 
 def _try_recomputation(args: TrainingArguments) -> None:
-    """Recompute one product as activation_checkpointing_kwargs say: wrong keywords then raise."""
+    """Recompute a product with activation_checkpointing_kwargs, which raises for wrong keywords."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
     keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
@@ -163,7 +163,7 @@ def _check_effect(
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
-    """Return the options that Trainer would give its optimizer, or Trainer's error as text."""
+    """Return the optimizer's options that Trainer would use, or Trainer's error as text."""
     try:
         _, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     except Exception as error:
@@ -191,7 +191,7 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
 def _try_schedule(
     trainer: _Rehearsal, settings: RunSettings, total_steps: int, report: Report
 ) -> None:
-    """Compute learning rates over the whole run; warn if the highest is below learning_rate."""
+    """Compute learning rates over the whole run; warn if their peak is below learning_rate."""
     values, rate = settings.values, settings.training.learning_rate
     scheduler: Any = trainer.create_scheduler(total_steps)
     if not isinstance(scheduler, LambdaLR):

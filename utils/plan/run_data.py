@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run. weights: shares of the sources; None: in proportion to size."""
+    """The datasets of a run. weights: the sources' shares; None if they follow the sizes."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
     weights: list[float] | None
     tokenizer_sha256: str
     new_tokens: Sequence[int]  # ids without a row in the weights
-    prompts: "Sequence[Prompt]"  # evaluations show completions of these
+    prompts: "Sequence[Prompt]"  # evaluations log the model's completions of these
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of each split's datasets, for provenance.json."""
@@ -62,7 +62,7 @@ class RunData:
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the settings name, else the training data's, else the model's.
+    """Load the tokenizer that the settings name, or else the training data's, or else the model's.
 
     Raises ConfigurationError.
     """
@@ -96,7 +96,7 @@ def load_run_data(
 ) -> RunData:
     """Open, check and pack every split. Raises ConfigurationError with the problems of all splits.
 
-    For fine-tuning each document needs a token to train on. Pretraining splits long documents.
+    fine_tuning: each document needs a token to train on. Otherwise long documents are split.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
@@ -132,7 +132,7 @@ def load_run_data(
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
         if name in splits:
             warn_of_small_split(name, dataset)
-    # No document sees the padding, and it is not trained on. The model has to have the token.
+    # Any token of the model can pad: no document sees the padding, and it is not trained on.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
     first = len(sources)
@@ -156,7 +156,7 @@ def _prompts(
 ) -> "Sequence[Prompt]":
     """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
 
-    The prompts are chats if a dataset in `examples` has chats, or does not name its tokenizer.
+    The prompts are chats if a dataset in `examples` has a chat template, or names no tokenizer.
     """
     run = settings.run
     if not run.sample_prompts:
@@ -193,7 +193,7 @@ def _tokenizer_problems(
 
 
 def _open(directory: str, split: str = "train") -> TokenDataset:
-    """Open a dataset, first on rank 0, so that the other ranks need not count its tokens."""
+    """Open a dataset. Rank 0 opens it first, so that the other ranks need not count its tokens."""
     opened: list[TokenDataset] = []
     on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
     return opened[0] if opened else open_token_dataset(directory, split)
@@ -202,7 +202,7 @@ def _open(directory: str, split: str = "train") -> TokenDataset:
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
     """Return the log line of a packed dataset: documents, tokens, sequences, tokens left out.
 
-    `most`: the number of sequences that an evaluation reads; None: all.
+    `most`: the number of sequences that an evaluation reads; None means all.
     """
     found = dataset.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length

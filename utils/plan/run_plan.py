@@ -45,13 +45,13 @@ from utils.plan.run_data import RunData, plan_steps
 
 logger = logging.getLogger(__name__)
 
-# Strategies that our own AdamW supports. It needs whole weights, or weights sharded by rows.
+# Strategies that LowPrecisionAdamW supports: its weights are whole or sharded by rows.
 STRATEGIES = ("single", "ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The type of Adam's moments, and whether weights are rounded stochastically (up or down)."""
+    """The type that stores Adam's moments, and whether weights are rounded up or down at random."""
 
     kept_as: str
     stochastic_rounding: bool
@@ -59,7 +59,7 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The sequences of every step, the kernels that compute them, and the memory they take.
+    """The sequences of every step, the kernels that compute them, and the memory that they need.
 
     settings: the parsed settings. report: the log lines of the plan.
     """
@@ -80,12 +80,12 @@ class RunPlan:
 
     @property
     def scheduled_saves(self) -> int:
-        """Return the number of checkpoints that save_strategy and save_steps ask for."""
+        """The number of checkpoints that save_strategy and save_steps request."""
         every = save_interval(self.settings.training, self.total_steps)
         return math.ceil(self.total_steps / every) if every else 0
 
     def training_arguments(self, run_id: str) -> TrainingArguments:
-        """Return Trainer's arguments: the parsed ones, with the values that the plan derives."""
+        """Return the parsed TrainingArguments with the values that the plan derives."""
         training = self.settings.training
         checkpointing = self.memory.choice != "none"  # Trainer only knows a boolean
         return with_values(
@@ -108,17 +108,17 @@ class RunPlan:
 
 
 def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
-    """Return the run's name for trackers, without known secrets; None: trackers choose it."""
+    """Return the run's name for trackers, without known secrets; None lets trackers choose it."""
     if training.run_name:
         return redact(training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(training.report_to or ()):
         return None
-    # trackio finds the run of earlier starts by its name alone.
+    # trackio recognizes the run of earlier starts only by its name.
     return f"{Path(str(training.output_dir)).absolute().name}-{run_id[:6]}"
 
 
 def log_plan(plan: RunPlan) -> None:
-    """Log the lines of a plan: the arithmetic, then each choice in the order it was made."""
+    """Log the plan: first the batch arithmetic, then each choice in the order it was made."""
     for level, text in plan.report:
         logger.log(level, "%s", text)
 
@@ -126,13 +126,13 @@ def log_plan(plan: RunPlan) -> None:
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Work out steps, kernels and memory. Raises ConfigurationError for a run that cannot work.
+    """Plan steps, kernels and memory. Raises ConfigurationError for a run that cannot work.
 
-    The error carries the log lines that were collected before it (see Report).
+    The error contains the log lines that were collected before it (see Report).
     """
     run, training = settings.run, settings.training
     elsewhere = on_a_login_node(settings, launch)
-    # Kernels are tried on small models on the device that trains. Elsewhere the CPU tries them.
+    # Small models try the kernels on the device that trains, or on the CPU of a login node.
     device = None if elsewhere else training.device
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
@@ -188,7 +188,7 @@ def plan_run(
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return the options of our own AdamW; None: torch's is used. Raises ConfigurationError."""
+    """Return LowPrecisionAdamW's options; None: use torch's AdamW. Raises ConfigurationError."""
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
@@ -215,7 +215,7 @@ def choose_optimizer_states(
 def precision_line(
     settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
 ) -> str:
-    """Return the log line on the types of weights, computations and states, and who chose them."""
+    """Return the log line on the types of weights, computations and states, and why these types."""
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""
@@ -243,7 +243,7 @@ def precision_line(
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return the steps between two checkpoints; None: only a run that is stopped saves one."""
+    """Return the steps between two checkpoints, or None if only stopping a run saves one."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps
@@ -261,11 +261,11 @@ def report_run(
 ) -> None:
     """Report the processes, saves and run directory of a dry run.
 
-    Raises ConfigurationError for a GPU strategy on a CPU. Facts of the Slurm job, such as
-    its time limit, are printed by utils/submit/check.py.
+    Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py prints the facts of
+    the Slurm job, such as its time limit.
     """
     training, output_dir = settings.training, Path(str(settings.training.output_dir))
-    # `values` has what the user set. A dry run without a GPU changes use_cpu in `training`.
+    # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.
     if settings.values.on_cpu and launch.strategy.startswith(("fsdp", "zero")):
         raise ConfigurationError(
             f"{launch.strategy} needs GPUs, but use_cpu or ACCELERATE_USE_CPU asks for the CPU, "
@@ -292,7 +292,7 @@ def report_run(
 
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
-    """Return whether this is a dry run of a training that needs another machine's hardware."""
+    """Return whether this is a dry run of a training that needs hardware of another machine."""
     if settings.run.assume:
         return True
     return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu
@@ -322,11 +322,11 @@ def _attention(
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
-    """Test on a login node's CPU whether packed documents stay apart; return the result.
+    """Test on a login node's CPU whether packed documents stay apart; return the result as text.
 
-    Raises ConfigurationError if documents see each other: the masks would be the same on a GPU. Two
-    kinds of models are instead tested where they train, and the result says so: models that do not
-    run on a CPU, and recurrent models that fail here, because their GPU kernels are different.
+    Raises ConfigurationError if documents see each other, because the masks would be the same on a
+    GPU. Two kinds of models are tested later, where they train: models that do not run on a CPU,
+    and recurrent models that fail here, because their GPU kernels are different.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:
@@ -346,7 +346,7 @@ def _loss_head(
     device: torch.device | None,
     report: Report,
 ) -> LossHeadChoice:
-    """Choose the loss head and add its lines to `report`. device: None on a login node."""
+    """Choose the loss head and add its log lines to `report`. device: None on a login node."""
     training = settings.training
     fine_tuning = isinstance(training, FineTuneConfig)
     given = training.router_aux_loss_coef if isinstance(training, FineTuneConfig) else None
