@@ -3,9 +3,9 @@
 A template may have {% generation %} markers around the assistant's text. Without markers
 chat_turns.py finds the start and the end of each turn.
 
-Every chat is checked. The rendering must have each message's text. The trained text of a turn must
-have the message's text, the names, keys and numbers of its tool calls, and the token that ends the
-turn. It must not have text of another message.
+Every chat is checked. The rendering must contain each message's text. The trained text of a turn
+must contain the message's text, the names, keys and numbers of its tool calls, and the token that
+ends the turn. It must not contain text of another message.
 """
 
 import json
@@ -81,7 +81,7 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError if `spans` lack a part of `turn` or have other messages' words."""
+        """Raise UnusableRowError if `spans` lack a part of `turn` or have words of other turns."""
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0

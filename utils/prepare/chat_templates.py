@@ -1,4 +1,4 @@
-"""Rendering of chat templates on a fixed date, plainly or with marks around the messages' texts.
+"""Rendering of chats by a template on a fixed date, plain or with marks around messages' texts.
 
 Marks are rare letters around a text. They show which message a text in the rendering is from, even
 if the template moves, trims or drops the text. A marked rendering must equal the plain one once its
@@ -119,7 +119,7 @@ class ChatTemplate:
 
     @cached_property
     def prints_ids(self) -> bool:
-        """Whether it prints a call's id and not its name (Kimi's ids have it: functions.NAME:0)."""
+        """Whether the template prints a call's id in place of its name (Kimi: functions.NAME:0)."""
         text = self._render_call({}, self._reads_objects)
         return "look_up" not in text and PROBE_ID in text
 
@@ -174,11 +174,11 @@ class Mark(NamedTuple):
 class MarkedChat:
     """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
 
-    Marks surround the words between tags. There is also a mark at the edge of a text that begins or
-    ends with a tag, and before an empty text. UnusableRowError is raised if the marks change what
-    the template prints, for example because the template compares the start of texts.
+    Marks surround the words between tags such as <think>. There is also a mark at the edge of a
+    text that begins or ends with a tag, and before an empty text. Raises UnusableRowError if marks
+    change what the template prints, for example if the template compares the start of texts.
     `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
-    position of each mark in `text`. `marks_of`: by message, the indices of its marks in `marks`.
+    position of each mark in `text`. `marks_of`: {message: indices of its marks in `marks`}.
     """
 
     def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
@@ -225,11 +225,10 @@ class MarkedChat:
         return UnusableRowError(reason, f"message {index} ({role}): {problem}")
 
     def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices of `text` around the words of a message.
+        """Return four indices in `text` around the words of a message.
 
         They are the end of the previous message's words, the start and the end of this message's
-        words, and the start of the next message's words. Raises UnusableRowError if the template
-        prints none of its words.
+        words, and the start of the next message's words. UnusableRowError: no words are printed.
         """
         if message not in self.marks_of:
             raise self.refused(message, "nothing of it is printed", "content_left_out")
@@ -240,7 +239,7 @@ class MarkedChat:
         return next(before, 0), start, stop, next(behind, len(self.text))
 
     def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render `messages`, marked or not, with the tools and options of this chat."""
+        """Render messages, with or without marks, with the tools and options of this chat."""
         return self._template.render(replace(self.chat, messages=messages), generation_prompt)
 
     def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
@@ -249,7 +248,6 @@ class MarkedChat:
         return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
 
     def _without_marks(self, rendering: str) -> tuple[str, list[Mark]]:
-        """Return a rendering without its marks, and the marks."""
         found = []
         names: Counter[int] = Counter()
         for number, match in enumerate(self._pattern.finditer(rendering)):

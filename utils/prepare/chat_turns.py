@@ -2,14 +2,14 @@
 
 "Words" are the texts of a message; the template prints other text before and behind the words.
 
-start   Compare the text before the turn's words with the template's generation prompt. The part
-        that both share, apart from blanks, is the header (<|im_start|>assistant). It is not trained
-        on. A standing header is printed at the end of every chat, also without a request.
+start   Compare the text before the turn's words with the template's generation prompt. The shared
+        part, apart from blanks, is the header (<|im_start|>assistant). It is not trained on. Some
+        templates end every chat with a header, the "standing header", even without a request.
 end     Compare the text behind the turn's words with the text that the template prints there if
         the chat ends with this turn. The shared part, up to its last special token, is trained on.
-        Tool calls end as answers do, or with a token that is printed once after all calls
+        Tool calls end like answers, or with a token that is printed once after all calls
         (<|call|>). If a template has no token to end a turn (GLM), the token that opens the next
-        message ends the turn. If it has no special tokens at all, EOS is appended to the last turn.
+        message ends the turn. Without any special tokens, EOS is appended to the last turn.
 """
 
 import re
@@ -35,7 +35,7 @@ Span = tuple[int, int]  # [start, stop), in characters
 class TurnDelimiter:
     """Finder of the start and the end of turns in the renderings of one template.
 
-    The code has these names for the texts that the template prints around the words of messages:
+    Names in the code for the texts that the template prints around the words of messages:
 
     gap        between the words of the previous message and those of the turn
     following  between the words of the turn and those of the next message
@@ -58,9 +58,9 @@ class TurnDelimiter:
         (self._question,) = template.adapted([{"role": "user", "content": PROBE}])
 
     def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
-        """Return each turn's span in the plain rendering, and a text that ends the last turn.
+        """Return each turn's span in the plain rendering, and a text to append to the rendering.
 
-        This text must be appended to the rendering. It is "" if the template itself ends the turn.
+        This text ends the last turn; "" if the template itself does. Raises UnusableRowError.
         """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -103,7 +103,7 @@ class TurnDelimiter:
     # --- the start of a turn
 
     def _header_length(self, chat: MarkedChat, turn: int, gap: str) -> int:
-        """Return the index in `gap` where the turn's header ends; raises UnusableRowError."""
+        """Return the index in `gap` where the header ends. Raises UnusableRowError if not found."""
         endings = self._endings(chat, chat.messages[:turn])
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
         if header >= 0:
@@ -125,13 +125,13 @@ class TurnDelimiter:
     def _header_like_prompt(
         self, chat: MarkedChat, turn: int, gap: str, bare: str, prompt: str
     ) -> int:
-        """Return where the header that `gap` shares with `prompt` ends in `gap`; -1 if nowhere."""
+        """Return the end in `gap` of the header that `prompt` has as well; -1 if not found."""
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
             # The template has no generation prompt. Use the text that it prints before any reply.
             if not reply.startswith(bare) or re.search(r"\w", reply[len(bare) :]):
-                prompt = reply or prompt  # otherwise the reply has no words in front, so no header
+                prompt = reply or prompt  # else nothing is in front of a reply: there is no header
             match = self._specials.match(bare.lstrip())
             token = match.group() if match else self.stop
             if reply and token != self.stop and not reply.lstrip().startswith(token):
@@ -150,10 +150,10 @@ class TurnDelimiter:
         return shared if not closed and bare.strip() and common == len(bare) else -1
 
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
-        """Return where the header ends in `gap` if `prompt` differs only after the header; else -1.
+        """Return the end of the header in `gap` if `prompt` differs only after the header; else -1.
 
         For example, `gap` ends in <think></think>, and `prompt` in <think> and a line break.
-        closed: the text that ends the previous message. reply: the text before a short reply.
+        closed: the text that ends the previous message. reply: the text in front of a reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
         start, _ = _common_ignoring_blanks(gap, closed)
@@ -185,7 +185,7 @@ class TurnDelimiter:
         return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the part of the standing header that user messages do not share; "" if none."""
+        """Return the standing header without the start that user messages share; "" if none."""
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key in self._standing_headers:
             return self._standing_headers[key]
@@ -210,9 +210,10 @@ class TurnDelimiter:
     # --- the end of a turn
 
     def _end(self, chat: MarkedChat, turn: int, following: str) -> tuple[int, str]:
-        """Return (the length of the text behind the words that ends the turn, a text to append).
+        """Return the length of the text that ends the turn, and a text to append to the rendering.
 
-        The text to append is "" if the template itself ends the turn. Raises UnusableRowError.
+        The length counts from the end of the turn's words. The text to append is "" if the template
+        itself ends the turn. Raises UnusableRowError if nothing ends the turn.
         """
         is_last = turn == len(chat.messages) - 1
         printed = chat.behind_words(chat.messages[: turn + 1])
@@ -231,7 +232,7 @@ class TurnDelimiter:
             )
         length, closing = found
         left = printed[length:]
-        # Special tokens may follow the end, and a text that is printed after a question as well.
+        # Special tokens may follow the end, or a text that the template prints after questions.
         if (
             not closing
             and continued.startswith(ended[:length])
@@ -284,7 +285,7 @@ class TurnDelimiter:
     def _end_of_turn(
         self, chat: MarkedChat, ended: str, continued: str, is_last: bool
     ) -> tuple[int, str] | None:
-        """Return the result of `_end`, from the texts behind a turn; None without an end."""
+        """Return the result of `_end` from the texts behind a turn; None if nothing ends it."""
         if end := self._end_of_shared_tokens(chat, ended, continued):
             return end, ""
         one, two = self._specials.search(ended), self._specials.search(continued)
@@ -304,7 +305,7 @@ class TurnDelimiter:
         return (len(ended), self.stop) if has_no_end else None
 
     def _end_of_shared_tokens(self, chat: MarkedChat, ended: str, continued: str) -> int:
-        """Return where the last special token in the texts' common start ends; 0 without any."""
+        """Return the end of the last special token in the texts' common prefix; 0 without any."""
         shared = _common_prefix(ended, continued) if continued else ended
         if self.stop in shared:
             return shared.index(self.stop) + len(self.stop)
@@ -320,7 +321,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text between the last turn and a next message; "" if none can follow."""
+        """Return the text between the last turn and a next message; "" if the template refuses."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
@@ -328,7 +329,7 @@ class TurnDelimiter:
         return self._followed_by(chat, turn + 1, answer).rpartition(PROBE)[0]
 
     def _followed_by(self, chat: MarkedChat, turn: int, message: Message) -> str:
-        """Return the text behind the words of the first `turn` messages if `message` follows.
+        """Return the text that the template prints behind messages[:turn] if `message` follows.
 
         `message` gets the content PROBE, which is in the text. "" if the template refuses the chat.
         """
@@ -340,7 +341,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return the texts behind `messages`: (bare, with generation prompt); None if refused."""
+        """Return (text behind `messages`, the same with generation prompt); None if refused."""
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
         except Exception:  # the template refuses an empty chat, or a chat that ends with these
@@ -348,7 +349,7 @@ class TurnDelimiter:
 
 
 def _common_ignoring_blanks(one: str, two: str) -> tuple[int, int]:
-    """Return where the common beginning of two strings ends in each; blanks may differ."""
+    """Return where the common prefix of two strings ends in each string, ignoring blanks."""
     i = j = 0
     shared = (0, 0)
     while i < len(one) and j < len(two):

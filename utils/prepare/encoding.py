@@ -33,9 +33,9 @@ CUTS = re.compile(r"(?<=\w)(?= \w)|(?<=\S\n)(?=\w)")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that a tokenizer adds before and behind a text; `end`: the tokenizer's EOS.
+    """The ids that a tokenizer adds before and behind a text. end: the tokenizer's EOS.
 
-    A token with which a text already begins or ends is not added again.
+    Special tokens that a text already begins or ends with are not added again.
     """
 
     before: np.ndarray
@@ -182,7 +182,7 @@ def _prompt_lines(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _prompt(
     fields: Any, tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None
 ) -> Prompt:
-    """Return the prompt of a line; raises an Exception of any type if the line is faulty."""
+    """Return the prompt of a line. A faulty line raises an Exception of any type."""
     record = fields if isinstance(fields, dict) else {"prompt": fields}
     key = "messages" if "messages" in record else "prompt"
     asked = record.get(key)

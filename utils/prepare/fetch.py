@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face Hub: the datasets, tokenizer and models of the settings."""
+"""Downloads from the Hugging Face Hub: the datasets, tokenizer and models in the settings."""
 
 import glob
 import logging
@@ -31,7 +31,7 @@ _OTHER_FILES = ["*/*", "*consolidated*.safetensors"]
 
 
 class Download(NamedTuple):
-    """Files of one commit that the cache must have; `part` says in the log which files."""
+    """Files of one commit of a Hub repository. part: the description of the files for the log."""
 
     kind: Kind
     name: str
@@ -43,7 +43,7 @@ class Download(NamedTuple):
         return f"{self.name}{self.part}, commit {self.revision.resolved[:10]}"
 
     def run(self, cache: HubCache, *, dry_run: bool = False) -> Any:
-        """Download the files that are missing; with `dry_run`, return facts about each file."""
+        """Download missing files. With `dry_run`, only return each file's name, path and size."""
         from huggingface_hub import snapshot_download
 
         return snapshot_download(
@@ -58,7 +58,7 @@ class Download(NamedTuple):
 
 
 def fetch(arguments: PreparationArguments) -> dict[str, Path]:
-    """Download the files that the settings name and the cache lacks; does nothing when offline.
+    """Download the files that the settings name and the cache lacks; do nothing when offline.
 
     Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer. Logs
     the size and the free space before the download begins. Raises ConfigurationError for datasets
@@ -86,10 +86,10 @@ def fetch(arguments: PreparationArguments) -> dict[str, Path]:
 def _missing_files(
     arguments: PreparationArguments, cache: HubCache
 ) -> tuple[dict[str, Path], list[Download], int]:
-    """Return (the folders that `fetch` returns, the necessary downloads, their size in bytes).
+    """Return (folders as `fetch` returns them, necessary downloads, their size in bytes).
 
-    If the Hub cannot be reached, all three are empty: the cache may be enough. With `models` or
-    `offline_dir`, this raises ConfigurationError. So do settings that the Hub refuses.
+    If the Hub cannot be reached, log a warning and return no downloads: the cache may be enough.
+    Raises ConfigurationError instead if `models` or `offline_dir` is set, and for unknown names.
     """
     named: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
@@ -113,7 +113,7 @@ def _missing_files(
             continue
         if wanted:
             folders[given] = cache.snapshot(wanted.kind, wanted.name, wanted.revision.resolved)
-        # huggingface_hub counts a file as cached if its content is, even if this folder lacks it.
+        # huggingface_hub counts a file as cached if its blob exists, even if the snapshot lacks it.
         absent = [file for file in files if not Path(file.local_path).exists()]
         absent = [file for file in absent if file.local_path not in sizes]
         if wanted and absent:
@@ -127,7 +127,7 @@ def _missing_files(
 
 
 def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
-    """Return a dataset's files; None for a local path. ValueError: no such path, subset, split."""
+    """Return a Hub dataset's Download; None for a local path. Unknown names raise ValueError."""
     dataset = hub_dataset(path, source)
     if dataset is None:
         if not (glob.has_magic(path) or os.path.lexists(path)):
@@ -142,7 +142,7 @@ def _dataset(cache: HubCache, path: str, source: Source) -> Download | None:
 
 
 def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
-    """Return the files of a model or tokenizer; None for a local tokenizer."""
+    """Return the Download of a model or tokenizer; None for a local tokenizer."""
     found = _MODEL.fullmatch(given)
     if found is None or Path(given).exists():
         if weights:
@@ -155,7 +155,7 @@ def _model(cache: HubCache, given: str, weights: bool) -> Download | None:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Log the size of a download and the free space; raises StorageError if space is short."""
+    """Log the size of a download and the free space; raise StorageError if space is short."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     logger.info(f"to download in all: {_gb(size)}, into {folder}, where {_gb(free)} are free")
@@ -184,9 +184,9 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def describe_fault(error: Exception) -> str:
-    """Return the message of the Hub's client or of `datasets`, with advice.
+    """Return the message of an error of the Hub's client or of `datasets`, with advice.
 
-    Raises `error` again if it is not about the Hub.
+    Re-raises an error of any other type.
     """
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import errors

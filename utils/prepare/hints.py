@@ -1,4 +1,4 @@
-"""Advice for rows of no known format: the --columns to set, each of them tried on the row first."""
+"""Advice for rows of unknown format: --columns flags that were tried on the row first."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ Renaming = dict[str, str]  # {column of the file: column of a row format in rows
 
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
-    """Return advice for a row of no known format: the --columns flags with which it can be read."""
+    """Return advice for a row of unknown format: the --columns flags that make it readable."""
     if "input_ids" in fields:
         return (
             "it is tokenized already: write it to a folder with save_to_disk of datasets, and give "
@@ -99,7 +99,7 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
 
 
 def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
-    """Yield (kind of document, renaming of columns with known names), the likeliest first."""
+    """Yield (kind of document, renaming of columns with known names), the most likely first."""
     spelled = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS

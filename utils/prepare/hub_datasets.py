@@ -1,8 +1,7 @@
 """Datasets of the Hugging Face Hub: the files of their splits, and paths in the Hub's cache.
 
-A preparation reads only the cache, so it works the same with and without a network. fetch.py fills
-the cache. It asks the Hub once per commit and subset for the files of each split, and saves the
-answer in the cache. A copy of the cache then has the files and this answer.
+Preparation reads only the cache, so it needs no network. fetch.py fills the cache. It also gets the
+list of the files of each split, once per commit and subset, and saves the list in the cache.
 """
 
 import json
@@ -35,9 +34,9 @@ _DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hub, as a source in the settings names it.
+    """A Hub dataset that the settings name as a source.
 
-    revision: None for the branch main. subset: None for the only subset or the default one.
+    revision: None for the branch main. subset: None for the default or only subset.
     """
 
     name: str
@@ -46,7 +45,7 @@ class HubDataset:
 
     @property
     def key(self) -> str:
-        """NAME@REVISION, the key for the dataset's commit in `HubCache` and in stoker.json."""
+        """NAME@REVISION, under which `HubCache` and stoker.json store the dataset's commit."""
         return f"{self.name}@{self.revision or 'main'}"
 
 
@@ -55,7 +54,7 @@ class Listing:
     """The files of each split of a subset at one commit.
 
     others: the names of the other subsets. mtime_ns: the date of the newest commit that changed one
-    of the first _DATED_FILES files. Unlike a local file's date, it is the same on every machine.
+    of the first _DATED_FILES files. Unlike a local file's date, it is equal on all machines.
     """
 
     subset: str
@@ -82,10 +81,10 @@ def hub_dataset(path: str, source: Source) -> HubDataset | None:
 
 
 class HubCache:
-    """The Hub's cache in `offline_dir`, or by default in the user's HF_HOME.
+    """The Hub's cache: in `offline_dir`, or by default in the user's HF_HOME.
 
-    begun_with: {HubDataset.key: commit} of the datasets that earlier runs read for this output_dir.
-    All shards and reruns read the same commits, even if the dataset has changed on the Hub.
+    begun_with: {HubDataset.key: commit} that earlier shards and runs read for this output_dir.
+    Later shards and runs read the same commits, even if a dataset has changed on the Hub.
     commits: {HubDataset.key: commit} of the datasets that `cached_files` has found in the cache.
     """
 
@@ -100,7 +99,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a revision: ask the Hub, or read the cache."""
+        """Return the commit of a revision: from the Hub if `ask`, else from the cache."""
         from huggingface_hub import HfApi
 
         return HfApi().resolve_revision(
@@ -115,10 +114,10 @@ class HubCache:
         return self.folder / repository / "snapshots" / commit
 
     def listing(self, dataset: HubDataset, *, ask: bool) -> tuple["ResolvedRevision", Listing]:
-        """Return a dataset's commit and the list of its files, which the cache keeps as JSON.
+        """Return a dataset's commit and its Listing, which the cache stores as JSON.
 
-        ask: if the cache has no list, get it from the Hub and save it. If `ask` is False, a missing
-        list raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
+        If `ask`, the commit comes from the Hub, and so does a listing that the cache lacks. Else a
+        missing listing raises FileNotFoundError. Raises ValueError for a missing or unknown subset.
         """
         from huggingface_hub import HfApi
 
@@ -149,8 +148,8 @@ def files_of_split(
 ) -> tuple[str, Sequence[str]]:
     """Return the split of a dataset that a source reads, and its first `max_files` files.
 
-    The split is `from_split` if the source gives it, else the one called like the source's split,
-    else the only split. Raises ValueError with the names of all splits if none of these exists.
+    The split is `source.from_split` if given, else the split with the name `source.split` or a
+    synonym (validation: dev), else the only split. Raises ValueError if there is no such split.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -172,10 +171,10 @@ def files_of_split(
 def cached_files(
     cache: HubCache, source: Source, remarks: Remarks
 ) -> tuple[list[str], dict[str, tuple[str, int]]]:
-    """Return a source's local paths, and {path: (url, mtime_ns)} of the paths in the Hub's cache.
+    """Return a source's paths on disk, and {path: (url, mtime_ns)} of paths in the Hub's cache.
 
-    url: hf://..., the same on every machine. Each path that is faulty, or not completely in the
-    cache, adds a message to `remarks.problems`.
+    url: hf://..., the same on every machine. Adds a message to `remarks.problems` for each path
+    that is faulty or not completely in the cache.
     """
     paths: list[str] = []
     of_hub: dict[str, tuple[str, int]] = {}
@@ -194,7 +193,7 @@ def cached_files(
 def _cached(
     cache: HubCache, dataset: HubDataset, source: Source, remarks: Remarks
 ) -> dict[str, tuple[str, int]]:
-    """Return the cached files of a dataset that a source reads; ValueError if any is missing."""
+    """Return {path: (url, mtime_ns)} of a dataset's files; ValueError if the cache lacks one."""
     from huggingface_hub.errors import RevisionResolutionError
 
     not_cached = (
@@ -222,7 +221,7 @@ def _cached(
 
 
 def refuse_uncached(arguments: PreparationArguments) -> None:
-    """Raise one ConfigurationError that lists all Hub datasets missing from the cache, if any."""
+    """Raise a ConfigurationError that lists the Hub datasets missing from the cache, if any."""
     cache, remarks = HubCache(arguments), Remarks()
     for source in sources_of(arguments):
         cached_files(cache, source, remarks)
@@ -258,7 +257,7 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
 
 def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits]:
-    """Return what `_read_card` does, from the Hub's branch with SUBSET/SPLIT/NUMBER.parquet."""
+    """Return the same as `_read_card`, from the files SUBSET/SPLIT/NUMBER.parquet of a commit."""
     from huggingface_hub import HfApi
 
     names = HfApi().list_repo_files(dataset.name, repo_type="dataset", revision=commit)

@@ -1,7 +1,7 @@
 """Messages of published chats, converted to the messages that chat templates read.
 
-A message gets a role, its content as one text, its tool calls as objects, and `weight: 0` if one of
-its keys excludes it from training. Unknown keys stay, because a template may read them.
+A message gets a role, its content as one text, its tool calls as objects, and `weight: 0` if it is
+excluded from training. Unknown keys stay, because a template may read them.
 """
 
 import json
@@ -59,7 +59,7 @@ _ABOUT_TRAINING = re.compile("train|loss|mask|weight", re.IGNORECASE)
 
 
 def are_messages(value: Any) -> bool:
-    """Tell whether a value is a list whose items are messages with a role."""
+    """Tell whether a value is a non-empty list of messages with a role."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -99,7 +99,7 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
 
 
 def role_word(message: Mapping[str, Any]) -> str:
-    """Return the role of a published message spelled as in ROLES: tool_call for "Tool-Call:"."""
+    """Return the role of a published message, normalized: "Tool-Call:" becomes "tool_call"."""
     word = str(message.get("role", message.get("from"))).strip().rstrip(":")
     return word.lower().replace("-", "_")
 
@@ -107,9 +107,9 @@ def role_word(message: Mapping[str, Any]) -> str:
 def check_answers(
     messages: Sequence[Mapping[str, Any]], first_trained: int = 0, column: str = "the chat"
 ) -> None:
-    """Raise UnusableRowError if there is no answer, or an answer without text.
+    """Raise UnusableRowError unless messages[first_trained:] have answers that are not empty.
 
-    An answer without text would train only the end token. column: the messages' name in the error.
+    An empty answer would train only the end token. column: the messages' name in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
@@ -127,7 +127,7 @@ def check_answers(
 
 
 def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one item of a list; `turn`: its index in the list."""
+    """Yield the messages of one item of a list. turn: the item's index."""
     message = decoded(given)
     if isinstance(given, str) and not are_messages([message]):
         yield {"role": ("user", ASSISTANT)[turn % 2], "content": given}  # as in UltraChat
@@ -221,13 +221,13 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _twice(where: str, *names: str) -> UnusableRowError:
-    """Return the error for a message that says one thing under two keys."""
+    """Return the error for a message with the same content under two keys."""
     problem = f"{where} has {' and '.join(map(repr, names))}: keep one of them"
     return UnusableRowError("wrong_type", problem)
 
 
 def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a message with the keys `role` and `content`, and the key that its text had before."""
+    """Return (message with the keys `role` and `content`, the key that held its text before)."""
     role_key = "role" if "role" in message else "from"
     given, word = message[role_key], role_word(message)
     check_text(f"{role_key!r} of {where}", given)
@@ -252,7 +252,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
 
 
 def _read_parts(where: str, parts: Sequence[Any], role: str) -> dict[str, Any]:
-    """Return the text, thoughts and calls of a list of parts, by the keys that templates read."""
+    """Return the text, reasoning and calls of content parts, by the keys that templates read."""
     texts, thoughts, calls = [], [], []
     for part in parts:
         kind, said = "text", part
@@ -339,7 +339,7 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a message; an answer loses its training flags, and gets `weight: 0` if they say no."""
+    """Remove the training flags of an answer; add `weight: 0` if they exclude it from training."""
     flags = [key for key in message if _ABOUT_TRAINING.search(key)]
     if message["role"] != ASSISTANT:  # a key that asks for training stays
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
@@ -363,7 +363,7 @@ def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> d
 
 
 def _is_trained(where: str, key: str, value: Any) -> bool:
-    """Tell whether a key asks for training; raises UnusableRowError for a value that is unclear."""
+    """Tell whether a key asks for training. Raises UnusableRowError for an unclear value."""
     word = key.lower()
     if word in _TRAINED and isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)

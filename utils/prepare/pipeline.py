@@ -1,4 +1,4 @@
-"""The preparation of token datasets: plan, tokenizer, work units and their assembly."""
+"""Preparation of token datasets: plan, tokenizer, work units, and assembly into datasets."""
 
 import hashlib
 import json
@@ -43,11 +43,12 @@ EXAMPLE_TOKENS = 256
 
 
 def prepare(arguments: PreparationArguments) -> None:
-    """Prepare the unfinished work units of this shard; assemble the datasets after the last shard.
+    """Tokenize the work units of this shard; assemble the datasets when all shards are complete.
 
-    With --shard outside a job array, only --merge assembles. An interrupted run resumes. Raises
-    ConfigurationError for settings, sources, a tokenizer, a chat template or an output directory
-    that cannot be used, and at the first record that cannot be used, unless bad rows are skipped.
+    A work unit is a group of file parts; finished units are not repeated. With --shard outside a
+    Slurm job array, a last run with --merge assembles. Raises ConfigurationError for unusable
+    settings, sources, tokenizer, chat template or output directory, and for a bad row if
+    on_bad_row is "error".
     """
     check_preparation(arguments)
     plan = plan_preparation(arguments)
@@ -103,7 +104,7 @@ def prepare(arguments: PreparationArguments) -> None:
 def finished_counts(
     plan: PreparationPlan, workspace: Workspace, shards: int
 ) -> dict[int, UnitCounts]:
-    """Return the counts of every unit; raises ConfigurationError that names incomplete shards."""
+    """Return the counts of all work units. Raises ConfigurationError with incomplete shards."""
     found = {unit.index: workspace.counts_of(unit.index) for unit in plan.units}
     counts = {index: count for index, count in found.items() if count is not None}
     missing = Counter(index % shards for index in found.keys() - counts.keys())
@@ -207,7 +208,7 @@ def assemble_split(
 def move_files(
     folder: Path, workspace: Workspace, units: list[int], features: dict[str, Any]
 ) -> None:
-    """Move the Arrow files of a split to its folder, and add the JSON files of `datasets`.
+    """Move the Arrow files of a split to its folder; add the JSON files that `datasets` reads.
 
     Files that an interrupted run has already moved are kept.
     """
@@ -219,7 +220,7 @@ def move_files(
             source.replace(folder / name)
     info = {"citation": "", "description": "", "features": features}
     info |= {"homepage": "", "license": ""}
-    # The key of the caches of `datasets`, which must differ between splits.
+    # `datasets` uses this as a cache key, so it must differ between splits.
     fingerprint = hashlib.sha256(f"{workspace.digest} {folder.name}".encode()).hexdigest()
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
@@ -237,7 +238,7 @@ def move_files(
 def describe_sources(
     split: str, plan: PreparationPlan, counts: Mapping[int, UnitCounts]
 ) -> dict[str, Any]:
-    """Return files and counts of a split's sources (train's, if it was drawn from train)."""
+    """Return the source files and counts of a split, or of train if the split is drawn from it."""
     origin = split if split in plan.sources else TRAIN
     files = plan.sources[origin]
     own = (counts[unit.index] for unit in plan.units if unit.split == origin)
@@ -254,7 +255,7 @@ def describe_sources(
 
 
 def split_figures(split: str, counts: UnitCounts, lengths: np.ndarray) -> dict[str, Any]:
-    """Return the statistics of a split; lengths: tokens per document, (documents,)."""
+    """Return the statistics of a split. lengths: (documents,), the tokens of each document."""
     tokens, loss_tokens = counts.tokens[split], counts.loss_tokens[split]
     found = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
     percentiles = {f"p{p}": int(length) for p, length in zip(PERCENTILES, found, strict=True)}

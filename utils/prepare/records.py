@@ -1,4 +1,4 @@
-"""Readers of every kind of file: a file is cut into parts, and each part gives its records."""
+"""Readers of all kinds of source files: cut a file into parts, and read the records of a part."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ ROWS_PER_READ = 64
 
 @dataclass(frozen=True)
 class FilePart:
-    """The part of a file from `start` to `stop` (excluded); `size`: its bytes on disk, roughly.
+    """The part of a file from `start` to `stop` (excluded). size: its approximate bytes on disk.
 
     `start` and `stop` count bytes in uncompressed JSONL, row groups in Parquet, and rows in a
     datasets folder. Any other file has one part: start 0, stop 1.
@@ -74,11 +74,11 @@ def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
 
 
 def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
-    """Yield the records of a part in order; raises ConfigurationError when the file is damaged.
+    """Yield the records of a part in order. Raises ConfigurationError if the file is damaged.
 
-    columns: the columns of Parquet files and datasets folders to read; None: all. A text file gives
-    one record with one field, named columns[0] (None: "text"). Text files and JSON files are loaded
-    whole.
+    columns: the columns of Parquet files and datasets folders to read; None: all. A text file
+    is one record with one field, named columns[0], or "text" for `columns=None`. Text files and
+    JSON files are loaded whole.
     """
     try:
         yield from READERS[part.file.kind](part, columns)
@@ -144,7 +144,7 @@ def _object(value: Any, location: Location) -> Record | BadRow:
 
 
 def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
-    """Yield the records of a JSON file: one value, or several values that span many lines each."""
+    """Yield the records of a JSON file, which has one value or several concatenated values."""
     path = part.file.path
     with open_source(path, part.file.compression) as stream:
         text = stream.read().decode("utf-8-sig").strip()
@@ -162,7 +162,7 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records of a JSON value: an array, table, object with an array, or one record."""
+    """Return the records in a JSON value: an array, table, object with an array, or one record."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
     if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
@@ -306,10 +306,10 @@ def _rows(
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
-    """Return an Arrow value as the JSON that it was made from, with `Json()` features decoded.
+    """Convert an Arrow value back to the JSON value that it was made from.
 
-    Keys with null are left out of a struct. Arrow gives every row the keys of all rows, so a key
-    that a row never had looks like a key with null.
+    Keys with null are left out of a struct, because Arrow gives every row the keys of all rows, and
+    null for keys that the row did not have. Features of type `Json()` are decoded.
     """
     if value is None:
         return None

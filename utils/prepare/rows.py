@@ -22,7 +22,7 @@ from utils.prepare.values import (
     wrong_type,
 )
 
-# The columns that each row format needs, and below in OPTIONAL those that it may have.
+# The columns that each row format needs. OPTIONAL has the columns that it may have as well.
 NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),  # of role and content (OpenAI, Hugging Face)
@@ -38,7 +38,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "history", *_OF_CHATS),
     "prompt_completion": ("history", *_OF_CHATS),
 }
-# Row formats that are converted to another format of documents.
+# {row format: the format of its documents}, if they differ.
 DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages"}
 _MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
 
@@ -89,8 +89,8 @@ class RowSettings:
     """Settings for the rows of one source: how to read them, and how many to use.
 
     columns: pairs (name in the file, name in NEEDED or OPTIONAL). filters: pairs (name in the file,
-    what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: the copies of a
-    document; 2.3 is two, and a third for 30 % of the documents. max_tokens: limit for the source.
+    what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of each
+    document; with 2.3, 30 % of the documents get a third copy. max_tokens: limit for the source.
     chat_template_kwargs: variables of the chat template, for rows that do not give them.
     """
 
@@ -103,7 +103,7 @@ class RowSettings:
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns to read, by their names in the file: of the format, then of the filters."""
+        """The names in the file of the columns to read: the format's, then the filters'."""
         own = map(self.name_of, (*NEEDED[self.row_format], *OPTIONAL[self.row_format]))
         return list(dict.fromkeys([*own, *dict(self.filters)]))
 
@@ -119,7 +119,7 @@ class RowSettings:
         return self.name_of("history" if alpaca else NEEDED[self.row_format][-1])
 
     def selects(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether the filters select a row; UnusableRowError if the row lacks their column."""
+        """Tell whether the filters keep a row. UnusableRowError if a filter's column is missing."""
         for name, _ in self.filters:
             if name not in fields:
                 message = f"no {name!r}, which the filter asks for ({_found(fields)})"
@@ -143,7 +143,7 @@ def _found(names: Iterable[str]) -> str:
 
 
 def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
-    """Return a record's document; a BadRow if it is faulty or not selected by the filters."""
+    """Return a record's document, or a BadRow if the record is faulty or filtered out."""
     place, column = record.location, rows.answers_column
     try:
         if not rows.selects(record.fields):
@@ -163,7 +163,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Return fields renamed by (old, new) pairs; a renamed one replaces one with the new name."""
+    """Rename fields by (old, new) pairs. A renamed field replaces a field with the new name."""
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -181,13 +181,12 @@ class _Row(dict[str, Any]):
         self._theirs = {ours: theirs for theirs, ours in columns}
 
     def shown(self, name: str) -> str:
-        """Return a column's name in the file, in quotes."""
         return repr(self._theirs.get(name, name))
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return (name, value) of the one that is set, of two columns with the same meaning.
+        """Return (name, value) of the first column that is set, of two with the same meaning.
 
-        Returns (names[0], None) if both are empty. UnusableRowError: both are set and differ.
+        Returns (names[0], None) if both are empty. Raises UnusableRowError if they differ.
         """
         found = {name: self[name] for name in names if decoded(self.get(name))}
         if len(found) == 2 and decoded(found[names[0]]) != decoded(found[names[1]]):
@@ -198,12 +197,12 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return every format whose NEEDED columns the row has; only one if the row is unambiguous."""
+    """Return every row format whose NEEDED columns the row has."""
     return [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
 
 
 def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
-    """Tell whether a row becomes a chat, which a template renders."""
+    """Tell whether a row becomes a ChatDocument."""
     if row_format == "prompt_completion":
         return _is_chat(fields.get("prompt"))
     return DOCUMENT_FORMATS.get(row_format, row_format) == "messages"
@@ -242,7 +241,7 @@ def document_fields(
 
 
 def _check_words(fields: _Row, name: str) -> None:
-    """Raise UnusableRowError unless a column holds a text with words."""
+    """Raise UnusableRowError unless a column holds a text that is not blank."""
     check_text(fields.shown(name), fields[name])
     if not fields[name].strip():
         raise UnusableRowError("empty", f"empty document: {fields.shown(name)} has no text")
@@ -253,7 +252,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
-    """Return prompt and completion, checked: both are texts, or both are lists of messages."""
+    """Return the checked prompt and completion: two texts, or two lists of messages."""
     prompt, completion = fields["prompt"], fields["completion"]
     question, answer, history = map(fields.shown, ("prompt", "completion", "history"))
     if _is_chat(prompt):
@@ -305,7 +304,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Put the row's system text first; UnusableRowError if the messages have a different one."""
+    """Prepend the row's system text. UnusableRowError if the messages begin with another one."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

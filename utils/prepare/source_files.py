@@ -54,13 +54,13 @@ _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 @dataclass
 class Remarks:
-    """Faults that planning has found, and lines for the log as (level, text)."""
+    """Problems and (level, text) log lines that the planning of a preparation collects."""
 
     problems: list[str] = field(default_factory=list)
     lines: list[tuple[int, str]] = field(default_factory=list)
 
     def warn(self, text: str) -> None:
-        """Add a warning to the lines for the log."""
+        """Add a warning for the log."""
         self.lines.append((logging.WARNING, text))
 
     def inform(self, text: str) -> None:
@@ -75,9 +75,9 @@ class Remarks:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One readable file, or one datasets folder; size: the bytes of all its files on disk.
+    """A source file, or a folder of `datasets.save_to_disk`. size: its bytes on disk.
 
-    url: the address of a file of the Hub, which is the same wherever the cache is.
+    url: the address hf://... of a Hub file, which does not depend on the folder of the cache.
     """
 
     path: str
@@ -89,12 +89,12 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The file's name in stoker.json: the address of a file of the Hub, or the path."""
+        """The file's name in stoker.json: the address of a Hub file, else the path."""
         return self.url or self.path
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The attributes that identify this version of the file in the digest of the plan."""
+        """The attributes in the hash of the plan, so that a changed file changes the hash."""
         own = {key: value for key, value in asdict(self).items() if key != "url"}
         return {**own, "path": self.name}
 
@@ -104,10 +104,10 @@ def list_sources(
 ) -> tuple[list[SourceFile], Remarks]:
     """Return the files of all paths, and remarks about paths and files that are not read.
 
-    Files are sorted within each path. If the file names in a folder (or of a pattern) show several
-    splits, as on the Hub, only the files of `split` are returned. is_named: the user named this
-    split, so it must exist. A file that two paths reach is listed once. Unknown suffixes are read
-    only if `document_format` is "text".
+    Files are sorted within each path. A file that two paths reach is listed once. If the names of
+    files below a path show several splits, only the files of `split` are returned. is_named: the
+    user named this split, so it must exist. Files with unknown suffixes are read only if
+    `document_format` is "text".
     """
     files: dict[str, SourceFile] = {}  # by real path
     remarks = Remarks()
@@ -158,7 +158,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A zstd file with a window up to 2 GiB (`zstd --long=31`). pyarrow's limit is 128 MiB."""
+    """A reader of zstd files with windows up to 2 GiB (`zstd --long=31`); pyarrow's: 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
@@ -168,7 +168,6 @@ class _ZstdStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer and return the number of bytes; 0 at the end of the file."""
         while not self._left:
             block = next(self._blocks, None)
             if block is None:
@@ -201,7 +200,7 @@ def _zstd_blocks(path: str) -> Iterator[bytes]:
 
 
 def _files_of_path(given: str) -> Iterator[str]:
-    """Yield the files of a path or pattern; raises ValueError if there are no files."""
+    """Yield the files of a path or glob pattern. Raises ValueError if it matches nothing."""
     if os.path.lexists(given):
         yield from _walk(given)
     elif glob.has_magic(given):
@@ -217,7 +216,7 @@ def _files_of_path(given: str) -> Iterator[str]:
 
 
 def _walk(path: str) -> Iterator[str]:
-    """Yield the files below a path, sorted; a folder of save_to_disk counts as one file."""
+    """Yield the files below a path, sorted. A folder of save_to_disk counts as one file."""
     if not Path(path).is_dir():
         yield path
         return
@@ -249,7 +248,8 @@ def _files_of_one_split(
 ) -> list[str]:
     """Return the paths of `split`; all paths if their names do not show several splits.
 
-    Raises ValueError if `split` is missing (for a pattern, only if the user named the split).
+    Raises ValueError if `split` is missing. With a glob pattern, only a split that the user named
+    must exist.
     """
     if paths == [given]:
         return paths
@@ -277,7 +277,7 @@ def _files_of_one_split(
 
 
 def _split_name(path: str, given: str) -> str:
-    """Return the split in the name of a file or of a folder above it; "" for other names."""
+    """Return the split that a file's path names; "" if the path names no split."""
     if not _holds_records(path):
         return ""
     parts = Path(os.path.relpath(path, given)).parts if Path(given).is_dir() else (Path(path).name,)
@@ -296,7 +296,7 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _files_of_one_format(given: str, paths: list[str], remarks: Remarks) -> list[str]:
-    """Return the files of one format. Some datasets publish a split in several formats."""
+    """Choose one format of a split that is published in several: Parquet, else the first one."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
@@ -361,7 +361,8 @@ def _kind_of(path: str, is_given: bool) -> tuple[SourceKind | None, Compression 
 def _kind_of_json(line: str, rest: str, named: SourceKind) -> SourceKind:
     """Return "jsonl" for one record per line, "json" for a file that is one JSON value.
 
-    named: the kind that the file's suffix means; returned if the first line does not decide.
+    line, rest: the first line and the text after it. named: the kind by the file's suffix, which
+    is returned if the first line does not decide.
     """
     try:
         first = json.loads(line)

@@ -228,7 +228,6 @@ class DocumentTokenizer:
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
-        """A pattern of the tokenizer's special tokens."""
         words = filter(None, self.tokenizer.all_special_tokens)
         return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
@@ -279,10 +278,9 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens are trained on: bool, (tokens,).
 
-    offsets: each token's start and stop in characters, (tokens, 2). A token may contain the border
-    between a turn and the text around it. The token is trained on if its outer part is blank, and
-    not trained on if it ends the turn's header and its inner part is blank. Any other such token
-    raises UnusableRowError.
+    offsets: each token's start and stop in characters, (tokens, 2). A token across the start of a
+    span is not trained on if its part inside the span is blank. Any other token across the start
+    or the end is trained on if its part outside is blank; else UnusableRowError is raised.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
@@ -302,7 +300,7 @@ def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
 
 
 def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[int, str]:
-    """Return the index of the first token of text[start:stop], and the token's text before `start`.
+    """Return the index of the first token of text[start:stop], and its characters before `start`.
 
     If a token across `start` has only blanks after `start`, the next token is the first one.
     """

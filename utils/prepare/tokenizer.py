@@ -42,7 +42,7 @@ def given_tokenizer(
     tokenizer = load_tokenizer(name, is_cached=True)
     if words:
         known = tokenizer.get_vocab()
-        # Match them exactly as they are written, without stripping blanks around them.
+        # Match the words exactly as they are written, with the blanks around them.
         new = [AddedToken(word, normalized=False) for word in words if word not in known]
         tokenizer.add_tokens(new)
         logger.info(
@@ -116,7 +116,7 @@ def attach_template(
 
 
 def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template with these defaults for its variables.
+    """Return a chat template that first sets its undefined variables to `defaults`.
 
     Samples, chat.py, benchmarks and servers then render the saved template as training did. A
     variable that the template does not read is left out.

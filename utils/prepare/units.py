@@ -51,7 +51,7 @@ LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
-    """Prepare all units in at most `num_proc` worker processes; small jobs run in this process.
+    """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
     Raises ConfigurationError for the first faulty document. If a worker is killed, raises
     OutOfMemoryError or LostProcessError. The files of finished units are kept.
@@ -111,7 +111,7 @@ _worker: "UnitWorker | None" = None
 
 
 def _start_worker(worker: "UnitWorker") -> None:
-    global _worker  # noqa: PLW0603 - what a pool's initializer leaves for its tasks
+    global _worker  # noqa: PLW0603 - the tasks of this worker process read it
     # There is one process per core already, so the tokenizer gets no threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = worker
@@ -128,7 +128,7 @@ def _run_unit(unit: WorkUnit) -> UnitCounts | list[str]:
 
 @dataclass
 class UnitWorker:
-    """Preparation of work units with one tokenizer and one set of settings, into the workspace."""
+    """Worker that tokenizes work units and writes them into the workspace."""
 
     tokenizer: "PreTrainedTokenizerBase"
     backend: str
@@ -143,7 +143,8 @@ class UnitWorker:
     def run(self, unit: WorkUnit) -> UnitCounts:
         """Write a unit's documents, one file per split, and return their counts.
 
-        Writes at most unit.max_tokens tokens. Raises ConfigurationError for a refused document.
+        Writes at most unit.max_tokens tokens. Raises ConfigurationError for a bad row, unless bad
+        rows are skipped, and for a long document if on_overlong is "error".
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
@@ -190,7 +191,7 @@ class UnitWorker:
                     yield split, document, fitted
 
     def _documents(self, unit: WorkUnit, counts: UnitCounts) -> Iterator[tuple[str, Document]]:
-        """Yield (split, document) of usable records; those of train as often as `weight` says."""
+        """Yield (split, document) of usable records; train documents as often as `weight` says."""
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
@@ -242,9 +243,10 @@ class UnitWorker:
 def read_documents(
     unit: WorkUnit, settings: UnitSettings, unread: Counter[str]
 ) -> Iterator[Document | BadRow]:
-    """Yield the document of every record in order, or the fault of the record.
+    """Yield the document of every record in order, or a BadRow.
 
-    Each record adds 1 to `unread` for every column that is not read, except empty loaded columns.
+    Each record adds 1 to `unread` for every column that is not read, unless the column was loaded
+    and is empty.
     """
     rows = settings.sources[unit.source]
     read = set(rows.read_columns)
@@ -289,7 +291,7 @@ def content_digest(document: Document, seed: int) -> int:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return a document's strings in order; of each message the text, the reasoning, the calls."""
+    """Return a document's strings in order. A message gives its text, reasoning and calls."""
     if isinstance(document, TextDocument):
         return [document.text]
     if isinstance(document, CompletionDocument):

@@ -1,4 +1,4 @@
-"""Records and their values: a record's location, records that are refused, checks of a value."""
+"""Records, their locations, errors for unusable records, and checks of single values."""
 
 import ast
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from utils.config.errors import ConfigurationError
 
 ASSISTANT = "assistant"  # the role that is trained on
-FILTERED = "filtered"  # left out because the recipe says so, which is no fault
+FILTERED = "filtered"  # a filter of the recipe left the record out, which is no fault
 MEDIA_KINDS = ("image", "video", "audio")
 MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
@@ -57,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A record that cannot be used; `reason` is the name under which it is counted."""
+    """A record that cannot be used. reason: the name under which such records are counted."""
 
     reason: str
     message: str
@@ -73,7 +73,7 @@ class BadRow:
 
 
 class UnusableRowError(ValueError):
-    """A row that cannot become a document; `reason` is the name under which it is counted."""
+    """A row that cannot become a document. reason: the name under which such rows are counted."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -121,7 +121,7 @@ def decoded(value: Any) -> Any:
 
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise UnusableRowError if a row or message has pictures, films or sound."""
+    """Raise UnusableRowError if a row or message has images, video or audio."""
     if held := [name for name in fields if name in MEDIA and decoded(fields[name]) not in NOTHING]:
         message = (
             f"{where} has {', '.join(map(repr, held))}: text alone is trained on; remove what the "

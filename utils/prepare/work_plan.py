@@ -52,7 +52,7 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive file parts of one source; max_tokens: the most tokens to write from them."""
+    """Consecutive file parts of a source. source: its index. max_tokens: the limit to write."""
 
     index: int
     split: str
@@ -80,9 +80,9 @@ class UnitSettings:
 class PreparationPlan:
     """Files, work units and settings: all that decides the output, except the tokenizer.
 
-    sources: the files of each split, `train` first; `units` are cut from them. needs_chat_template:
-    documents are messages, or prompts and completions made of messages. commits: of the Hub's
-    datasets, as {NAME@REVISION: commit}. lines: what to log, as (level, text).
+    sources: the files of each split, `train` first; `units` are cut from these files.
+    needs_chat_template: some documents are chats. commits: {NAME@REVISION: commit} of Hub datasets.
+    lines: (level, text) for the log.
     """
 
     sources: Mapping[str, Sequence[SourceFile]]
@@ -113,7 +113,7 @@ class PreparationPlan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def log(self) -> None:
-        """Log what the plan reads, and what it leaves out."""
+        """Log the files, formats and columns that the plan reads or leaves out."""
         for level, text in self.lines:
             logger.log(level, text)
 
@@ -219,8 +219,8 @@ def _share_of_tokens(
 ) -> list[tuple[list[FilePart], int | None]]:
     """Return the groups of file parts to read, each with its share of `max_tokens`.
 
-    A small `max_tokens` is read from few groups, evenly spread over the source. The shares are
-    fixed in advance, so no unit depends on another one.
+    A small `max_tokens` is read from few groups, evenly spread over the source. Fixed shares make
+    the units independent of each other.
     """
     if max_tokens is None or not groups:
         return [(group, None) for group in groups]

@@ -75,9 +75,9 @@ TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 class UnitCounts:
     """Counts over the records of one or more work units.
 
-    Keys of documents, tokens, loss_tokens and text_bytes: the splits; of dropped: the reasons; of
-    notes: the names in NOTES; of unread: labels of columns, message keys and roles that are not
-    read. examples: the first few error messages of dropped records.
+    The keys of documents, tokens, loss_tokens and text_bytes are splits. dropped: by reason. notes:
+    by the names in NOTES. unread: by the label of a column, message key or role that is not read.
+    examples: the first few error messages of dropped records.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -111,7 +111,7 @@ def commits_begun_with(output_dir: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Files of one preparation; `digest` identifies its sources and settings.
+    """Files of one preparation. digest: the hash of its sources, settings and tokenizer.
 
     commits: {NAME@REVISION: commit} of the Hub's datasets among the sources.
     """
@@ -149,7 +149,7 @@ class Workspace:
         """Create the workspace, or resume an existing one.
 
         Finished units of other settings or sources are deleted if `may_discard` is True and their
-        assembly into a dataset has not begun. Otherwise they raise ConfigurationError.
+        assembly into a dataset has not begun. Otherwise ConfigurationError is raised.
         """
         settings = self.root / SETTINGS
         of_hub = {"hub": dict(self.commits)} if self.commits else {}
@@ -192,9 +192,9 @@ class Workspace:
     def is_last_of_array(self, array: str, shard: int, shards: int) -> bool:
         """Record that a shard of a job array is done; tell whether its task must merge all shards.
 
-        The last task sees all shards as done. If two tasks end at once, both may see this, but only
-        one can create the link `claim`. A requeued task finds its own link. The file names contain
-        the job array's id, so a task that died does not block a later array.
+        The task of the last shard merges. If two tasks end at once, both may see all shards as
+        done, but only one can create the link `claim`. A requeued task finds its own link. The file
+        names contain the job array's id, so a task that died does not block a later array.
         """
         finished, claim = self.root / f"array-{array}", self.root / f"array-{array}-merged-by"
         try:
