@@ -48,7 +48,7 @@ USABLE = ("idle", "mix", "mixed", "alloc", "comp", "resv", "plnd", "boot", "pow_
 
 
 class Finding(NamedTuple):
-    """A line of the output: its level, the fact, and what to type.
+    """One result of a check. what: the fact. mend: what the user can type to change the fact.
 
     level: ok, option (absent and optional), warning, missing, or unknown (could not be checked).
     """
@@ -94,7 +94,7 @@ def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
 
     def run() -> None:
         try:
-            findings.extend(check())  # after an error the earlier findings stay
+            findings.extend(check())  # extend, so that the findings before an error stay
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             findings.append(Finding("unknown", f"{name} could not be checked ({text})"))
@@ -109,7 +109,7 @@ def found_by(name: str, check: Check, limit_s: float) -> list[Finding]:
 
 
 def conclude(findings: Sequence[Finding]) -> tuple[str, int]:
-    """Return the summary and the exit code."""
+    """Return the summary line and the exit code."""
     count = Counter(finding.level for finding in findings)
     text = f"{count['missing']} missing, {count['warning']} warning(s)"
     text += f", {count['unknown']} not known"

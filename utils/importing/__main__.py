@@ -15,7 +15,7 @@ from utils.importing.toolkits import TOOLKITS, Conversion
 
 
 def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
-    """Return {file: text} of the two recipes and of the chat template, if the config has one."""
+    """Return {file: text} of the two recipes, and of a chat template inside the config."""
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
     texts = {}
@@ -34,7 +34,7 @@ def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert one file; returns the exit code."""
+    """Convert one file; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m utils.importing", description=str(__doc__).partition("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""Converts the keys of another toolkit's config to our recipes, or notes why a key is left out."""
+"""Conversion of another toolkit's config to our recipes, with notes on keys that are left out."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ OTHER_METHODS = (
 
 
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
-    """Convert a config file. Raises YamlError, and ConfigurationError for unsupported trainings."""
+    """Convert a config file. Raises YamlError, or ConfigurationError if it cannot be converted."""
     entries = load_file(path)
     marks = {each: sum(mark in entries for mark in TOOLKITS[each].marks) for each in TOOLKITS}
     kind = kind or max(marks, key=lambda each: marks[each])
@@ -102,7 +102,7 @@ def _convert_batch(given: Conversion) -> None:
 
 
 def _convert_times(given: Conversion) -> None:
-    """Convert how often to evaluate and save."""
+    """Convert the intervals of evaluations and saves."""
     if given.value("save_total_limit") == 1:
         given.given["save_total_limit"] = Given(2, "1 there; the newest may be damaged")
     if given.value("save_strategy") == "best":
@@ -160,7 +160,7 @@ def _convert_optimizer(given: Conversion) -> None:
 
 
 def _convert_adapter(given: Conversion) -> None:
-    """Convert LoRA's settings and weights of 4 or 8 bits."""
+    """Convert the settings of LoRA and of 4-bit and 8-bit loading."""
     adapter, four = given.take("adapter"), given.value("load_in_4bit")
     if not isinstance(four, bool) and four not in (None, 4):  # LLaMA-Factory's quantization_bit
         given.drop("load_in_4bit", "bfloat16 here, or 4 bits with load_in_4bit: true")
@@ -191,7 +191,7 @@ def _convert_adapter(given: Conversion) -> None:
 
 
 def _convert_precision(given: Conversion) -> None:
-    """Convert number types and recomputation. With LoRA and bf16, base weights are bfloat16."""
+    """Convert dtypes and activation checkpointing. With LoRA and bf16, the base is bfloat16."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
     bf16, pure = given.take("bf16"), given.take("pure_bf16")
     pure = pure or bf16 == "full"
@@ -219,7 +219,7 @@ def _convert_precision(given: Conversion) -> None:
 
 
 def _convert_strategy(given: Conversion) -> None:
-    """Convert DeepSpeed's stage or FSDP to `strategy`."""
+    """Convert the stage of DeepSpeed ZeRO, or FSDP, to `strategy`."""
     deepspeed = given.take("deepspeed")
     names = ("dp_shard_size", "fsdp", "fsdp_config", "fsdp_version")
     sharding = {name: given.take(name) for name in names if name in given.given}
@@ -244,7 +244,7 @@ def _convert_strategy(given: Conversion) -> None:
 
 
 def _remove_lines_that_cannot_stay(given: Conversion) -> None:
-    """Remove lines that other lines make ineffective, and lines that the start would refuse."""
+    """Remove settings without effect, and settings that the training script would refuse."""
     lines = {n: Given(v, why, 1) for n, (v, why) in given.run.items() if n in given.declared}
     values = SettingValues(given.declared, lines)
     derive_evaluation(values)

@@ -1,4 +1,4 @@
-"""Converts the datasets of another toolkit's config to `sources` and `eval_sources`."""
+"""Conversion of the datasets in another toolkit's config to `sources` and `eval_sources`."""
 
 import json
 import re
@@ -20,7 +20,7 @@ Entries = list[dict[str, Any]]
 
 
 def convert_data(given: Conversion, folder: str) -> None:
-    """Fill the data recipe, which writes to `folder`, and the training recipe's lines on data."""
+    """Fill the data recipe and the data settings of the training recipe. folder: output_dir."""
     given.data["sources"] = [
         each["path"] if each.keys() == {"path"} else each for each in _read(given, "sources")
     ]
@@ -57,7 +57,7 @@ def convert_data(given: Conversion, folder: str) -> None:
 
 
 def _hold_out(given: Conversion, folder: str) -> None:
-    """Convert the held-out data: given datasets, or a share of the training documents."""
+    """Convert the held-out data: named datasets, or a share of the training documents."""
     splits = []
     if given.value("eval_sources"):
         found = _read(given, "eval_sources")
@@ -75,7 +75,7 @@ def _hold_out(given: Conversion, folder: str) -> None:
 
 
 def _read(given: Conversion, name: str) -> Entries:
-    """Convert the datasets in the setting `name` to entries for our data recipe, with notes."""
+    """Return the datasets of the setting `name` as entries for our data recipe; add notes."""
     reader = {"axolotl": _axolotl, "llamafactory": _factory, "trl": _trl}[given.kind]
     source = given.given[name].source
     entries = reader(given, source, given.take(name))
@@ -122,7 +122,7 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 def _axolotl_columns(
     given: Conversion, source: str, entry: dict[str, Any], kind: Any
 ) -> dict[str, str]:
-    """Remove the keys that name columns from `entry`; return {column: our name for it}."""
+    """Remove the keys that name columns from `entry`; return {column: our name for the column}."""
     columns = {}
     custom = dict(kind) if isinstance(kind, Mapping) else {}
     for fields in (custom, entry):

@@ -38,7 +38,7 @@ class Toolkit:
     """A toolkit whose configs can be converted.
 
     marks: keys that identify its configs. names: {its key: our name}. defaults: {our name: its
-    default}. winners: keys that win over other keys of the same meaning. null_counts: whether
+    default}. winners: keys that override other keys of the same meaning. null_counts: whether
     null in a config replaces a default.
     """
 
@@ -49,7 +49,7 @@ class Toolkit:
     null_counts: bool = True
 
 
-# {key: why it has no counterpart here}, for keys of all toolkits and of a dataset's entry.
+# {key of a toolkit or of a dataset's entry: why the key has no counterpart here}.
 LEFT = by_name({
     "not needed: Stoker does it by itself, or in its own way (docs/coming-from.md)": ""
     "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
@@ -152,14 +152,14 @@ TOOLKITS = {
 class Conversion:
     """The state of a conversion.
 
-    given: values that are not converted yet, by our name. run: {setting: (value, comment)} of the
+    given: {our name: value} that is not converted yet. run: {setting: (value, comment)} of the
     training recipe. data: values of the data recipe. notes: {reason: keys without a counterpart}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
         self.kind, self.path, self.gpus = kind, path, gpus
         self.its_default = f"the default of {kind}"
-        self.made_of: dict[str, str] = {}  # {setting: the key it was made of}
+        self.made_of: dict[str, str] = {}  # {setting: the config's key that it comes from}
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, Any] = {}
         self.notes: dict[str, list[str]] = {}
@@ -186,7 +186,7 @@ class Conversion:
         self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a setting in `given`; `name` is our name."""
+        """Return the value of a setting in `given`. name: our name."""
         return self.given[name].value if name in self.given else default
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -204,7 +204,7 @@ class Conversion:
             self.note(self.given.pop(name).source, reason)
 
     def leave(self, key: str, value: Any, ours: str = "") -> None:
-        """Note why a key has no counterpart; `key` may be a path such as datasets.roles."""
+        """Note why a key has no counterpart. key: may be a path such as datasets.roles."""
         name = key.rpartition(".")[2]
         reason = LEFT.get(name) or REFUSED.get(ours or name) or other_names().get(name)
         if value in (None, ""):
@@ -224,7 +224,7 @@ class Conversion:
                 self.leave(f"{path}.{key}", value)
 
     def put(self, name: str, value: Any, comment: str = "", key: str = "") -> None:
-        """Set a line of the training recipe, or note that `key` is refused or is our default."""
+        """Add a setting to the training recipe, or note that `value` is refused or our default."""
         key = key or name
         declaration = self.declared.get(name)
         if declaration is not None:

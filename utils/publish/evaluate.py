@@ -31,7 +31,7 @@ from utils.publish.hub import RESULTS
 
 logger = logging.getLogger(__name__)
 
-# Prefixes of variables of a launch: with them, lm_eval would wait for other processes.
+# Prefixes of environment variables from a launcher. lm_eval would wait for other processes.
 OF_THE_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None:
     """Run lm_eval on final/ and save the results as lm_eval.json in the run directory.
 
-    lm_eval prints its table to stdout. Raises ConfigurationError if it cannot run or fails.
+    lm_eval prints its table to stdout. Raises ConfigurationError if lm_eval cannot run or fails.
     """
     import torch
     from transformers import AutoConfig

@@ -53,7 +53,7 @@ NO_TOKEN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish the run that the command line names; return the exit code."""
+    """Publish the model of the run that the command line names; return the exit code."""
     configure_logging()
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
@@ -196,7 +196,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
-    """Return the text of the model card with the Hub name, and with the benchmarks of lm_eval."""
+    """Return the model card with the model's name on the Hub, and with the results of lm_eval."""
     from huggingface_hub import ModelCard
 
     text = (directory / CARD).read_text(encoding="utf-8")
@@ -231,7 +231,7 @@ def _benchmarks(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _adapter_config(directory: Path, base_model: str | None) -> str:
-    """Return adapter_config.json with the base model's Hub name. Raises ConfigurationError."""
+    """Return adapter_config.json with the base's Hub name; ConfigurationError if it is unknown."""
     from huggingface_hub import ModelCard
 
     content = read_object(directory / ADAPTER_CONFIG)

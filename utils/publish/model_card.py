@@ -49,10 +49,10 @@ def write_model_card(
     *,
     multimodal: bool = False,
 ) -> None:
-    """Write the card of the model in `directory`, called `name`, whose weights are of step `step`.
+    """Write the card of the model `name` in `directory`, whose weights are from step `step`.
 
-    `data` are the datasets of `train_data`. `multimodal`: the model also has parts for images or
-    sound, which AutoModelForCausalLM does not load. Raises an error if a file is unreadable.
+    data: the datasets of `train_data`. multimodal: the model also has parts for images or sound,
+    which AutoModelForCausalLM does not load. Raises an error if a file is unreadable.
     """
     card = _Card(directory, name, run, step, data, multimodal)
     text = f"---\n{card.metadata().to_yaml()}\n---\n\n{public(chr(10).join(card.lines()))}\n"
@@ -60,7 +60,7 @@ def write_model_card(
 
 
 def public(text: str) -> str:
-    """Replace absolute paths in a text: relative to the current directory, or else the file name.
+    """Replace absolute paths in a text by relative ones, or by names outside this directory.
 
     >>> public("sft_train.py --train_data /home/me/data/chats=0.5 --output_dir runs/mine")
     'sft_train.py --train_data chats=0.5 --output_dir runs/mine'
@@ -69,7 +69,7 @@ def public(text: str) -> str:
 
 
 def shown_name(run: Path, folder: str) -> str:
-    """Return a name for a model that is not on the Hub: RUN/FOLDER, where RUN may be a path."""
+    """Return RUN/FOLDER, the name of a model that is not on the Hub, without an absolute path."""
     inside = run.resolve().is_relative_to(Path.cwd())
     return str((run.resolve().relative_to(Path.cwd()) if inside else Path(run.name)) / folder)
 
@@ -98,7 +98,7 @@ def base_model(run: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def license_of(card: Path) -> dict[str, Any]:
-    """Return the license fields of a model card; {} without a card."""
+    """Return the license fields of a model card; {} if there is no card."""
     if not card.is_file():
         return {}
     facts = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
@@ -118,7 +118,7 @@ def _source_files(dataset: TokenDataset) -> list[str]:
 
 
 class _Card:
-    """The content of a card; see `write_model_card`."""
+    """The content of a model card; see `write_model_card`."""
 
     def __init__(
         self, directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset],
@@ -134,7 +134,6 @@ class _Card:
         self.base, self.license = base_model(run)
 
     def metadata(self) -> ModelCardData:
-        """Return the card's metadata for the Hub."""
         paths = [path for each in self.data for path in _source_files(each)]
         kind = "sft" if self.fine_tuned else "pretraining"
         return ModelCardData(
@@ -148,7 +147,6 @@ class _Card:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the card's text."""
         yield f"# {Path(self.name).parent.name}\n"
         yield self._what_it_is()
         yield "\n## Use\n"
@@ -207,9 +205,9 @@ class _Card:
         return f"{done} on the {what} of the data below, by Stoker's {script}."
 
     def _usage(self) -> Iterator[str]:
-        """Yield Markdown lines with the code and commands that use the model.
+        """Yield Markdown with code and commands that use the model.
 
-        Source for the adapters that vLLM refuses: vllm/lora/peft_helper.py.
+        vllm/lora/peft_helper.py lists the adapters that vLLM refuses.
         """
         name, config = self.name, self.adapter_config
         kinds = {
@@ -241,7 +239,6 @@ class _Card:
         yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
     def _loading(self) -> Iterator[str]:
-        """Yield the lines of code that load the model."""
         name, whole = self.name, "AutoModelForMultimodalLM"
         if not self.is_adapter and not self.multimodal:
             yield "from transformers import pipeline\n"
@@ -264,7 +261,7 @@ class _Card:
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table of steps, tokens, time and losses up to `step`, from metrics.jsonl."""
+    """Yield a Markdown table of steps, tokens, time and losses at `step`, from metrics.jsonl."""
     lines = sorted(read_journal(run / "metrics.jsonl"), key=lambda line: line["step"])
     trained = [line for line in lines if line["event"] == "train" and line["step"] <= step]
     seconds, last = 0.0, 0

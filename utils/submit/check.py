@@ -30,7 +30,7 @@ _DEFAULT_LEAD_S = 60  # Slurm's default if --signal has no time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the job and return the exit code of its dry run. Raises ConfigurationError."""
+    """Check a held job and return the exit code of its dry run. Raises ConfigurationError."""
     directory, fields, answer, count, *words = sys.argv[1:] if argv is None else argv
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job, text = {}, os.fsencode(answer)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
     gpus = gpus_per_node(job)
-    first_node = {  # as Slurm will set them for the launcher on the job's first node
+    first_node = {  # the variables that Slurm will set on the job's first node
         "SLURM_JOB_ID": job["JobID"],
         "SLURM_STEP_NUM_TASKS": job["NumTasks"],
         "SLURM_STEP_NODELIST": f"node[1-{job['NumNodes']}]",
@@ -80,9 +80,10 @@ def _say(line: str) -> None:
 
 
 def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> None:
-    """Print when and how the job ends. Raises ConfigurationError.
+    """Print the time limit, the stop signal, and whether a stopped job is queued again.
 
-    `lead_s` is the time from Slurm's stop signal to the time limit; None without a signal.
+    lead_s: seconds from the stop signal to the time limit; None: no signal. Raises
+    ConfigurationError if the signal would come at the start of the job.
     """
     limit, limit_s, again = job["TimeLimit"], time_limit_s(job["TimeLimit"]), job["Requeue"] == "1"
     if limit_s and lead_s and lead_s >= limit_s:
@@ -102,7 +103,7 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
-    """Return the GPUs per node, whether the job requests them per node, per task or per job."""
+    """Return the number of GPUs per node. Jobs request GPUs per node, per task or per job."""
     nodes = int(job["NumNodes"])
     return (
         _gpus(job["tres-per-node"])
@@ -112,7 +113,7 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def _gpus(tres: str) -> int:
-    """Return 4 for Slurm's texts gres:gpu:h100:4 and gres/gpu=4, 1 for gpu, 0 without GPUs."""
+    """Return the GPUs in Slurm's TRES text: 4 for gres:gpu:h100:4 and gres/gpu=4, 1 for gpu."""
     entries = [entry for entry in tres.split(",") if "gpu" in entry]  # Slurm uses the last one
     number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
     return int(number[1]) if number else len(entries[:1])
@@ -122,7 +123,7 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
 
     squeue does not show --signal, so read the options, else SBATCH_SIGNAL, else the #SBATCH lines.
-    Without `B:` Slurm does not signal the job script, which passes the signal to all nodes.
+    Only with `B:` does Slurm signal the job script, which passes the signal to all nodes.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]

@@ -1,4 +1,4 @@
-"""Reads a sweep file, which describes several runs, and lists or checks its points (the runs).
+"""Sweep files, each of which describes several runs, called points: list or check the points.
 
     python -m utils.submit.sweep points FILE          number, name and state of every point
     python -m utils.submit.sweep point FILE INDEX     a point's script and arguments, NUL-terminated
@@ -31,7 +31,7 @@ FORMS = {
     "grid": "`setting: [values]`, at least one",
     "output_dir": "the folder for the points' run directories",
 }
-_OWN = ("output_dir", "config", "dry_run")  # the sweep sets these for its points
+_OWN = ("output_dir", "config", "dry_run")  # settings that the sweep itself sets for each point
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 # File systems allow 255 bytes per name. Temporary names of checkpoints need some of them.
 _LONGEST_NAME = 120
@@ -41,8 +41,7 @@ _LONGEST_NAME = 120
 class Sweep:
     """A valid sweep. Paths are relative to the repository's root.
 
-    `points` maps the name of each point's directory in `output_dir` to its command line: the script
-    and its arguments.
+    points: {name of the point's directory in `output_dir`: script and arguments}.
     """
 
     script: str
@@ -51,7 +50,7 @@ class Sweep:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in the first argument."""
+    """Run the command `points`, `point` or `check`; return the exit code."""
     command, *words = sys.argv[1:] if argv is None else argv
     if (command, len(words)) not in (("points", 1), ("check", 1), ("point", 2)):
         raise ConfigurationError("usage: utils.submit.sweep points|check FILE, or point FILE INDEX")
@@ -153,7 +152,7 @@ def point_name(settings: Mapping[str, Any]) -> str:
 
 
 def check_points(sweep: Sweep) -> None:
-    """Dry-run all points; print the output of the first. Raises ConfigurationError."""
+    """Dry-run all points; print the output of the first. ConfigurationError lists all faults."""
     main = runpy.run_path(sweep.script, run_name="a_sweeps_script")["main"]
     faults: dict[str, list[str]] = {}
     for number, (name, (_, *arguments)) in enumerate(sweep.points.items()):
