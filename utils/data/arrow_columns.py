@@ -1,7 +1,6 @@
 """The Arrow files of a token dataset as zero-copy numpy views, and the meaning of their columns.
 
-An Arrow list column is a flat array of values plus offsets, so a document is a slice. No document
-is ever turned into Python objects.
+An Arrow list column is a flat array of values plus offsets, so a document is a slice of the array.
 """
 
 import logging
@@ -21,22 +20,22 @@ PADDING = "attention_mask"
 LABELS = "labels"
 LOSS_MASKS = ("assistant_masks", "completion_mask", LABELS)
 IGNORED_LABEL = -100
-# Names of loss masks in other toolkits. Masks in the last line mark tokens that are not trained on.
+# Names of loss masks in other toolkits. Those in the last line are 1 for tokens not trained on.
 FOREIGN_MASKS = (
     *("loss_mask", "loss_masks", "assistant_mask", "completion_masks", "response_mask"),
     *("train_mask", "target_mask", "labels_mask"),
     *("prompt_mask", "prompt_masks", "source_mask", "instruction_mask"),
 )
-# Columns that show that each row holds several documents. If such a row were read as one document,
-# these documents would attend to each other.
+# Columns of packed rows. If a row of several documents were read as one document, these documents
+# would attend to each other.
 PACKED_MARKS = ("seq_lengths", "position_ids", "seq_idx")
 
 STATE_FILE = "state.json"
-# The end of a complete Arrow stream. Without this check, a file that was cut between two record
-# batches would be read as a shorter dataset.
+# The last bytes of a complete Arrow stream. A file that was truncated between two record batches
+# would otherwise be read as a shorter dataset.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
-# Three lists with an item per segment: the chunk's index, and start and stop among its values.
+# Lists (chunk, start, stop) with an item per segment: values[chunk][start:stop] of a ListColumn.
 Bounds = tuple[list[int], list[int], list[int]]
 
 logger = logging.getLogger(__name__)
@@ -46,10 +45,10 @@ logger = logging.getLogger(__name__)
 class ListColumn:
     """One list column over all record batches ("chunks") of a split.
 
-    values: the flat values of each chunk, a view into the memory map.
-    first_documents: (chunks,) the index of the first document of each chunk.
-    offsets: (documents + 1,) int64: where each document starts among all values of the column, and
-    the number of all values at the end.
+    values           flat values of each chunk, usually a view into the memory map
+    first_documents  (chunks,) index of the first document of each chunk
+    offsets          (documents + 1,) int64: the start of each document among all values of the
+                     column, then the number of values
     """
 
     name: str
@@ -63,9 +62,9 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return where values [start, stop) of each document are: (chunks, starts, stops).
+        """Return the chunk, start and stop of values [start, stop) of each document.
 
-        The arguments are int64 arrays of equal length. Columns with the same offsets have the same
+        The arguments are integer arrays of equal length. Columns with equal offsets have equal
         bounds.
         """
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
@@ -73,16 +72,16 @@ class ListColumn:
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
 
     def documents(self, chunk: int, first: int, last: int) -> np.ndarray:
-        """Return the values of documents [first, last), which `chunk` holds, as one flat array."""
+        """Return the values of documents [first, last) as one flat array; all are in `chunk`."""
         base = self.offsets[self.first_documents[chunk]]
         return self.values[chunk][self.offsets[first] - base : self.offsets[last] - base]
 
 
 def find_split(path: str | Path, default_split: str = "train") -> Path:
-    """Return the directory of one split.
+    """Return the directory of a split; raises ConfigurationError if no split is found.
 
-    `path` is a split itself, or a folder of splits (a `DatasetDict`, or the output of
-    `prepare_data.py`). From a folder, `default_split` is used.
+    `path` is a split, or a folder of splits (a `DatasetDict` or the output of prepare_data.py) that
+    contains `default_split`.
     """
     directory = Path(path).expanduser()
     for candidate in (directory, directory / default_split):
@@ -104,7 +103,7 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
 
 
 def data_files(directory: Path) -> list[Path]:
-    """Return a split's Arrow files in order, as its state.json lists them."""
+    """Return a split's Arrow files in the order of state.json. Raises ConfigurationError."""
     state = read_object(directory / STATE_FILE)
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise ConfigurationError(
@@ -123,19 +122,19 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the column that says which tokens are trained on; None if no column does."""
+    """Return the name of LOSS_MASKS among column names, if there is one."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 
 def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
-    """Return for each value of the column `loss_mask` whether its token is trained on (bool)."""
+    """Return for each value of the column `loss_mask` whether the token is trained on (bool)."""
     return values != IGNORED_LABEL if loss_mask == LABELS else values != 0
 
 
 def open_columns(directory: Path) -> dict[str, ListColumn]:
-    """Open the columns that training reads, by name. All columns share one array of offsets.
+    """Open the columns that training reads, by name; all columns share one array of offsets.
 
-    Raises ConfigurationError for columns with an unclear meaning, and for damaged files.
+    Raises ConfigurationError for damaged files, and for columns whose meaning is unclear.
     """
     table = _read_table(directory, data_files(directory))
     names = table.schema.names
@@ -194,7 +193,7 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
             end = mapped.read_at(len(END_OF_STREAM), max(mapped.size() - len(END_OF_STREAM), 0))
             if end != END_OF_STREAM:
                 raise pa.ArrowInvalid("no end-of-stream mark")
-            # Remove the metadata, which concat_tables compares and which does not matter here.
+            # Remove the schema metadata, because concat_tables refuses tables that differ in it.
             tables.append(pa.ipc.open_stream(mapped).read_all().replace_schema_metadata())
         except (OSError, pa.ArrowException) as error:
             raise ConfigurationError(
@@ -213,9 +212,9 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 
 
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
-    """Return a column of integer lists without a copy, or one of boolean masks as int8 (copied).
+    """Return a column of integer lists as views, or one of boolean masks as an int8 copy.
 
-    where: a name for errors. Raises ConfigurationError for other types, nulls and damage.
+    `where` names the data in errors. Raises ConfigurationError for other types, nulls and damage.
     """
     kind, are = column.type, pa.types
     is_list = are.is_list(kind) or are.is_large_list(kind) or are.is_fixed_size_list(kind)

@@ -1,8 +1,8 @@
-"""The description of a split: its statistics, the fingerprint of its content, and its origin.
+"""The description of a split: statistics, a fingerprint of the content, and the origin.
 
-For data that Stoker prepared, the description is in stoker.json next to the files. For other data
-every token is read once, and the result is saved in the disk cache. A description names the sizes
-and modification times of the files. `open_token_dataset` reads the tokens again if these differ.
+Data that prepare_data.py wrote has its description in stoker.json. For other data every token is
+read once, and the description is saved in the disk cache. stoker.json also has the sizes and
+modification times of the files, so that `open_token_dataset` notices changed files.
 """
 
 import hashlib
@@ -36,10 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """Counts over all documents of a split, and the first row with each kind of fault (or None).
+    """Counts over all documents of a split, and the first row (document index) with each fault.
 
-    A row is a document's index. first_row_without_loss: no token after the document's first one is
-    trained on. Nothing predicts the first token.
+    first_row_without_loss: no token but the first is trained on, and nothing predicts the first.
     """
 
     documents: int = 0
@@ -60,9 +59,10 @@ class Statistics:
 class Description:
     """Statistics, content fingerprint and origin of one split; unknown fields are empty.
 
-    tokenizer: {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}.
-    preparation: sources, settings and counts; JSON values.
-    files, modified_ns: {file name: its size or modification time when the split was measured}.
+    tokenizer    {"path": relative to the split, "sha256": ..., "vocabulary_size": ...}
+    preparation  sources, settings and counts of prepare_data.py, as JSON values
+    files        {file name: size in bytes} at the time of the description
+    modified_ns  {file name: modification time in ns}
     """
 
     statistics: Statistics
@@ -76,7 +76,7 @@ class Description:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":
-        """Read a description from JSON and ignore unknown keys; raises KeyError or TypeError."""
+        """Read a description from JSON, without unknown keys. Raises KeyError or TypeError."""
         known = {each.name: content.get(each.name) for each in fields(cls)}
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}
@@ -84,13 +84,13 @@ class Description:
 
 
 def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return {name: bytes} and {name: modification time in ns} of the files, in order."""
+    """Return {name: size in bytes} and {name: modification time in ns} of files, in order."""
     stats = [(file.name, file.stat()) for file in files]
     return {name: s.st_size for name, s in stats}, {name: s.st_mtime_ns for name, s in stats}
 
 
 def read_description(directory: Path) -> Description | None:
-    """Return the content of stoker.json, None if it is missing; raises ConfigurationError."""
+    """Return the content of stoker.json, or None for no such file. Raises ConfigurationError."""
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None
@@ -109,9 +109,10 @@ def read_description(directory: Path) -> Description | None:
 def measure_once(
     directory: Path, files: Sequence[Path], columns: Mapping[str, ListColumn], why: str
 ) -> Description:
-    """Return the result of `measure`, from the disk cache if possible; else measure and log `why`.
+    """Return the result of `measure`, from the disk cache if possible.
 
-    The key of the cache is the files' paths, order, sizes and modification times.
+    The cache key has the paths, order, sizes and modification times of the files. `why`, the reason
+    to measure, is logged if all tokens are read.
     """
     path = cache_path("statistics", file_states(files))
     found = read_cache(path, Description.from_dict)
@@ -124,10 +125,10 @@ def measure_once(
 
 
 def measure(columns: Mapping[str, ListColumn]) -> Description:
-    """Return the statistics of a split and the fingerprint of its content; reads every token.
+    """Read every token of a split; return statistics and a fingerprint of the content.
 
-    The fingerprint hashes token ids, loss mask and document lengths in order, and their integer
-    types. It does not depend on the path, other columns or the division into files and batches.
+    The fingerprint hashes token ids, loss mask, both integer types and document lengths. Paths,
+    other columns and the division into files and batches do not change the fingerprint.
     """
     tokens, loss_mask = columns[TOKENS], loss_mask_among(columns)
     lengths = np.diff(tokens.offsets)
@@ -155,7 +156,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
-    """Yield (chunk, first, last). Documents [first, last) have about BLOCK_TOKENS tokens."""
+    """Yield (chunk, first, last): blocks of about BLOCK_TOKENS tokens, documents [first, last)."""
     ends = np.append(tokens.first_documents[1:], len(tokens.offsets) - 1)
     for chunk, end in enumerate(ends.tolist()):
         first = int(tokens.first_documents[chunk])
@@ -170,7 +171,7 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 def _add_block(
     found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
-    """Add documents to `found`. first: the row of the first document; block: values by column."""
+    """Add a block of documents to `found`; `first` is the row of its first document."""
     ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
         ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]
@@ -188,7 +189,7 @@ def _add_block(
             faults["first_bad_mask_row"] = (mask != 0) & (mask != 1)
         found.loss_tokens += int(np.count_nonzero(trained))
         sums = np.concatenate([[0], trained.cumsum()])
-        # For each document: the trained tokens up to its end, without its first token.
+        # For each document: the number of trained tokens after its first token.
         after_first = sums[starts[1:]] - sums[np.minimum(starts[:-1] + 1, starts[1:])]
         without = np.flatnonzero((after_first == 0) & (np.diff(starts) > 0))
         if without.size and found.first_row_without_loss is None:

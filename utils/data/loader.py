@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences, loaded ahead: from memory-mapped files to the model."""
+"""Micro-batches of packed sequences, from memory-mapped files to the model's inputs."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,28 +20,28 @@ from utils.launch.signals import shield_loader_worker
 # input_ids       (B, T) int32
 # loss_mask       (B, T) bool: which tokens are trained on; never the first token of a segment
 # cu_seq_lens     int32: the starts of all segments in the flattened (B * T) tokens, then B * T. The
-#                 padded tail of a sequence is a segment. There are no empty segments at the end,
-#                 because flash kernels would start work for them
+#                 padded tail of a sequence is a segment. No segment is empty, because flash kernels
+#                 would start work for it
 # loss_positions  int64: the flattened positions from which a trained token is predicted
-# sequence_tokens (B,) int64: how many tokens of each sequence come before its padding
-# sources         (sources, B) bool: the source of each sequence, if there are several
+# sequence_tokens (B,) int64: tokens of each sequence before its padding
+# sources         (sources, B) bool: the source of each sequence, if there are several sources
 Batch = dict[str, torch.Tensor]
 
 
 def model_inputs(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     """Move a micro-batch to the device, and compute the model's inputs there.
 
-    Copies from pinned memory do not block. input_ids, labels, position_ids: (B, T) int64.
-    Labels are not shifted; they are -100 for tokens that are not trained on. Positions count from 0
-    in each segment. max_length_q and _k: an upper bound of the segment lengths.
+    input_ids, labels and position_ids are (B, T) int64. Labels are not shifted, and -100 for tokens
+    that are not trained on. Positions count from 0 in each segment. max_length_q and max_length_k
+    are an upper bound of the segment lengths. Copies from pinned memory do not block.
     """
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     input_ids, cu_seq_lens = moved.pop("input_ids").long(), moved.pop("cu_seq_lens")
     tokens = input_ids.numel()
     segment_starts = cu_seq_lens[:-1].repeat_interleave(cu_seq_lens.diff(), output_size=tokens)
     positions = torch.arange(tokens, device=device) - segment_starts
-    # Flash kernels start work for this many tokens of each segment, and may plan again for each new
-    # value. Powers of two give few values. `batch` is on the host, so reading it does not block.
+    # Flash kernels start work for `longest` tokens of each segment, and may plan again for each new
+    # value. Powers of two give few values. `batch` is on the CPU, so reading it does not block.
     longest = int(np.diff(batch["cu_seq_lens"].numpy()).max())
     longest = min(1 << (longest - 1).bit_length(), input_ids.shape[1])
     return {
@@ -68,8 +68,7 @@ class DocumentPart(NamedTuple):
 class PackedDataset(Dataset):
     """The sequences of one or several packed datasets, numbered from 0 over all datasets.
 
-    `__getitems__` makes a whole micro-batch. pad_token_id fills a sequence after its documents. No
-    document attends to this padding, so any id works.
+    pad_token_id fills the end of a sequence. No document attends to padding, so any id works.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class PackedDataset(Dataset):
         return int(self.first_of_source[-1])
 
     def __getitems__(self, sequences: Sequence[int]) -> Batch:
-        """Return the micro-batch of these sequence numbers; PADDING_SEQUENCE gives only padding."""
+        """Return the micro-batch of these sequences. PADDING_SEQUENCE is a sequence of padding."""
         count, length = len(sequences), self.sequence_length
-        # For the segments of each source, then for the padded tails: the sequence (as an index in
-        # `sequences`), the token ids, and a mask that is not 0 for trained tokens.
+        # One entry per segment, source by source, then one per padded tail: the index of the
+        # sequence in `sequences`, the token ids, and a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
         free = np.full(count, length)
         sources = np.zeros((len(self.plans), count), dtype=bool)
@@ -125,14 +124,14 @@ class PackedDataset(Dataset):
         }
 
     def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the number of real tokens of each source in these sequences, int64 (sources,)."""
+        """Return the tokens without padding of each source in `sequences`, int64 (sources,)."""
         tokens = np.zeros(len(self.plans), dtype=np.int64)
         for source, _, own in self._by_source(sequences):
             tokens[source] = self.plans[source].sequence_tokens[own].sum()
         return tokens
 
     def documents_in(self, sequences: np.ndarray) -> list[DocumentPart]:
-        """Return the document parts in these sequences, source by source."""
+        """Return the document parts in `sequences`, source by source."""
         parts = []
         for source, _, own in self._by_source(sequences):
             _, segments = self.plans[source].segments_of(own)
@@ -141,7 +140,7 @@ class PackedDataset(Dataset):
         return parts
 
     def _by_source(self, sequences: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (source, indices into `sequences`, sequence numbers in the source) per source."""
+        """Yield (source, indices into `sequences`, sequence numbers within the source)."""
         sources = np.searchsorted(self.first_of_source, sequences, side="right") - 1
         for source in sorted(set(sources[sequences != PADDING_SEQUENCE].tolist())):
             indices = (sources == source).nonzero()[0]
@@ -149,23 +148,23 @@ class PackedDataset(Dataset):
 
 
 class TokenCounts:
-    """The number of tokens, without padding, in all steps of a run so far and on all ranks.
+    """Tokens without padding that all ranks have trained on since step 0, by source.
 
-    The steps before a resume count as well. Every rank computes the same counts, without
-    communication. `by_name`: the tokens of each source, also of sources that are no longer used.
+    Every rank computes the same counts without communication. `by_name` also has the tokens of
+    sources that the run used before a resume and no longer uses.
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
-        """`in_step` returns each source's number of tokens in a step (from 0), int64 (sources,)."""
+        """`in_step(step)` returns the tokens of each source in a step from 0, int64 (sources,)."""
         self.in_step, self.names = in_step, tuple(names)
         self.resume(0, {})
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Continue after this many steps; tokens: `by_name` from the checkpoint of that step."""
+        """Continue after `steps` steps, with the checkpoint's `by_name` as `tokens`."""
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
-        """Add the tokens of the steps below `steps` that are not counted yet; return the total."""
+        """Return the number of tokens of the first `steps` steps, over all sources."""
         for step in range(self.steps, steps):
             for name, tokens in zip(self.names, self.in_step(step).tolist(), strict=True):
                 self.by_name[name] += tokens
@@ -174,10 +173,9 @@ class TokenCounts:
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Return a short name for each dataset: the last part of its path where the paths differ.
+    """Return short distinct names of datasets: /data/web/train and /data/code/train are web, code.
 
-    /data/web/train and /data/code/train are named web and code. Known secrets are masked, because
-    the names appear in metrics and checkpoints.
+    Known secrets in paths are masked, because the names appear in metrics and checkpoints.
     """
     parts = [tuple(map(redact, path.parts)) for path in paths]
     length = 1
@@ -190,15 +188,14 @@ def source_names(paths: Sequence[Path]) -> list[str]:
 
 
 class TrainLoader:
-    """The training micro-batches of one rank over the whole run.
+    """The training micro-batches of one rank, from the step at which `batch_sampler` resumes.
 
-    Iteration starts where `batch_sampler` resumes. It draws nothing from global random
-    generators, so a resumed run draws the same numbers as an uninterrupted run. `wait_s`: the
-    seconds that training waited for batches. `tokens_seen` counts the run's tokens.
+    Iteration draws nothing from global random generators, so a resumed run draws the same numbers
+    as an uninterrupted run. `wait_s` is the time that training waited for batches, in seconds.
     """
 
     def __init__(self, dataset: PackedDataset, sampler: GlobalBatchSampler, **workers: Any):
-        """`workers`: the keyword arguments of `eval_loader`."""
+        """`workers` are keyword arguments of `eval_loader`."""
         self.loader = eval_loader(dataset, sampler, **workers)
         self.batch_sampler, self.dataset, self.wait_s = sampler, dataset, 0.0
         names = source_names([source.path for source in dataset.datasets])
@@ -227,7 +224,7 @@ def eval_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> DataLoader:
-    """Return a DataLoader of these micro-batches; `options`: its settings for worker processes."""
+    """Return a DataLoader of micro-batches; `options` are arguments for worker processes."""
     if num_workers == 0:
         options = {}  # without workers, torch refuses options for workers
     return DataLoader(
@@ -238,7 +235,7 @@ def eval_loader(
         pin_memory=pin_memory and torch.accelerator.is_available(),
         collate_fn=dict,  # `PackedDataset.__getitems__` has made the batch already
         worker_init_fn=shield_loader_worker,
-        # Without this generator every iterator would draw a number from torch's global generator.
+        # Without `generator` every iterator would draw a number from torch's global generator.
         generator=torch.Generator().manual_seed(seed),
         **options,
     )

@@ -1,8 +1,8 @@
 """The order of training: the sequences of each step and rank, a pure function of seed and step.
 
-Samples are numbered 0, 1, 2, ... without end. Global batch k has the G samples [kG, (k + 1)G).
-There is no state, so a run resumes at any step at once. The global batches have the same samples
-for every number of ranks.
+A sample is one draw of a sequence. Samples are numbered 0, 1, 2, ... without end, and global batch
+k has the G samples [kG, (k + 1)G), for every number of ranks. There is no state, so a run resumes
+at any step without iterating over earlier steps.
 """
 
 import math
@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 from torch.utils.data import Sampler
 
-# Rounds of `_feistel`. Small ranges need more rounds: with 24, a chi-squared test of 48,000 draws
-# finds all orders of 5 or 6 items equally likely. With 8, some are twice as frequent as others.
+# Rounds of `_feistel`. Small ranges need more rounds. With 24 rounds, a chi-squared test of 48,000
+# draws finds all orders of 5 or 6 items equally likely; with 8, some are twice as frequent.
 ROUNDS = 8
 ROUNDS_BELOW_16_BITS = 24
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -25,19 +25,19 @@ EVAL_KEYS = -2  # `stream` of derive_keys for evaluations
 CACHED_BLOCKS = 8
 
 PADDING_SEQUENCE = -1
-# Compute about this many samples in one call: a call costs as much for 1 sample as for 500.
+# Samples computed in one call, because a call for 1 sample takes as long as one for 500.
 SAMPLES_AT_ONCE = 2048
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Return the image of each position in [0, size) under the permutation of its key.
+    """Return the image of each position under a permutation of [0, size) that its key selects.
 
-    positions: int64 (n,); keys: uint64 (n,), one key for each permutation.
+    positions: int64 (n,); keys: uint64 (n,)
 
-    An alternating Feistel network is a bijection on [0, 2^bits) whatever its round function;
-    walking along its cycles until the value is below `size` restricts it to [0, size). Since
-    2^bits < 2 size, fewer than two evaluations are needed on average. (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002, method "cycle walking".)
+    An alternating Feistel network is a bijection on [0, 2^bits) for every round function. Applying
+    it again until the value is below `size` gives a bijection on [0, size); since 2^bits < 2 size,
+    this takes fewer than two evaluations on average. (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002, method "cycle walking".)
     """
     bits = (size - 1).bit_length()
     values = _feistel(positions.astype(np.uint64), bits, keys)
@@ -64,7 +64,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute [0, 2^bits): each round changes one half by a keyed hash of the other."""
+    """Permute [0, 2^bits): a round XORs one half of the bits with a keyed hash of the other."""
     low_bits = np.uint64(bits - bits // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -80,18 +80,19 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 class SampleOrder:
     """The endless shuffled stream of sequences from one or several sources.
 
-    Without weights all sequences of all sources form one list of N. Sample s is number P(s mod N)
-    of this list; P is the permutation with the key of (seed, epoch s div N). With weights (relative
-    shares of samples, one per source) every BLOCK samples form a block. `samples_before` says how
-    many samples of a block are from each source, and a keyed permutation mixes them inside the
-    block. The k-th sample of a source with n sequences is number P(k mod n) of the source; here P
-    is the permutation with the key of (seed, source, epoch k div n).
+    Without weights, all sequences of all sources form one list of N sequences. Sample s is entry
+    P(s mod N) of the list, and P is the permutation for (seed, epoch s div N).
+
+    `weights` are relative shares of samples, one per source. Every BLOCK samples form a block:
+    `samples_before` gives the number of samples from each source, and a permutation mixes them. The
+    k-th sample of a source with n sequences is sequence P(k mod n) of the source, and P is the
+    permutation for (seed, source, epoch k div n).
     """
 
     def __init__(
         self, per_source: Sequence[int], seed: int, weights: Sequence[float] | None = None
     ):
-        """`per_source`: how many sequences each source has."""
+        """`per_source` has the number of sequences of each source."""
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
         self.total = int(self.per_source.sum())
@@ -101,7 +102,7 @@ class SampleOrder:
         self._layout = lru_cache(CACHED_BLOCKS)(self._lay_out)
 
     def sequences(self, samples: np.ndarray) -> np.ndarray:
-        """Return each sample's sequence, numbered from 0 over all sources in order."""
+        """Return the sequence number of each sample, counted from 0 over all sources in order."""
         if self.weights is None:
             return self._shuffled(samples, self.total, source=0)
         blocks, indices = np.divmod(samples, BLOCK)
@@ -115,13 +116,13 @@ class SampleOrder:
         return found + self.first_of_source[sources]
 
     def shares(self) -> np.ndarray:
-        """Return the share of the samples that each source gives, float64 (sources,)."""
+        """Return the share of samples from each source, float64 (sources,)."""
         if self.weights is None:
             return self.per_source / self.total
         return np.array([float(weight / sum(self.weights)) for weight in self.weights])
 
     def epochs_before(self, sample: int) -> list[float]:
-        """Return how many epochs of each source the first `sample` samples cover."""
+        """Return the epochs of each source that the first `sample` samples cover."""
         if self.weights is None:
             return [sample / self.total] * len(self.per_source)
         block, inside = divmod(sample, BLOCK)
@@ -129,10 +130,10 @@ class SampleOrder:
         return ((drawn + self.samples_before(block * BLOCK)) / self.per_source).tolist()
 
     def samples_before(self, sample: int) -> list[int]:
-        """Return how many of the first `sample` samples are from each source, without mixing.
+        """Return the number of samples from each source before `sample`, a multiple of BLOCK.
 
         Source 0 gives round(n w0 / (w0 + w1 + ...)) of n samples, source 1 its share of the rest,
-        and so on. Each count grows by 0 or 1 with n, and the shares are exact in the long run.
+        and so on. As n grows by 1, each count grows by 0 or 1, so shares do not drift.
         """
         counts = []
         remaining, weight = sample, sum(self.weights or ())
@@ -142,7 +143,7 @@ class SampleOrder:
         return [*counts, remaining]
 
     def _lay_out(self, block: int) -> np.ndarray:
-        """Return each sample's source and its number within the source; int64 (2, BLOCK)."""
+        """Return the source of each sample and its number within the source, int64 (2, BLOCK)."""
         before = np.array(self.samples_before(block * BLOCK), dtype=np.int64)
         counts = np.array(self.samples_before((block + 1) * BLOCK), dtype=np.int64) - before
         keys = derive_keys(self.seed, BLOCK_KEYS, np.full(BLOCK, block))
@@ -162,7 +163,7 @@ class SampleOrder:
 class GlobalBatchSampler(Sampler[list[int]]):
     """The training micro-batches of one rank, as lists of sequence numbers.
 
-    With W ranks and B sequences per micro-batch, micro-step a of rank r takes the samples
+    With W ranks and B sequences per micro-batch, micro-batch a of a step on rank r has the samples
     [aWB + rB, aWB + rB + B) of the global batch.
     """
 
@@ -201,12 +202,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.start_step = step
 
     def sequences_of_step(self, step: int) -> np.ndarray:
-        """Return the sequences of a step's global batch, over all ranks (int64)."""
+        """Return the sequence numbers of a step's global batch, int64 (global batch size,)."""
         first = step * self.global_batch_size
         return self.order.sequences(np.arange(first, first + self.global_batch_size))
 
     def epoch_at(self, step: int) -> float:
-        """Return the samples drawn before `step`, divided by the number of all sequences."""
+        """Return the number of samples before `step` divided by the number of sequences."""
         return step * self.global_batch_size / self.order.total
 
 
@@ -217,12 +218,13 @@ def eval_batches(
     world_size: int,
     at_most: int | None = None,
 ) -> list[list[int]]:
-    """Return the evaluation micro-batches of one rank. All ranks together see each sequence once.
+    """Return the evaluation micro-batches of one rank; all ranks together see each sequence once.
 
-    at_most: evaluate only a random choice of this many sequences, the same for every seed and world
-    size. (The first ones would all have long documents: packing sorts by length.) Every rank gets
-    the same number of micro-batches, because all ranks join in each reduction. PADDING_SEQUENCE
-    fills the last micro-batches.
+    Every rank gets the same number of micro-batches, because the ranks reduce after each batch;
+    PADDING_SEQUENCE fills the last ones.
+
+    at_most: evaluate a random choice of so many sequences, the same for every seed and world size.
+    (The first sequences would all have long documents, because packing sorts by length.)
     """
     numbers = np.arange(sequences)
     if at_most is not None and at_most < sequences:

@@ -1,7 +1,4 @@
-"""Packing of documents into sequences of a fixed length: pure functions of the lengths.
-
-Other modules call `plan_packing`. `best_fit` and `_concatenated` are its two algorithms.
-"""
+"""Packing of documents into sequences of a fixed length: pure functions of the lengths."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -15,7 +12,7 @@ from utils.config.errors import ConfigurationError
 
 
 class Segments(NamedTuple):
-    """Parts of documents, as three equally long arrays: tokens [start, stop) of each document."""
+    """Parts of documents: three arrays of equal length; a part is tokens [start, stop)."""
 
     document: np.ndarray
     start: np.ndarray
@@ -23,7 +20,7 @@ class Segments(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens per segment."""
+        """Tokens of each segment."""
         return self.stop - self.start
 
     def take(self, indices: np.ndarray) -> "Segments":
@@ -35,9 +32,10 @@ class Segments(NamedTuple):
 class PackPlan:
     """The segments of documents that fill each sequence.
 
-    Sequence i holds the segments from sequence_offsets[i] up to sequence_offsets[i + 1].
-    sequence_offsets: (sequences + 1,) int64. counts: how many documents are split,
-    truncated or left out; its keys are words for the log.
+    sequence_offsets  (sequences + 1,) int64; sequence i has the segments from sequence_offsets[i]
+                      up to sequence_offsets[i + 1]
+    counts            documents that are split, truncated or left out, by words for the log
+    left_out_tokens   tokens of overlong documents that are not used
     """
 
     sequence_length: int
@@ -53,7 +51,7 @@ class PackPlan:
 
     @cached_property
     def sequence_tokens(self) -> np.ndarray:
-        """Real (not padding) tokens of each sequence, int64 (sequences,)."""
+        """Tokens without padding of each sequence, int64 (sequences,)."""
         ends = np.concatenate([[0], np.cumsum(self.segments.lengths, dtype=np.int64)])
         return np.diff(ends[self.sequence_offsets])
 
@@ -63,7 +61,7 @@ class PackPlan:
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return (each segment's index in `sequences`, the segments) for these sequence numbers."""
+        """Return the segments of `sequences`, after the index in `sequences` of each segment."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))
@@ -80,14 +78,16 @@ def plan_packing(
 ) -> PackPlan:
     """Return a plan for packing documents of these lengths; equal arguments give equal plans.
 
-    packing: best_fit (best-fit decreasing; documents that fit a sequence are not cut), concat
-    (documents in order, cut at the end of a sequence) or none (one piece per sequence).
-    on_overlong, for documents longer than a sequence: split (into pieces that overlap by one token,
-    so that every next-token target occurs exactly once), error, truncate or drop.
-    has_targets: `TokenDataset.has_targets`, to leave out truncated documents without a trained
-    token. Documents of one token are left out as well: they have nothing to predict.
-    where: the dataset's name in errors. Raises ConfigurationError if no document is left, and for a
-    document that is too long if on_overlong is "error".
+    packing      best_fit: best-fit decreasing; documents that fit a sequence are not cut
+                 concat: documents in order, cut at the end of a sequence
+                 none: one document, or piece of a split document, per sequence
+    on_overlong  for documents longer than a sequence: error, truncate, drop, or split into pieces
+                 that overlap by one token, so that every next-token target occurs exactly once
+    has_targets  `TokenDataset.has_targets`, to leave out truncated documents without a target
+    where        the dataset's name in errors
+
+    Documents of fewer than two tokens have no target and are left out. Raises ConfigurationError if
+    no document is left, or if a document is too long and on_overlong is "error".
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     long = np.flatnonzero(lengths > sequence_length)
@@ -123,7 +123,7 @@ def plan_packing(
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return counts[0] numbers from first[0] on, then counts[1] from first[1] on, and so on."""
+    """Return first[0], first[0] + 1, ... (counts[0] numbers), then the same for first[1], ..."""
     before = counts.cumsum() - counts
     return np.arange(int(counts.sum())) + (first - before).repeat(counts)
 
@@ -135,7 +135,7 @@ def _tokens_used(
     on_overlong: str,
     has_targets: Callable[[np.ndarray, int], np.ndarray] | None,
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return each document's number of used tokens (0: left out), and the `counts` of PackPlan."""
+    """Return the number of used tokens of each document (0: left out) and `PackPlan.counts`."""
     used = np.where(lengths < 2, 0, lengths)
     counts = {}
     if on_overlong == "split":
@@ -154,7 +154,7 @@ def _tokens_used(
 
 
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
-    """Cut documents into [0, T), [T - 1, 2T - 1), ...; T: sequence_length. No target is lost."""
+    """Cut documents into [0, T), [T - 1, 2T - 1), ... with T = sequence_length."""
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride
     start = ranges(np.zeros_like(counts), counts) * stride
@@ -167,9 +167,10 @@ def _concatenated(
 ) -> tuple[np.ndarray, Segments]:
     """Cut the concatenated documents into sequences; return offsets and segments.
 
-    lengths: (documents,) integers >= 2. A document that is cut at the end of a sequence repeats the
-    token before the cut in the next sequence, so that no target is lost. If only the first token of
-    a document would fit, its position stays empty.
+    lengths: (documents,) integers >= 2
+
+    If a sequence ends inside a document, the next sequence repeats the last token, so that no
+    target is lost. If only the first token of a document fits, its place stays empty.
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1])
@@ -201,22 +202,21 @@ def _concatenated(
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return for each piece the number of its sequence, by best-fit decreasing bin packing.
+    """Return the sequence number of each piece, by best-fit decreasing bin packing.
 
-    lengths: (pieces,) integers in [1, capacity]. Longer pieces are placed first, equal ones by
-    index. A piece goes to the fullest sequence that has room for it, or opens a new sequence.
-    Sequences are numbered in the order in which they are opened.
+    lengths: (pieces,) integers in [1, capacity]
 
-    All pieces of one length are placed together. The result is the same as one by one, because the
-    sequence that took a piece remains the fullest one until it has no room for another. So the work
-    grows with the number of different lengths and free spaces, not with pieces times sequences.
+    Longer pieces are placed first, equal ones by index. A piece goes to the fullest sequence that
+    has room for it, or opens the next sequence. Pieces of one length are placed together, with the
+    same result: the sequence that took a piece remains the fullest until it is too full for
+    another. So the work grows with the number of different lengths and free spaces.
     """
     # numpy sorts 16-bit keys by radix, four times as fast.
     key_type = np.uint16 if capacity < 1 << 16 else np.int64
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # Pieces are placed in batches, in the order of `order`. taking: the sequences of all batches.
-    # For each batch, each_takes: the pieces per sequence; in_batch: the number of its sequences.
+    # Pieces are placed in batches, in the order of `order`. `taking` has the sequences of all
+    # batches; `each_takes` and `in_batch` have the pieces per sequence and sequences of each batch.
     taking: list[int] = []
     each_takes: list[int] = []
     in_batch: list[int] = []

@@ -1,4 +1,4 @@
-"""Token datasets on disk: opened without copying a token, and checked for faults."""
+"""Token datasets on disk: memory-mapped access and checks of the content."""
 
 import json
 import logging
@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 # In a held-out split below these sizes, the noise of the loss is larger than most effects.
 FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
-READ_AGAIN_TOKENS = 2**32  # reading this many tokens takes about a minute
+READ_AGAIN_TOKENS = 2**32  # reading so many tokens takes about a minute
 ROWS_LOOKED_AT = 4096  # rows that are checked for padding, spread over the dataset
-PADDING_RUN = 4  # this many equal tokens at the start or end of a row may be padding
+PADDING_RUN = 4  # so many equal tokens at the start or end of a row may be padding
 
 
 @dataclass(eq=False)
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
-    A dataset is cheap to pickle for data loader workers: unpickling opens the files again by path.
+    A pickled dataset has only the path and the description: data loader workers open the files.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class TokenDataset:
 
     @property
     def statistics(self) -> Statistics:
-        """Counts, extremes and first faults of the split."""
+        """Counts of the split, and the first row with each kind of fault."""
         return self.description.statistics
 
     @property
@@ -73,12 +73,12 @@ class TokenDataset:
 
     @property
     def loss_mask(self) -> str | None:
-        """Name of the column that says which tokens are trained on; None: all of them."""
+        """The column that tells which tokens are trained on; None: all tokens are."""
         return self.description.loss_mask
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Folder of the tokenizer that made the dataset, if known."""
+        """Folder of the tokenizer that made the dataset, if known. Raises ConfigurationError."""
         path = self.description.tokenizer.get("path")
         if not path:
             return None
@@ -92,13 +92,13 @@ class TokenDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens per document, int64 (documents,); a new array at each access."""
+        """Tokens per document, int64 (documents,), computed at each access."""
         return np.diff(self.columns[TOKENS].offsets)
 
     def pieces(self, segments: Segments) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the token ids of each segment, and a mask that is not 0 for trained tokens.
+        """Return for each segment the token ids and a mask that is not 0 for trained tokens.
 
-        Both are views in the stored types, if possible.
+        Token ids are views in the stored type, and so are masks unless they come from labels.
         """
         tokens = self.columns[TOKENS]
         bounds = tokens.bounds(*segments)
@@ -112,7 +112,7 @@ class TokenDataset:
         return tokens.pieces(bounds), mask
 
     def has_targets(self, documents: np.ndarray, stop: int) -> np.ndarray:
-        """Tell for each document whether one of its tokens [1, stop) is trained on."""
+        """Return for each of `documents` whether a token in [1, stop) is trained on (bool)."""
         stops = np.minimum(self.lengths[documents], stop)
         if self.loss_mask is None:
             return stops >= 2
@@ -127,10 +127,9 @@ def _opened(path: Path, description: Description) -> TokenDataset:
 def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
     """Open a split, or `default_split` of a folder of splits.
 
-    A split without stoker.json is measured once, which reads every token. A split is also measured
-    if its files do not have the sizes and times in stoker.json. (If only the times differ, a split
-    of more than READ_AGAIN_TOKENS is not measured.) With several ranks, one rank should open the
-    split first: the others then find its statistics in the cache.
+    Every token is read once if stoker.json is missing, or has other file sizes or modification
+    times. A split of more than READ_AGAIN_TOKENS is not read again if only the times differ. Let
+    one rank open the split first: the other ranks then find the statistics in the disk cache.
 
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
     """
@@ -162,9 +161,9 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
 
 
 def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
-    """Measure a new split, write its stoker.json, and return the opened split.
+    """Read all tokens of a new split, write stoker.json, and return the opened split.
 
-    origin: the fields tokenizer, chat_template_sha256 and preparation of Description.
+    origin: the fields tokenizer, chat_template_sha256 and preparation of Description
     """
     split = Path(directory).resolve()
     sizes, times = states_of(data_files(split))
@@ -177,9 +176,9 @@ def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
 def dataset_problems(
     dataset: TokenDataset, vocabulary_size: int, needs_loss_tokens: bool
 ) -> list[str]:
-    """Return the faults in the content of a dataset, most of them with the first faulty row.
+    """Return messages about faults in a dataset's content, with the first faulty row if possible.
 
-    needs_loss_tokens: every document must have a target (fine-tuning).
+    needs_loss_tokens: every document must have a trained token after the first (fine-tuning)
     """
     found, mask = dataset.statistics, dataset.loss_mask
     without_loss = found.first_row_without_loss if needs_loss_tokens else None
@@ -207,7 +206,7 @@ def dataset_problems(
 
 
 def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
-    """Warn of a held-out split that is too small for a precise loss."""
+    """Log a warning if a held-out split is too small for a precise loss."""
     found = dataset.statistics
     if found.documents < FEW_DOCUMENTS or found.loss_tokens < FEW_LOSS_TOKENS:
         logger.warning(
@@ -219,10 +218,10 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
 
 
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
-    """Yield the fault of a dataset that is padded to one length without an attention_mask.
+    """Yield a message if a dataset without attention_mask is padded to one length.
 
-    A dataset counts as padded if all rows have one length, and at least 5 % of them (at least two)
-    begin with the same repeated token, or end with one that is trained on.
+    A dataset counts as padded if all rows have one length, and 5 % of the rows (at least two) begin
+    with PADDING_RUN copies of one token, or end with copies of a token that is trained on.
     """
     found = dataset.statistics
     length = found.longest_document

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one, and comparing two."""
+"""Loading, hashing and comparing tokenizers."""
 
 import hashlib
 import json
@@ -23,11 +23,10 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
 def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a folder or by its Hub name.
+    """Load a tokenizer from a folder or by its Hub name, without running code from there.
 
-    is_cached: read only the cache, without asking the Hub. No code from the folder or the Hub is
-    run. Raises ConfigurationError if the tokenizer is missing, needs its own code, or has no
-    end-of-text token.
+    is_cached: do not ask the Hub, read only the Hub cache. Raises ConfigurationError if the
+    tokenizer is missing, needs custom code, or has no eos_token or too large ids.
     """
     from transformers import AutoTokenizer
 
@@ -55,21 +54,22 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
 
 
 def _check_ids(folder: Path) -> None:
-    """Raise ConfigurationError if vocab.json has an id that is no number, which loses the token."""
+    """Raise ConfigurationError if vocab.json has an id that is not an integer."""
     path = folder / "vocab.json"
-    if path.is_file() and not (folder / "tokenizer.json").exists():  # else vocab.json is not read
+    # With tokenizer.json, vocab.json is not read.
+    if path.is_file() and not (folder / "tokenizer.json").exists():
         for word, number in read_object(path).items():
             if type(number) is not int:
                 raise ConfigurationError(f"{path}: the id of {word!r} is {number!r:.40}, no number")
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the largest token id plus one (added tokens may leave gaps)."""
+    """Return the largest token id plus one; some smaller ids may have no token."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
-    """Return uint16 if it can hold every token id, else uint32."""
+    """Return the integer type in which token ids are stored: uint16 if possible, else uint32."""
     return np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
 
@@ -80,11 +80,11 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
-    """Return the rules of a tokenizer and its special tokens, as JSON values."""
+    """Return the tokenizer's rules (all but the chat template) as JSON values."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
-        # Each call of a tokenizer sets these two, so they are not part of its rules.
+        # Each call of a tokenizer sets truncation and padding.
         content.pop("truncation", None)
         content.pop("padding", None)
     else:
@@ -93,22 +93,22 @@ def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return a hash of the tokenizer's chat template; None if it has no single template."""
+    """Return a hash of the chat template; None for no template or several named ones."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
 
 def without_training_marks(template: str) -> str:
-    """Replace {% generation %} by {% with %} in a chat template; it renders the same text.
+    """Replace {% generation %} by {% with %} in a chat template, which renders the same text.
 
-    Only transformers knows {% generation %}. {% with %} has the same scope, and trims blanks in the
-    same way.
+    Only transformers knows {% generation %}; {% with %} has the same scope and trims the same
+    blanks.
     """
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
 
 def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> str | None:
-    """Return a sentence about the first id with different words in two tokenizers, or None.
+    """Return a sentence about the first id that has different tokens in two tokenizers, or None.
 
     Added tokens are not compared: chat models rename reserved tokens, which no text contains.
     """
@@ -123,7 +123,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return sentences on how two tokenizers differ: special tokens, words, splitting rules."""
+    """Return texts about the differences of two tokenizers: special tokens, vocabulary, rules."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"

@@ -1,9 +1,9 @@
-"""Helpers for all other packages of utils. From those, they import only utils.config.errors.
+"""Helpers for all other packages of utils, of which these modules import only config.errors.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
-machine       this machine: name, processor, memory
-redaction     tokens from .env; secrets removed from all output
-faults        errors of storage, memory and lost processes; the place in the code
+machine       host name, rank, processor and memory
+redaction     tokens from .env; secrets masked in all output
+faults        recognizes errors of storage, memory and lost processes; finds their place in the code
 foreign       time and memory limits, and clear errors, while a library reads a user's files
 collectives   run a function on rank 0 or on all ranks, and give all ranks the result or error
 journal_file  metrics.jsonl: format and reader, without torch

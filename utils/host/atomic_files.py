@@ -1,8 +1,7 @@
 """Files: atomic writes, checked names, locked directories, the disk cache.
 
-A process that is killed while it writes a file leaves the old file, or none. The disk cache is in
-$XDG_CACHE_HOME/stoker (default: ~/.cache/stoker). The name of a cache file is a digest of all facts
-that determine the content, so a cache file is never out of date.
+The disk cache is in $XDG_CACHE_HOME/stoker (default: ~/.cache/stoker). The name of a cache file is
+a digest of everything that determines the content, so a cache file is never out of date.
 """
 
 import contextlib
@@ -32,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
-    """Write a text to `path` in one step: write and flush a draft, then rename it. Raises OSError.
+    """Write a text atomically: write and flush a temporary file, then rename it. Raises OSError.
 
-    Known secrets are masked, unless the text has to be `exact` because its digest is stored.
+    Known secrets are masked. `exact` writes the text unchanged, for texts with a stored digest.
     """
-    # Several processes, on several hosts, may write the same file at once.
+    # Processes on several hosts may write the same file at the same time.
     draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
@@ -54,7 +53,7 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
 def paths_inside(
     folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
 ) -> dict[str, Path]:
-    """Check file names from an index or manifest, `listed_in`; return their paths in `folder`.
+    """Check file names listed in a file such as an index; return each name's path in `folder`.
 
     The files may be missing. With `links`, symbolic links may lead out of the folder, as in the
     Hub's cache. Raises ConfigurationError for a name that leaves the folder or is not a regular
@@ -92,7 +91,7 @@ def _is_inside(folder: Path, name: Any, *, links: bool) -> bool:
             mode = (path.stat() if links else path.lstat()).st_mode
         except FileNotFoundError:
             return True
-        except OSError:  # a name too long, a file for a folder
+        except OSError:  # the name is too long, or a folder of the path is a file
             return False
         if not (stat.S_ISREG(mode) if count == len(parts) else stat.S_ISDIR(mode)):
             return False
@@ -106,10 +105,10 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
     """
     while True:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        # Another process may remove the directory before it is locked: then make another one.
+        # Another process may remove the directory before the lock: then make another directory.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed
+            with contextlib.suppress(OSError):  # without locks, `remove_abandoned` does nothing
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if directory.exists():
                 return directory, lock
@@ -117,7 +116,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove this user's directories of `locked_directory` whose process has ended; return them."""
+    """Remove and return this user's directories that ended processes made by `locked_directory`."""
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed
@@ -142,19 +141,19 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str, facts: Any) -> Path:
-    """Return the path of a cache file. `facts` (JSON values) must determine the file's content."""
+    """Return the path of a cache file; `facts` (JSON values) determine the file's content."""
     name = hashlib.blake2b(json.dumps([CACHE_FORMAT, facts]).encode(), digest_size=16).hexdigest()
     return cache_root() / kind / f"{name}.json"
 
 
 def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time (ns) of each file, to see later if a file changed."""
+    """Return path, size in bytes and modification time in ns of each file."""
     stats = [(file.resolve(), file.stat()) for file in files]
     return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Parse a cache file's JSON with `read`. Return None without the file, or if it is damaged."""
+    """Parse a cache file's JSON with `read`; return None if the file is missing or damaged."""
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -165,7 +164,7 @@ def read_cache(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
 
 def write_cache(path: Path, content: Any) -> None:
-    """Write JSON values to the cache; log a warning if the storage refuses them."""
+    """Write JSON values to the cache; log a warning if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(content, indent=1) + "\n")

@@ -17,8 +17,8 @@ Answer = TypeVar("Answer")
 def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
     """Run a function on rank 0; return its result, or raise its ConfigurationError, on every rank.
 
-    Collective over the ranks of `group` (None: all). An OSError becomes a StorageError, which is a
-    ConfigurationError. The result has to be picklable.
+    The result must be picklable. An OSError becomes a StorageError, which is a ConfigurationError.
+    Collective over `group` (None: all ranks).
     """
     leads = not _connected() or torch.distributed.get_rank() == 0
     outcome = _attempt(action) if leads else None
@@ -28,13 +28,14 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
     """Run a function on every rank; return the results of all ranks, in rank order.
 
-    If it fails on some ranks, all ranks raise one error with all messages. Collective over `group`.
+    If the function fails on some ranks, all ranks raise one error with the messages of these ranks.
+    Collective over `group`.
     """
     return _answers(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, in rank order. Collective over the ranks of `group`."""
+    """Return the values of all ranks, in rank order. Collective over `group` (None: all ranks)."""
     if not _connected():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -43,7 +44,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
-    """Return a function's result, or its error's type and messages, to send to the other ranks."""
+    """Return (result, None, []), or (None, error type, messages) to send to the other ranks."""
     try:
         return action(), None, []
     except ConfigurationError as error:
@@ -66,9 +67,9 @@ def _connected() -> bool:
 
 
 def cpu_group(timeout_s: float) -> Any:
-    """Make a gloo process group of all ranks; return None if there is only one process.
+    """Make a gloo process group of all ranks; None for a single process. Collective.
 
-    Collective over ranks. Raises UnfitClusterError.
+    Raises UnfitClusterError.
     """
     if not _connected() or torch.distributed.get_world_size() == 1:
         return None
@@ -87,9 +88,8 @@ def cpu_group(timeout_s: float) -> Any:
 class Agreement:
     """An asynchronous all-reduce: the maximum of one integer per rank, read one step later.
 
-    All ranks call `begin_turn` in a step, and `result` in the next step. The all-reduce runs over
-    gloo in a separate thread while the ranks compute. So `result` does not block the GPU, and
-    seldom waits for another rank. A single process has the result at once.
+    All ranks call `begin_turn` in a step, and `result` in the next step. Meanwhile gloo reduces in
+    a separate thread, so `result` does not block the GPU and seldom waits for another rank.
     """
 
     def __init__(self, timeout_s: float = 1800):
@@ -114,8 +114,8 @@ class Agreement:
         if self.group is not None:
             value = torch.tensor([number], dtype=torch.int32)
             maximum = torch.distributed.ReduceOp.MAX
-            # Hide the all-reduce from a profiler: gloo ends the profiler's event after its memory
-            # is freed.
+            # Hide the all-reduce from torch's profiler: gloo would end the event after the profiler
+            # has freed the event's memory.
             torch.autograd._enable_record_function(False)
             try:
                 work = torch.distributed.all_reduce(value, maximum, group=self.group, async_op=True)

@@ -13,21 +13,21 @@ from utils.host.machine import host_name
 
 _ROOT = Path(__file__).parents[2]
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# Texts of storage faults in errors that have no errno, because libraries raise their own types.
-# torch and protobuf report only that their writer failed.
+# Texts of storage faults in errors of libraries, which have no errno. torch and protobuf only say
+# that their writer failed.
 _STORAGE_TEXTS = (
     *map(os.strerror, _STORAGE_ERRNOS), "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
 _MEMORY_TEXTS = "out of memory", "t allocate memory", "bad_alloc", "ALLOC_FAILED"
-# Texts of torch (a data worker), datasets and Python (a process pool) after a process died. They do
-# not say what killed the process.
+# Texts of torch (a data worker), datasets and Python (a process pool) after a process died, which
+# do not tell what killed the process.
 _LOST_PROCESS = re.compile(r"is killed by signal|exited unexpectedly(?! with)|abruptly")
 
 
 def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()) -> str:
     """Return `file:line in function` of the innermost frame in this repository or in `packages`.
 
-    If there is no such frame, use the last one of `frames`, which is the innermost.
+    Without such a frame, return the innermost frame of all, the last of `frames`.
     """
     if not frames:
         return "no Python code"
@@ -42,27 +42,27 @@ def place(frames: Sequence[traceback.FrameSummary], packages: Sequence[str] = ()
 
 
 def thread_frames(thread: int) -> list[traceback.FrameSummary]:
-    """Return the stack of a thread, the innermost frame last, without reading source files."""
+    """Return the stack of a thread id, the innermost frame last, without source lines."""
     frame = sys._current_frames().get(thread)
     stack = traceback.walk_stack(frame) if frame else iter(())
     return list(reversed(traceback.StackSummary.extract(stack, lookup_lines=False)))
 
 
 def waits_for_ranks(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Check whether a stack is in a collective or in a backward pass, which runs collectives."""
+    """Return whether a stack is in a collective, or in a backward pass, which runs collectives."""
     collectives = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
     return any(name in frame.filename for frame in frames for name in collectives)
 
 
 def last_line(error: BaseException) -> str:
-    """Return the first line of an error, `Type: message`, followed by its place in the code."""
+    """Return `Type: message (file:line in function)` of an error; only the message's first line."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{lines[0]} ({place(frames)})" if frames else lines[0]
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return a StorageError if the error or one of its causes is a storage fault, else None."""
+    """Return a StorageError with advice if `error` or one of its causes is a storage fault."""
     if (cause := _cause(error, _storage_fault)) is None:
         return None
     target = getattr(cause, "filename", None)
@@ -75,10 +75,10 @@ def storage_error(error: BaseException) -> StorageError | None:
 
 
 def memory_cause(error: BaseException, killed: bool) -> BaseException | None:
-    """Return the error that shows lack of memory: `error` itself or one of its causes; else None.
+    """Return `error` or the first of its causes that shows lack of memory; None if none does.
 
-    `killed`: the kernel killed a process of this job for lack of memory. Only then a lost data
-    worker counts as lack of memory.
+    `killed` tells that the kernel killed a process of this job for lack of memory. Only then a lost
+    data worker counts as lack of memory.
     """
 
     def lacks_memory(one: BaseException) -> bool:
@@ -96,7 +96,7 @@ def memory_owner(cause: BaseException) -> str:
 def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
     """Return an OutOfMemoryError if `error` shows lack of memory (see `memory_cause`), else None.
 
-    This is for errors outside of training. During training, the trainer writes a page with advice.
+    For errors outside of training; callbacks/memory.py handles errors during training.
     """
     cause = memory_cause(error, killed)
     if cause is None:
@@ -105,7 +105,7 @@ def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError
 
 
 def lost_process(error: BaseException) -> LostProcessError | None:
-    """Return a LostProcessError if the end of a data worker caused the error, else None."""
+    """Return a LostProcessError with advice if the end of a data worker caused the error."""
     if (cause := _cause(error, _is_lost_process)) is None:
         return None
     room = "lack of memory"
@@ -118,7 +118,7 @@ def lost_process(error: BaseException) -> LostProcessError | None:
 
 
 def _cause(error: BaseException | None, fits: Callable[..., object]) -> BaseException | None:
-    """Return the first error in the chain of causes for which `fits` is true; None without one."""
+    """Return the first of `error` and its causes for which `fits` is true, else None."""
     while error is not None and not fits(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
@@ -140,6 +140,6 @@ def _storage_fault(error: BaseException) -> str | None:
 
 
 def _of_a_library(error: BaseException) -> bool:
-    """Check whether a library may have raised an error. The text of other errors is no evidence."""
+    # Only texts of errors that a library may have raised are evidence of their cause.
     untyped = type(error) is Exception or isinstance(error, OSError | RuntimeError)
     return untyped or "safetensors" in type(error).__module__.lower()

@@ -1,7 +1,7 @@
-"""Guards around libraries that read foreign files: models, tokenizers, chat templates of a user.
+"""Guards around libraries that read a user's files: models, tokenizers, chat templates.
 
-At a damaged or hostile file, libraries raise errors of any type, compute for hours, or wait for a
-pipe. These guards raise a ConfigurationError that names the file instead.
+With a damaged or hostile file, libraries raise errors of any type, compute for hours, or block on a
+pipe. With these guards, a ConfigurationError names the file.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ _READ = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.safetenso
 
 
 class _TimeIsUp(BaseException):
-    """The CPU limit is reached. The base is BaseException, so that libraries do not catch it."""
+    """The CPU limit is reached. A BaseException, because libraries catch Exception."""
 
 
 @contextlib.contextmanager
 def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
-    """Turn any library error of a with block that reads foreign files into a ConfigurationError.
+    """Turn a library's error in a with block that reads foreign files into a ConfigurationError.
 
-    `what` is the file, folder or Hub name that the block reads. The message has `what`, `problem`
-    and the error. It also lists the damaged files in a folder, or, if there are none, the `advice`.
-    Errors of storage, memory and other ranks are raised unchanged.
+    `what` is the file, folder or Hub name that the block reads. The message has `what`, `problem`,
+    the error, and the damaged files in the folder or else `advice`. Errors of storage, memory and
+    other ranks are raised unchanged.
     """
     folder = Path(what)
     try:
@@ -64,7 +64,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Put `what` before the messages of a ConfigurationError of a with block, if it is missing."""
+    """Prefix the messages of a with block's ConfigurationError with `what`, unless included."""
     try:
         yield
     except ConfigurationError as error:
@@ -78,9 +78,9 @@ def naming(what: str | Path) -> Iterator[None]:
 def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Raise ConfigurationError if a with block computes too long or uses too much memory.
 
-    The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` more address space than the process
-    uses now (None: no limit, needed if CUDA may start, which reserves much address space). A
-    nested call keeps the outer limits. Threads have no limits: only the main one gets signals.
+    The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` of address space beyond the current
+    use. Give None (no limit) if CUDA may start, because CUDA reserves much address space. A nested
+    call keeps the outer limits. Only the main thread is limited, because only it gets signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
@@ -113,7 +113,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message in one line, shortened. A message of one word gets the type."""
+    """Return an error's message in one line, shortened; a one-word message follows the type."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)
@@ -123,7 +123,7 @@ def reason(error: BaseException) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigurationError if it has any other content."""
+    """Return the JSON object in a file. Raises ConfigurationError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,11 +1,11 @@
-"""The journal of a run, metrics.jsonl: how its lines are written and read, without torch.
+"""metrics.jsonl, the journal of a run: format and reader, without torch.
 
-Lines are only appended. A run may resume from a checkpoint that is older than the last lines, so
-each start first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
-were rolled back. `read_journal` leaves these out, so each step occurs once.
+Lines are only appended. A run may resume from a checkpoint that is older than the last lines. So
+each process first appends `{"event": "started"|"resumed", "step": N}`: earlier lines with step > N
+were rolled back, and `read_journal` leaves them out.
 
-Storage faults and killed processes damage lines. Every reader uses `read_lines`, which checks the
-types of all fields that Stoker uses. It leaves out damaged lines, and counts them.
+Storage faults and killed processes damage lines. `read_lines` checks the types of all fields that
+Stoker uses, and leaves out and counts damaged lines.
 """
 
 import json
@@ -29,7 +29,8 @@ LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
 
 
-# A field's kind: the first whose pattern matches it. A measure is finite, a figure may be NaN.
+# The kind of a field is the first whose pattern matches the field's name. A measure is finite, a
+# figure may be NaN.
 _KINDS = {
     "text": "event|split|slowest_host",
     "step": "step|max_steps",
@@ -46,7 +47,7 @@ _KINDS = {
 def strict_json(value: Any, indent: int | None = None) -> str:
     """Return a value as valid JSON, with known secrets masked.
 
-    Scalars of numpy and torch become plain numbers. NaN and infinity become text, as JSON has none.
+    Scalars of numpy and torch become plain numbers; NaN and infinity become text.
     """
 
     def plain(other: Any) -> Any:
@@ -59,14 +60,14 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read metrics.jsonl without lines that were rolled back, damaged or repeated.
 
-    NaN and infinity are floats again. If several lines have the same event, split and step, only
-    the last is returned, because an interrupted evaluation is later repeated for all splits.
+    If several lines have the same event, split and step, only the last is returned, because a
+    resumed run repeats an interrupted evaluation.
     """
     return as_series(read_lines(Path(path))[0])
 
 
 def as_series(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out rolled-back lines, and all but the last of repeated lines (see `read_journal`)."""
+    """Return lines without rolled-back and repeated ones (see `read_journal`)."""
     events: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         event, step = line["event"], line["step"]
@@ -83,9 +84,9 @@ def read_lines(
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of metrics.jsonl and the number of damaged lines. Raises OSError.
 
-    `first`: read only lines within so many bytes from the start of the file. `last`: only lines
-    that end within so many bytes before its end. Without `ranks`, leave out the long field
-    `memory_by_rank`, and add the field `at`, the line's offset in the file.
+    first  read only the lines in the first `first` bytes of the file
+    last   read only the lines in the last `last` bytes, from the start of a line
+    ranks  False leaves out the long field `memory_by_rank` and adds `at`, the line's file offset
     """
     lines, damaged = [], 0
     with path.open("rb") as file:
@@ -107,7 +108,7 @@ def read_lines(
 
 
 def _line_start(file: BinaryIO, place: int) -> int:
-    """Return the offset of the first byte of the line that contains the offset `place`."""
+    """Return the offset at which the line that contains the offset `place` begins."""
     while place > 0:
         begin = max(0, place - BLOCK_BYTES)
         file.seek(begin)
@@ -119,7 +120,7 @@ def _line_start(file: BinaryIO, place: int) -> int:
 
 
 def skipped(damaged: int) -> str:
-    """Return the message for the damaged lines that a reader left out.
+    """Return a message about the number of damaged lines.
 
     >>> skipped(1), skipped(2000)
     ('metrics.jsonl: 1 damaged line skipped', 'metrics.jsonl: 2,000 damaged lines skipped')
@@ -128,17 +129,16 @@ def skipped(damaged: int) -> str:
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl; return None if a field has not the type in docs/metrics.md.
+    """Parse a line of metrics.jsonl; return None for a wrong type (see docs/metrics.md).
 
-    `event` is a text, `step` and `max_steps` are integers from 0, `time` is a number. A figure
-    (such as a loss) is a number, also NaN or infinite. A measure (a time, a size, a share) is left
-    out unless it is finite, as are null fields. Fields of a user's hook are not changed.
+    A figure (such as a loss) may be NaN or infinite. A non-finite measure (a time, a size, a share)
+    is left out, and so are null fields. Fields that a user's hook added may have any type.
     """
     try:
         fields = json.loads(text.decode()).items()
         checked = {key: _checked(key, value) for key, value in fields if value is not None}
         line = {key: value for key, value in checked.items() if value is not None}
-        if b"\\u" in text:  # half of a surrogate pair cannot be written to a file
+        if b"\\u" in text:  # refuse half of a surrogate pair, which no file can store
             json.dumps(line, ensure_ascii=False).encode()
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -146,7 +146,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return a field's value; None for a non-finite measure. Raises ValueError for a wrong type."""
+    """Return a field's value; None for a non-finite measure. Raise ValueError for a wrong type."""
     kind = _kind(key)
     if isinstance(value, str) and value in NOT_FINITE and kind != "text":
         value = float(value)
@@ -196,9 +196,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text that is safe to print as one line of a terminal, with known secrets masked.
-
-    Line ends, control codes and other unprintable characters become backslash escapes.
+    r"""Escape line ends and other unprintable characters for a terminal; mask known secrets.
 
     >>> printable("a b"), printable("line\nend \x1b[1m")
     ('a b', 'line\\nend \\x1b[1m')

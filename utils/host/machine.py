@@ -1,4 +1,4 @@
-"""Facts about this host and process: name, rank, processor, memory."""
+"""Host name, rank, processor and memory of this process."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """Return Slurm's name of this node (as `sinfo` shows it); outside of Slurm the host name."""
+    """Return Slurm's name of this node, as in `sinfo`; outside of Slurm the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -26,8 +26,8 @@ def cpu_fact(name: str) -> str:
 def memory_room_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this job may still use on this host.
 
-    Slurm limits memory by control groups of the step, the job and the user. Files in /dev/shm count
-    as used. Cached file pages that the kernel drops first count as free. `root` is for tests.
+    Slurm limits memory by control groups of step, job and user. Files in /dev/shm count as used,
+    and cached file pages that the kernel can drop count as free. `root` is for tests.
     """
     rooms = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
     for version, groups in _memory_groups(root):
@@ -39,11 +39,10 @@ def memory_room_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory.
+    """Return the number of processes that the kernel has killed for lack of memory in this job.
 
-    Read the innermost group that counts kills. The kernel counts a kill in this group even if the
-    limit of an outer group was reached, and outer groups include other jobs. If no group counts
-    kills, return the count of the whole host.
+    This is the count of the innermost control group that counts kills: a kill counts there also if
+    an outer group's limit was reached. If no group counts kills, return the count of the host.
     """
     for version, groups in _memory_groups(root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -53,7 +52,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield (version of cgroups, [folder of this process's group, folders of its parents])."""
+    """Yield (cgroup version, folders of this process's memory group and its parents)."""
     known = root / "proc/self/cgroup"
     for line in known.read_text(encoding="utf-8").splitlines() if known.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -66,7 +65,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
     """Return the bytes of memory left in one control group; infinity without a limit."""
     if not (group / limit).is_file():
-        return float("inf")  # the root group has no limit; a container does not see the host's path
+        return float("inf")  # the root group, or a path of the host that a container does not see
     allowed = (group / limit).read_text(encoding="utf-8").strip()
     used = int((group / usage).read_text(encoding="utf-8"))
     statistics = _numbers(group / "memory.stat")
@@ -74,7 +73,7 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Read a file of the kernel with a name and a number on each line; {} without the file."""
+    """Read a kernel file with a name and a number on each line; {} if the file is missing."""
     if not path.is_file():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -27,10 +27,9 @@ _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PAT|PWD))S?(_?\d+)?$",
     re.IGNORECASE,
 )
-# A shorter value is more likely a word or a number ("true", "2026") than a secret. Masking it would
-# damage every file. Services issue longer secrets.
+# Services issue longer secrets. Masking a word or number ("true", "2026") would damage every file.
 _SHORTEST_SECRET = 8
-# Tokens of the Hub and of GitHub, also within a longer word; `user:password` in a URL.
+# Tokens of the Hub and GitHub, also inside of a longer word; `user:password` in a URL.
 _FORMS = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"""|(?<=://)[^\s/@:'"\\,<>]*:[^\s/'"\\,<>]+(?=@)"""
@@ -38,10 +37,10 @@ _FORMS = re.compile(
 
 
 def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
-    """Set the environment variables TOKEN_NAMES from a `.env` file; return the names that it set.
+    """Set unset environment variables of TOKEN_NAMES from a `.env` file; return the names set.
 
-    Variables that are set already stay. The file may be missing. Other lines are ignored with a
-    warning. Raises ConfigurationError for a file that is not private. No message shows a value.
+    The file may be missing. Other lines are ignored with a warning. Raises ConfigurationError for a
+    file that other users can read or change. No message shows a value.
     """
     from io import StringIO
 
@@ -58,7 +57,7 @@ def load_env_file(path: str | os.PathLike[str] = ".env") -> list[str]:
 
 
 def _read_private(path: Path) -> str:
-    """Return the text of a file that only this user can read; "" without the file."""
+    """Return the text of a file that only this user can read; "" if the file is missing."""
     if path.is_dir():  # some users name their virtual environment .env
         return ""
     try:
@@ -82,12 +81,12 @@ def _read_private(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """Mask secrets in a text: values of secret environment variables, and texts like a token."""
+    """Mask the values of secret environment variables, and texts that look like a token."""
     return _masked(text, _secret_forms(_secrets()))
 
 
 def redacted(value: Any) -> Any:
-    """Mask secrets in all strings of plain data. Call it before encoding: YAML wraps long texts."""
+    """Mask secrets in all strings of plain data, before YAML or JSON changes the strings."""
     forms = _secret_forms(_secrets())
 
     def mask(part: Any) -> Any:
@@ -109,7 +108,7 @@ def _secrets() -> tuple[str, ...]:
 
 @cache
 def _secret_forms(secrets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the secrets as they occur in texts: unchanged, and escaped once or twice."""
+    """Return the forms of secrets in texts: unchanged, escaped once, escaped twice."""
     forms = set(secrets)
     for _ in range(2):  # twice: JSON of a message that quotes JSON
         forms |= {escape(form) for form in forms for escape in _ESCAPES}
@@ -126,7 +125,7 @@ def _masked(text: str, forms: tuple[str, ...]) -> str:
 def _in_yaml(text: str) -> str:
     try:
         import yaml
-    except ModuleNotFoundError:  # without packages the launch is refused, and no YAML is written
+    except ModuleNotFoundError:  # then nothing writes YAML
         return text
     return yaml.dump(text, default_style='"', allow_unicode=True, width=10**6)[1:-2]
 
@@ -150,10 +149,10 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
 
 
 def install_redaction() -> None:
-    """Mask secrets in all log records and all uncaught errors. A second call changes nothing.
+    """Mask secrets in all log records and uncaught errors. A second call changes nothing.
 
-    The log record factory does it, because a filter on Stoker's handler would miss the handlers of
-    libraries, such as transformers.
+    The log record factory masks, because libraries such as transformers have handlers of their own,
+    which a filter on Stoker's handler would miss.
     """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "redacts", False):
@@ -175,7 +174,7 @@ def install_redaction() -> None:
 
 
 def write_error(text: str) -> None:
-    """Write a redacted text to stderr at once. Ignores errors, such as a log on a full disk."""
+    """Mask secrets in a text and write it to stderr at once; ignore a full disk."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()

@@ -1,10 +1,10 @@
 """The run lock: at most one job trains in a run directory.
 
-The folder .lock has files owner-1, owner-2, ..., one per process that held the lock. The process of
-the highest number is the owner. It rewrites its file every few seconds (the heartbeat), and sets
-`left` in it at its end. A new process that finds the owner ended creates the file of the next
-number with O_EXCL. So only one process can succeed, also on NFS, where flock may not work. No file
-is removed, so no number is used twice. To see a heartbeat, a new process compares no clocks.
+The folder .lock has a file owner-1, owner-2, ... for each process that ever held the lock; the
+highest number is the owner. The owner rewrites its file every few seconds (the heartbeat), and sets
+`left` in the file at its end. If the owner has ended, a new process creates the next file with
+O_EXCL. So only one process succeeds, also on NFS, where flock may not work. A new process waits for
+a change of the file, and compares no clocks.
 """
 
 import atexit
@@ -32,7 +32,7 @@ FOLDER = ".lock"
 BEAT_S = 5.0
 WATCH_S = 30.0  # several heartbeats, because storage or a library that holds the GIL may delay them
 LOOK_S = 0.5  # between two reads of the owner's file
-LONGEST_ERROR = 250  # characters; each takes up to twelve of the SIZE bytes of an owner's file
+LONGEST_ERROR = 250  # characters; JSON takes up to twelve bytes for one, and a file has SIZE bytes
 SIZE = 4096
 
 NAMELESS = "a process that left no name"
@@ -43,8 +43,8 @@ _held: dict[Path, "RunLock"] = {}
 def take_run_lock(output_dir: Path) -> None:
     """Take the run lock of a directory for this process; rank 0 alone calls it.
 
-    The lock is held until `leave_run_lock` or the end of the process. Waits up to WATCH_S for a
-    heartbeat of an earlier owner. Raises ConfigurationError if there is one, and OSError.
+    The lock is held until `leave_run_lock` or the end of the process. Waits up to WATCH_S to see if
+    the owner gives a heartbeat, and then raises ConfigurationError. Raises OSError.
     """
     leave_run_lock(output_dir)  # an earlier run of this process may hold it
     _held[output_dir.resolve()] = RunLock(output_dir)
@@ -52,7 +52,7 @@ def take_run_lock(output_dir: Path) -> None:
 
 
 def leave_run_lock(output_dir: Path) -> None:
-    """Release the lock if this process holds it; raises nothing."""
+    """Release the run lock if this process holds it. Raises nothing."""
     if lock := _held.pop(output_dir.resolve(), None):
         lock.stop.set()
         lock.thread.join(timeout=BEAT_S)
@@ -62,27 +62,27 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process, with secrets masked, in all run locks it holds."""
+    """Store the error that ends this process; its owner files will have it, secrets masked."""
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
 
 def note_phase(phase: str) -> None:
-    """Store what this process is doing. The next heartbeat writes it into the owner file."""
+    """Store the current phase for the next heartbeat, which writes it into the owner file."""
     for lock in _held.values():
         lock.phase = phase
 
 
 def held_runs() -> dict[Path, str]:
-    """Return the run directories that this process has locked; the value is its error or ""."""
+    """Return the run directories that this process has locked, each with the error or ""."""
     return {path: lock.error or "" for path, lock in _held.items()}
 
 
 def taken_over(output_dir: Path) -> str | None:
-    """Return a sentence about the job that took the run lock from this process; else None.
+    """Return a sentence about the job that took the run lock from this process, if any.
 
     A process that was suspended for longer than WATCH_S may lose the lock. Call this before writing
-    files that other jobs rely on. Returns None also if this process took no lock. Raises OSError.
+    files that other jobs rely on. Raises OSError.
     """
     lock = _held.get(output_dir.resolve())
     return lock.new_owner() if lock else None
@@ -105,10 +105,12 @@ def wait_until_left(output_dir: Path) -> None:
 class RunOwner:
     """A process that holds or held the run lock, from a file owner-NUMBER in .lock.
 
-    left: the process released the lock. error: the error that ended it, None without one. since:
-    when it took the lock, by the clock of its host. beat: the last heartbeat, by the clock of the
-    storage. phase: what the process was doing then. replaced: a file with a higher number exists.
-    Times are in unix seconds.
+    left      the process released the lock
+    error     the error that ended the process
+    since     when the process took the lock, in unix seconds by the clock of its host
+    beat      the last heartbeat, in unix seconds by the clock of the storage
+    phase     what the process was doing at the last heartbeat
+    replaced  a file with a higher number exists
     """
 
     number: int
@@ -133,7 +135,7 @@ class RunOwner:
 
     @property
     def gone(self) -> bool:
-        """Whether the owner surely ended: it is replaced, or its process ended on this host."""
+        """Whether the process certainly ended: a later owner exists, or the pid is gone here."""
         if self.replaced or self.machine != _machine():
             return self.replaced
         try:
@@ -141,16 +143,16 @@ class RunOwner:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # another user's
+            pass  # the process belongs to another user
         return False
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still runs, as far as known. Its heartbeat may be 2 * WATCH_S old."""
+        """Whether the process probably runs: its last heartbeat is at most 2 * WATCH_S old."""
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Check whether the owner has the job id and restart count in `slurm` (provenance.json)."""
+        """Return whether the process has the job id and restart count in `slurm`."""
         start = slurm.get("job_id"), int(slurm.get("restart_count") or 0)
         return (self.job, self.restart_count) == start
 
@@ -161,7 +163,7 @@ class RunOwner:
 
 
 def run_owners(output_dir: Path) -> Iterator[RunOwner]:
-    """Yield all processes that held the run lock, newest first. Damaged files are left out."""
+    """Yield all processes that held the run lock, newest first, without damaged files."""
     replaced = False
     for number in sorted(_numbers(output_dir / FOLDER), reverse=True):
         with contextlib.suppress(OSError):
@@ -212,7 +214,7 @@ class RunLock:
         )
 
     def _wait_for_the_last_owner(self) -> int:
-        """Return the last owner's number, once it ended or was silent for WATCH_S; 0 if none.
+        """Wait until the last owner ended or was silent for WATCH_S; return its number, or 0.
 
         Raises ConfigurationError if the owner gives a heartbeat.
         """
@@ -228,7 +230,7 @@ class RunLock:
             for number, owner in _changes(self.folder):
                 if owner and owner.left:
                     return number
-                # The file may be unreadable once and then have the same content: no heartbeat.
+                # A file that was unreadable once and then has the same content is no heartbeat.
                 if seen and owner and owner != seen:
                     raise ConfigurationError(
                         f"{self.output_dir} is in use by {owner}: two jobs in one directory would "
@@ -240,8 +242,7 @@ class RunLock:
         return number
 
     def _is_gone(self, last: RunOwner) -> bool:
-        """Check whether an owner surely ended, so that nobody has to wait for its heartbeat."""
-        # Slurm restarts a job only after all processes of the previous start have ended.
+        # Slurm requeues a job only after all its processes have ended.
         job, start = self.owner["job"], self.owner["restart_count"]
         return last.gone or (job is not None and last.job == job and last.restart_count < start)
 
@@ -261,7 +262,7 @@ class RunLock:
                 warned = True
 
     def write(self, flags: int = 0, *, left: bool = False) -> None:
-        """Write this process's owner file in one call of SIZE bytes: no reader sees half a file."""
+        """Write this process's owner file in one call, so that no reader sees half a file."""
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
         content["phase"] = self.phase
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
@@ -270,7 +271,7 @@ class RunLock:
 
 
 def _machine() -> str:
-    """Return the ids of this host's boot and of the pid namespace. Within both, pids are unique."""
+    """Return the boot id and the pid namespace: within the same two, pids can be compared."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -287,7 +288,7 @@ def _changes(folder: Path) -> Iterator[tuple[int, RunOwner | None]]:
 
 
 def _newest(folder: Path) -> tuple[int, RunOwner | None]:
-    """Return the highest number of an owner file (0: no file), and the owner, None if damaged."""
+    """Return the highest number of an owner file (0: no file) and its owner (None: damaged)."""
     number = max(_numbers(folder), default=0)
     try:
         return number, _read_owner(folder, number)
