@@ -152,8 +152,7 @@ def choose_compilation(
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
     """Return why layers are not compiled by default, or None.
 
-    With `elsewhere` the run trains on another machine, so this host's GPU and packages do not
-    matter.
+    With `elsewhere` the run trains on another machine, so this host's GPU and tools do not count.
     """
     if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton needs 8.0 for bfloat16
         return "the GPU's compute capability is below 8.0"

@@ -46,7 +46,7 @@ def generation_settings(settings: RunSettings, config: PreTrainedConfig) -> Gene
 
 
 def check_token_ids(found: GenerationConfig) -> None:
-    """Raise ValueError if a setting that must be token ids is something else."""
+    """Raise ValueError if a setting in TOKEN_IDS is not a token id or a list of token ids."""
     for name in TOKEN_IDS:
         value = getattr(found, name)
         ids = value if isinstance(value, list) else [0 if value is None else value]

@@ -89,11 +89,11 @@ class LossHeadChoice:
     def install(self, model: PreTrainedModel, compiled: bool = False) -> None:
         """Let model.forward compute the loss this way; call this before PEFT wraps the model.
 
-        The new forward takes more arguments. loss_positions: the result of `find_loss_positions`.
-        By default forward computes it, and the host waits for the GPU. sequence_tokens: an argument
-        for `count_routed`; the output then has the sums of `count_routed`. count_only: compute only
-        these sums. sources, bool (sources, B): the data source of each sequence. compiled: compile
-        the softmax on a GPU.
+        The new forward has more arguments. loss_positions: the result of `find_loss_positions`,
+        which is called by default and makes the host wait for the GPU. sequence_tokens: passed on
+        to `count_routed`, whose sums are then in the output. count_only: compute only these sums.
+        sources, bool (sources, B): the data source of each sequence. compiled: compile the softmax
+        on a GPU.
         """
         fused, router, original = self.name == "fused", self.router, model.forward
         has_term = hasattr(model.config.get_text_config(), SWITCH)

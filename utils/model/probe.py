@@ -68,7 +68,7 @@ def torch_operators() -> contextlib.AbstractContextManager[Any]:
 
 
 def tolerance(device: torch.device, on_cpu: float) -> float:
-    """Return the largest relative difference that counts as rounding: `on_cpu`; 0.01 on a GPU."""
+    """Return the relative difference that counts as rounding: 0.01 on a GPU, else `on_cpu`."""
     return on_cpu if device.type == "cpu" else 1e-2  # GPUs multiply in TF32, with 10 bits
 
 

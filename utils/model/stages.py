@@ -36,7 +36,7 @@ OPTIMIZER = "optimizer.pt"
 
 
 def find_stage(init_from: str) -> Path:
-    """Return the directory whose weights `--init_from` names. Raises ConfigurationError."""
+    """Return the directory with the weights that `--init_from` names. Raises ConfigurationError."""
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
@@ -170,7 +170,6 @@ def weights_origin(
 
 
 def _unfit(directory: Path) -> str | None:
-    """Return why weights cannot be loaded from a directory and what to do, or None."""
     if not directory.is_dir():
         return f"there is no such directory: {directory}."
     unfinished = directory.name.startswith((INCOMPLETE, DAMAGED, DELETING))

@@ -168,8 +168,7 @@ def published_rows(
 ) -> PreTrainedConfig:
     """Return the configuration to pass to from_pretrained for `weights`, a path or a Hub name.
 
-    If `add_rows` adds rows to the embedding later, this is a copy with the published vocabulary
-    size.
+    If `add_rows` will add rows to the embedding, this is a copy with the published vocabulary size.
     """
     model = settings.model
     if not new_tokens and model.pad_embeddings_to_multiple_of is None:
@@ -238,8 +237,8 @@ def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantiz
     """Return the layers to load in 4 bits, or None without --load_in_4bit.
 
     These are the text model's linear layers except the last, with or without adapters. Embeddings,
-    norms and stacked experts are not quantized. The lora_target_parameters of `model` are full
-    names, as in AdapterPlan.
+    norms and stacked experts are not quantized. `model` must have full names in
+    lora_target_parameters, as in AdapterPlan.
     """
     if not model.load_in_4bit:
         return None

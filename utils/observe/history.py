@@ -52,9 +52,8 @@ class Start:
     `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
     done: the step from which it resumed, -1 for a new run. ended: its last heartbeat or log line.
     error: why it ended (from the job's verdict.txt, .lock or the job's log). lost_steps: number of
-    steps that a later start repeated. Each of the `lines` has `hours` (running time of all starts
-    until then), `lost` (whether a later start repeated its step) and `at` (its offset in
-    metrics.jsonl).
+    steps that a later start repeated. Each line has `hours` (running time of all starts until
+    then), `lost` (whether a later start repeated its step) and `at` (its offset in metrics.jsonl).
     """
 
     began: float
@@ -106,9 +105,8 @@ class History:
     """The content of a run directory.
 
     refused: the newest start's file in .lock, if it failed the checks and the run has earlier
-    starts. lines: those of metrics.jsonl, without `lost` ones. first_lines: the beginning of
-    metrics.jsonl. checkpoints: committed ones, newest first. nonfinite: contents of the
-    nonfinite-step-N.json.
+    starts. lines: those of metrics.jsonl, without `lost` ones. first_lines: its beginning.
+    checkpoints: committed ones, newest first. nonfinite: contents of nonfinite-step-N.json files.
     """
 
     path: Path
@@ -138,7 +136,7 @@ class History:
 
     @cached_property
     def entry(self) -> Mapping[str, Any]:
-        """The last start's entry in provenance.json (of the last start that has one), or {}."""
+        """The entry in provenance.json of the last start that has an entry, or {}."""
         return next((start.entry for start in reversed(self.starts) if start.entry), {})
 
     @cached_property
@@ -307,8 +305,8 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
     """Yield each start with the fields `owner`, `ended` and `lost_steps`; mark its lost lines.
 
-    A start acquires the run lock before it writes to provenance.json. If the newest start died in
-    between, add it here.
+    A start acquires the run lock before it writes to provenance.json. Add a start that died in
+    between.
     """
     if owners and all(start.began + 1 < owners[0].since for start in starts):
         starts = [*starts, Start(owners[0].since, {})]

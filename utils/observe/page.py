@@ -164,7 +164,6 @@ def _start_rows(run: History) -> list[dict[str, Any]]:
 
 
 def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
-    """Return the variables of the template page.html for several runs."""
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         page = run.path / FILE_NAME

@@ -26,9 +26,8 @@ SHARDED_BY = {
 class MemoryEstimate:
     """Bytes on each device at the peak of a step.
 
-    activations: all other tensors at the peak, such as layers' inputs for the backward pass, logits
-    of the loss head, gathered weights. counted: False if most of `activations` is missing. fault: a
-    warning for the log, or "".
+    activations: all other tensors at the peak, such as layers' inputs for the backward pass,
+    logits, gathered weights. counted: False if most of these are missing. fault: a warning, or "".
     """
 
     weights: int
@@ -53,9 +52,8 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one training device with the activation checkpointing `choice`.
 
-    micro_batch: sequences in place of the setting, which still decides whether gradients
-    accumulate. If the architecture cannot run without data, activations are left out and `fault`
-    says why.
+    micro_batch: sequences in place of the setting, which still decides on gradient accumulation. If
+    the architecture cannot run without data, activations are left out and `fault` says why.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized

@@ -259,10 +259,9 @@ def report_run(
     checkpoint_bytes: int,
     report: Report,
 ) -> None:
-    """Report the processes, saves and run directory of a dry run.
+    """Report a dry run's processes, saves and directory; utils/submit/check.py reports its job.
 
-    Raises ConfigurationError for a GPU strategy on a CPU. utils/submit/check.py prints the facts of
-    the Slurm job, such as its time limit.
+    Raises ConfigurationError for a GPU strategy on a CPU.
     """
     training, output_dir = settings.training, Path(str(settings.training.output_dir))
     # `values` has the user's use_cpu. A dry run without a GPU changes use_cpu in `training`.

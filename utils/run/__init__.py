@@ -5,6 +5,6 @@ preflight   checks of output_dir on all hosts: writable, with enough space, no f
 provenance  provenance.json; refuses to resume with settings that change what the run computes
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio
 finish      makes the callbacks; evaluates and exports at the end of training
-export      final/ and adapter/
+export      writes the finished model to final/, and LoRA's adapter to adapter/
 chat        chat.py: conversations with a finished model or a checkpoint
 """

@@ -120,7 +120,7 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class ChatModel:
-    """A model with its tokenizer and chat template. Without a template, it continues texts."""
+    """A model with its tokenizer and chat template. Without a template, it only continues texts."""
 
     def __init__(self, given: argparse.Namespace):
         """Load the model and set generation options, from the flags. Raises ConfigurationError."""
@@ -234,7 +234,7 @@ class ChatModel:
 
 
 def opening(system: str | None) -> Messages:
-    """Return the messages that begin a conversation: the system message, if there is one."""
+    """Return the first messages of a conversation: the system message, if there is one."""
     return [{"role": "system", "content": system}] if system else []
 
 

@@ -1,4 +1,4 @@
-"""Export of the finished model: gathered from all ranks, adapters merged, for from_pretrained.
+"""Export of the finished model for from_pretrained: weights of all ranks, adapters merged.
 
 PEFT's layers merge the LoRA adapters. To save memory, only one layer at a time holds tensors; the
 other layers are on the meta device.
@@ -108,7 +108,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _merged(module: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a PEFT module with merged adapters; `state` has all tensors of that module."""
+    """Return a PEFT module with merged adapters. `state` has all tensors of that module."""
     module = copy.deepcopy(module)  # else the meta module would keep the tensors
     floats = {
         # Copy the tensors, because PEFT merges in place.

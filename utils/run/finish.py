@@ -1,4 +1,4 @@
-"""The callbacks of a run; the last evaluation, the export and the exit code."""
+"""The callbacks of a run; its last evaluation, export and exit code."""
 
 import gc
 import logging
@@ -95,8 +95,8 @@ def run_callbacks(
 def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     """Evaluate at the last step, write ``final/`` in `save_dtype`; return the exit code.
 
-    A stopped run writes no ``final/``, because the next start resumes it. Raises ConfigurationError
-    before ``final/`` is written if another job has locked the run directory.
+    A stopped run writes no ``final/``, because the next start resumes the run. Raises
+    ConfigurationError before it writes ``final/`` if another job has locked the run directory.
     """
     state, output_dir = trainer.state, Path(str(trainer.args.output_dir))
     average = trainer.callbacks.average
@@ -143,8 +143,8 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
 def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
     """Upload and benchmark ``final/`` if requested; release the run lock; return `code`.
 
-    Only rank 0 uploads and benchmarks. Their failure does not change the exit code. The caller must
-    have deleted the trainer before, because benchmarks need the memory.
+    Only rank 0 uploads and benchmarks, and a failure of either does not change the exit code. The
+    caller must have deleted the trainer before, because benchmarks need the memory.
     """
     args, tasks = settings.training, settings.run.lm_eval_tasks
     output_dir, push = Path(str(args.output_dir)), settings.values["push_to_hub"]

@@ -116,7 +116,7 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 
 def known_files(output_dir: Path) -> bool:
-    """Check whether output_dir holds a run or is empty (False); else raise ConfigurationError."""
+    """Return whether output_dir holds a run. Raise ConfigurationError if it holds other files."""
     # Do not follow links, because another user may have made this directory. Do not raise for a
     # damaged file of a run, because the start restores it.
     for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):

@@ -57,10 +57,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 def write_provenance(
     path: Path, launch: LaunchFacts, *, run_id: str, resumed_from: str | None, **facts: Any
 ) -> None:
-    """Append facts about this start to the list `starts` in provenance.json; only on rank 0.
+    """Append an element for this start to the list `starts` in provenance.json; only on rank 0.
 
-    `facts` are further JSON values. If the process is killed, the old or the new file is left,
-    never a partial one. Raises ConfigurationError if the old file is damaged.
+    `facts` are further JSON values of the element. If the process is killed, the old or the new
+    file is left, never a partial one. Raises ConfigurationError if the old file is damaged.
     """
     devices = [launch.device]
     if launch.device == "cuda":
@@ -111,7 +111,7 @@ def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return Slurm's facts about this job, or None outside of a job."""
+    """Return this job's values from Slurm's environment variables, or None outside of a job."""
     if "SLURM_JOB_ID" not in environment:
         return None
     return {field: environment.get(name) for field, name in _SLURM_FIELDS.items()}
@@ -253,7 +253,7 @@ def _contents(
 def accepted_changes(
     output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
 ) -> dict[str, Any]:
-    """Log the changes since the last start; return them for provenance.json (changed, accepted).
+    """Log the changes since the last start; return keys `changed`, `accepted` for provenance.json.
 
     `facts` has the result of `identity_facts` and the script. `resumes`: this start resumes from a
     checkpoint of another directory. Raises ConfigurationError for a change that the checkpoints do
@@ -342,16 +342,16 @@ def _other_shape(*contents: Mapping[str, Any]) -> str:
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:
-    """Check whether checkpoints made with the old value of a setting also fit the new value."""
+    """Return whether checkpoints made with the old value of a setting also fit the new value."""
     if name == "metric_for_best_model":  # no metric so far, or the same metric
         return old is None or str(new).removeprefix("eval_") == old.removeprefix("eval_")
     return name == "optim" and {old, new} == {"adamw_torch", "adamw_torch_fused"}
 
 
 def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) -> str:
-    """Return why a changed setting of NAMES_CONTENTS is harmless; "" if this is not known."""
+    """Return why a changed setting of NAMES_CONTENTS is harmless, or "" if that is unknown."""
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
-        return "the run resumes from weights of its own"  # LoRA checkpoints: adapters
+        return "the run resumes from weights of its own"  # LoRA's checkpoints have only adapters
     if name == "train_data":
         old, new = (train_sources(one.settings[name]) for one in (before, now))
         if [*old.values()] != [*new.values()]:  # the mixture has other weights

@@ -76,10 +76,10 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Run:
-    """The run in output_dir. `finished`: no step is left and final/ exists. A new run has a new id.
+    """The run in output_dir, new or resumed. `finished`: no step is left and final/ exists.
 
-    `facts`: for provenance.json, digests of the inputs and the changed settings of this start.
-    `weights_from`: the weights directory of --init_from, None if this start does not load it.
+    `facts`: values for provenance.json, which are digests of the inputs and the settings that this
+    start changed. `weights_from`: the weights directory of --init_from, None if not loaded now.
     """
 
     run_id: str
@@ -111,7 +111,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
-    """Check how processes were launched; copy --resume_from_checkpoint to output_dir (rank 0)."""
+    """Check the launch; on rank 0 copy the checkpoint of --resume_from_checkpoint to output_dir."""
     install_stop_signals()
     launch = check_launch()
     check_same_precision(settings, launch)
@@ -220,7 +220,7 @@ def start_run(
 
 
 def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts) -> Run:
-    """Lock output_dir, find the run in it, write config.yaml, provenance.json; only on rank 0."""
+    """Lock output_dir, find its run, write config.yaml and provenance.json; only on rank 0."""
     output_dir = Path(str(settings.training.output_dir))
     known_files(output_dir)  # raises before anything is written among other files
     take_run_lock(output_dir)
@@ -264,7 +264,7 @@ def check_start(
     config: PreTrainedConfig,
     launch: LaunchFacts,
 ) -> int:
-    """Check output_dir and weights for a dry run. Return 0, or raise what a real start would."""
+    """Check output_dir and weights for a dry run. Return 0, or raise the error of a real start."""
     output_dir = Path(str(settings.training.output_dir))
     try:
         check_place(output_dir, plan, settings.training.save_total_limit)
@@ -351,8 +351,8 @@ def _check_weights(
 ) -> None:
     """Check the names and shapes of the tensors in the weights files against the model.
 
-    `origin` is the weights directory of --init_from. Raises ConfigurationError if they differ, or
-    if a job, which has no network, needs weights that are not in the Hub cache.
+    `origin` is the weights directory of --init_from. Raises ConfigurationError if names or shapes
+    differ, or if a job, which has no network, needs weights that are not in the Hub cache.
     """
     model = settings.model
     if origin is None and (model.init_from is not None or model.model_config is not None):

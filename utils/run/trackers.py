@@ -56,11 +56,11 @@ def prepare_trackers(
 
 
 def prepare_wandb(output_dir: Path, run_id: str) -> None:
-    """Set wandb's environment variables. Choose offline mode without a key or a connection."""
+    """Set wandb's environment variables, for offline mode if there is no key or no connection."""
     ours = {
         "PROJECT": "stoker", "DIR": str(output_dir), "RUN_ID": run_id, "RESUME": "allow",
         "NAME": output_dir.absolute().name, "QUIET": "true",
-        "DATA_DIR": str(output_dir / "wandb"),  # of tables; by default below the home directory
+        "DATA_DIR": str(output_dir / "wandb"),  # for tables; by default below the home directory
         "CONSOLE": "off" if fits_terminal() else "auto",  # it would record each redraw of LiveView
     }  # fmt: skip
     for name, value in ours.items():

@@ -30,19 +30,18 @@ class Stateful(Protocol):
         """Return JSON values by unique names for a checkpoint to store; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore own values. `saved` has the values of all objects; it is empty in a new run."""
+        """Restore the object's values from those of all objects, which are empty in a new run."""
 
 
 class DataEpochs(TrainerCallback):
-    """Counts the epochs of the data, because Trainer runs all steps as one epoch.
+    """A counter of the data's epochs, because Trainer runs all steps as one epoch.
 
-    At the end of a data epoch it requests a log, an evaluation and a save, if their strategy is
-    "epoch".
+    At the end of a data epoch, it requests the log, evaluation or save whose strategy is "epoch".
     """
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Update `state.epoch`. Request nothing at the last step, where Trainer itself does."""
+        """Update `state.epoch`. Request nothing at the last step, because Trainer itself does."""
         sampler = kwargs["train_dataloader"].batch_sampler
         before = sampler.epoch_at(state.global_step - 1)
         state.epoch = sampler.epoch_at(state.global_step)

@@ -30,9 +30,9 @@ def rank_share(sums: list[float], args: TrainingArguments) -> float:
 
 
 class SourceLosses:
-    """Logs `loss/NAME` of each source of a mixture: the mean loss per token since the last log.
+    """The mean loss per token of each source of a mixture since the last log: `loss/NAME`.
 
-    The figures do not depend on the number of ranks or the micro-batch size, up to rounding.
+    The means do not depend on the number of ranks or the micro-batch size, up to rounding.
     """
 
     def __init__(self, names: Sequence[str], args: TrainingArguments):
@@ -45,7 +45,7 @@ class SourceLosses:
         self.totals += outputs.by_source
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: each rank's sums by source; collective over ranks."""
+        """Return each rank's sums by source to store in a checkpoint; collective over ranks."""
         own = dict(zip(self.names, self.totals.T.tolist(), strict=True))
         return {UNLOGGED_BY_SOURCE: gathered(own)}
 
@@ -83,7 +83,7 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sum over the steps not logged yet, and how many steps these are."""
+        """Return each rank's sum over the steps not logged yet, and the number of these steps."""
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class ExpertBalance:
 def mean_loss(state: TrainerState, unlogged: torch.Tensor) -> float:
     """Return the mean loss over all steps, including those before a resume; collective over ranks.
 
-    `unlogged` is this rank's sum over the steps since the last log. A stop leaves such steps.
+    `unlogged` is this rank's sum over the steps since the last log.
     """
     total, counted = 0.0, 0.0
     for entry in state.log_history:

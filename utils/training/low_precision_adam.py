@@ -1,10 +1,10 @@
 """AdamW that computes in float32 and stores its moments, and the weights, in fewer bits.
 
-In 8 bits, an element is a small float times the scale of its block of elements, the largest of
-which is stored as 1 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv
-2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment has 5
-bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it (Li et al.
-2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
+In 8 bits, an element is a small float times the scale of its block of elements. The largest element
+of a block is stored as 1 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
+arXiv 2110.02861). A first moment has a sign, 4 bits of exponent and 3 of mantissa. A second moment
+has 5 bits of exponent and 3 of mantissa. It is never rounded to 0, because Adam divides by it (Li
+et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507, section 4.1).
 
 Each tensor is viewed as (rows, unit). A row is a block of 8-bit codes, or a single element.
 `update` does AdamW's step for some rows, by torch's fused kernel or a compiled formula. Rounding
@@ -186,10 +186,10 @@ class LowPrecisionAdamW(AdamW):
 def update(
     part: State, formula: Callable[..., Values], words: Tensor, factors: Tensor, rounding: bool
 ) -> None:
-    """Do the step of `formula` for tensors of (rows, unit); scales are (rows,), words (rows, unit).
+    """Do the step of `formula` for tensors of (rows, unit). Scales are (rows,), words (rows, unit).
 
-    `factors` multiply the random words for both moments and for the weight. The weight is rounded
-    at random only with `rounding`.
+    `factors` multiply the random words: one for each moment and one for the weight. The weight is
+    rounded at random only with `rounding`.
     """
     moments = (moment(part, name) for name in MOMENTS)
     values = formula(part["weight"].float(), part["gradient"].float(), *moments)
@@ -232,11 +232,11 @@ def _plain_formula(numbers: Tensor, *values: Tensor) -> Values:
 
 
 def step_numbers(group: Group, steps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the eight factors in `_plain_formula` for each weight of a group, each (8,) float32.
+    """Return the eight `numbers` of `_plain_formula` for each weight of a group, (8,) float32.
 
     `steps` counts the steps of each weight, including this one. The bias corrections are computed
-    on the device, in float64 as in torch. Eight float32 numbers per weight let each
-    view begin at a multiple of 16 bytes. torch would copy other views at each call.
+    on the device, in float64 as in torch. With eight float32 numbers, the view of each weight
+    begins at a multiple of 16 bytes. torch would copy other views at each call.
     """
     taken = torch.stack(list(steps)).double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -261,8 +261,8 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return the compiled step for weights whose tensors have these names and types.
 
-    Artificial tensors compile it. From the first real weight, torch would take over accidental
-    properties, such as equal sizes, and compile again for other weights.
+    Artificial tensors compile it. The first real weight has accidental properties, such as equal
+    sizes: torch would assume these, and compile again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])
@@ -301,7 +301,7 @@ def _first_element(weight: Tensor) -> int:
 
 
 def block_size(shape: Sequence[int]) -> int | None:
-    """Return the elements in a block of 8-bit codes, or None if the tensor is not kept in 8 bits.
+    """Return the number of elements in a block of 8-bit codes, or None for a tensor without codes.
 
     A size in BLOCKS has to divide the last dimension, so that sharding by rows splits no block.
     """

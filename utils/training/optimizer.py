@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the class and the settings of our optimizer, or None if Trainer builds its own.
+    """Return class and settings of LowPrecisionAdamW, or None if Trainer builds the optimizer.
 
     On a GPU the step is compiled if the layers are compiled. On a CPU it is never compiled, because
     the uncompiled step works on chunks that stay in the cache.
@@ -37,9 +37,10 @@ def optimizer_of(
 
 
 class InheritedOptimizer(TrainerCallback):
-    """Loads the moments and step counts of an earlier run before the first step, not its schedule.
+    """The moments and step counts of an earlier run's optimizer, loaded before the first step.
 
-    `directory` is a checkpoint of that run. Its optimizer.pt has been checked.
+    Its schedule is not loaded. `directory` is a checkpoint, and its optimizer.pt is safe to
+    unpickle.
     """
 
     def __init__(self, directory: Path):
@@ -58,7 +59,6 @@ class InheritedOptimizer(TrainerCallback):
 
 
 def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
-    """Return why the saved state does not fit this optimizer and its parameters, or None."""
     groups = [each["param_groups"] for each in (saved, fresh)]
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in groups)
     if sizes != own_sizes:

@@ -1,4 +1,4 @@
-"""SavingTrainer, the base class of both trainers: saves checkpoints, picks the best, loads them.
+"""SavingTrainer, the base class of both trainers: saves checkpoints, loads them, picks the best.
 
 An evaluation may find a new best step. The checkpoint of that step becomes the best checkpoint when
 it is saved. A checkpoint that was saved only because the run was interrupted never becomes the
@@ -51,7 +51,7 @@ EXTRA_SAVES = "extra_saves"  # key of our values in a checkpoint's trainer_state
 
 
 class RestoreAtBegin(TrainerCallback):
-    """Calls `restore(loader)` after Trainer has reset its sums, before our other callbacks run."""
+    """A callback that calls `restore(loader)` after Trainer resets its sums, before all others."""
 
     def __init__(self, restore: Callable[[TrainLoader], None]):
         self.restore = restore
@@ -101,8 +101,8 @@ class SavingTrainer(Trainer):
         """Evaluate. Request a checkpoint if the step is the best or if training ends early.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step ignore such metrics, with one exception: a stop prevented the
-        evaluation of the step that is resumed. That step has a checkpoint already, so none is
+        the choice of the best step ignore its metrics, unless the run resumes at a step whose
+        evaluation was prevented by a stop. That step has a checkpoint already, so none is
         requested. Raises NotFiniteError if an earlier step diverged.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
@@ -186,8 +186,8 @@ class SavingTrainer(Trainer):
     def _collect(self) -> dict[str, Any]:
         """Return the values that we add to a checkpoint, as JSON; collective over ranks.
 
-        The order of sequences is a pure function of the step (utils/data/order.py), so the position
-        in the data is not stored.
+        The position in the data is not stored, because it follows from the step
+        (utils/data/order.py).
         """
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
@@ -279,7 +279,7 @@ class SavingTrainer(Trainer):
 
     @override
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load by the model's own configuration class. The base class refuses some layer types."""
+        """Load by the model's own configuration class: PreTrainedConfig refuses some layers."""
         model: Any = self.model
         with mock.patch("transformers.trainer.PreTrainedConfig", type(model.config)):
             super()._load_from_checkpoint(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint, is_initialized
 from transformers import TrainerCallback
 from typing_extensions import override
 
-FOLDER = "ema"  # of a checkpoint, with the averaged weights
+FOLDER = "ema"  # in a checkpoint; contains the averaged weights
 AVERAGED = "averaged_steps"  # key of our values in a checkpoint's trainer_state.json
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ class AveragedWeights(TrainerCallback):
         self.decay, self.resumed, self.steps = decay, resume_from, 0
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of averaged steps from a checkpoint's `state`, without weights."""
+        """Restore the number of averaged steps from a checkpoint. `load` reads the weights."""
         self.steps = saved.get(AVERAGED, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return what the next checkpoint stores: the number of averaged steps, without weights."""
+        """Return the number of averaged steps, stored in checkpoints. `save` stores the weights."""
         return {AVERAGED: self.steps}
 
     @override
@@ -64,7 +64,7 @@ class AveragedWeights(TrainerCallback):
         checkpoint.save({FOLDER: self.average}, checkpoint_id=folder, no_dist=not is_initialized())
 
     def load(self, directory: Path) -> None:
-        """Read a checkpoint's average, if it has one; collective over ranks."""
+        """Read the average from a checkpoint if the checkpoint has one; collective over ranks."""
         folder = directory / FOLDER
         if not folder.is_dir():
             logger.info("ema: %s holds no average; it begins with the weights there", directory)
@@ -80,7 +80,6 @@ class AveragedWeights(TrainerCallback):
 
 
 def _local(value: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the whole tensor; shares its memory."""
     value = value.detach()
     local: Any = getattr(value, "to_local", None)
     return value if local is None else local()

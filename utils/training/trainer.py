@@ -124,7 +124,7 @@ class PackedTrainer(SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor]:
-        """Return a step's micro-batches and the loss tokens of all ranks, without a GPU sync."""
+        """Return a step's micro-batches and the number of loss tokens on all ranks; no GPU sync."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
@@ -213,7 +213,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; wait for the last save. On an out-of-memory error write an explanation."""
+        """Train, and wait for the last save. If memory runs out, write a page that explains it."""
         gc.freeze()  # else each full collection scans all imported objects, 0.25 s
         with memory_page(self):
             try:
@@ -258,7 +258,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log. Training logs get the callbacks' metrics, the summary the run's mean loss."""
+        """Log. Training logs get the callbacks' metrics; the summary gets the run's mean loss."""
         if "loss" in logs:
             logs.update(self.callbacks.metrics())
         if "train_loss" in logs:

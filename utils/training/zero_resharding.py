@@ -29,7 +29,7 @@ guard_loading("zero")
 from deepspeed.checkpoint import ds_to_universal
 ds_to_universal.main(ds_to_universal.parse_arguments())
 """
-# Numbers of the converter's processes. An extracting process holds a rank's whole file in memory, a
+# The converter's numbers of processes. An extracting process holds a rank's whole file in memory, a
 # merging process one parameter.
 EXTRACTING, MERGING = 4, 8
 
