@@ -271,7 +271,7 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Enlarge the configuration's vocabulary size for new tokens, rounded up, and log it.
+    """Enlarge the configuration's vocabulary size for new tokens to a multiple (64, or as set).
 
     Some published tokenizers have more tokens than their model has embedding rows (Gemma 3 1B).
     These tokens do not count as new. Data that uses them is refused.

@@ -107,7 +107,7 @@ def stage_tokenizer(settings: RunSettings) -> str | None:
 def origin_directory(settings: RunSettings, strategy: str, resume_from: str | None) -> Path | None:
     """Return the directory of `--init_from` if this start must load weights from it, else None.
 
-    Raises ConfigurationError if it has no weights, or --init_optimizer is not possible.
+    Raises ConfigurationError if the directory has no weights, or --init_optimizer is not possible.
     """
     model = settings.model
     if model.init_from is None:

@@ -146,7 +146,7 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return the charts of a run; the last three arguments are results of findings.py."""
+    """Return a run's charts. The other arguments: `spikes`, `memory_by_rank`, `stragglers`."""
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}

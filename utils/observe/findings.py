@@ -100,7 +100,7 @@ def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
 
 
 def _seconds_of(start: Start) -> dict[str, float]:
-    """Return the seconds of a start for those keys of HOURS that its log lines contain."""
+    """Return the seconds of a start by key of HOURS, as far as its log lines show them."""
     trained = [line for line in start.lines if line["event"] == "train"]
     first, step_time, wait, lost = (
         np.nan_to_num(column(trained, key))

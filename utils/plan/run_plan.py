@@ -108,7 +108,7 @@ class RunPlan:
 
 
 def tracker_name(training: TrainingArguments, run_id: str) -> str | None:
-    """Return the run's name for trackers, without known secrets; None lets trackers choose it."""
+    """Return the run's name for trackers, without known secrets, or None if trackers choose it."""
     if training.run_name:
         return redact(training.run_name)
     if {"mlflow", "trackio"}.isdisjoint(training.report_to or ()):
@@ -188,7 +188,7 @@ def plan_run(
 def choose_optimizer_states(
     settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
 ) -> OptimizerStates | None:
-    """Return LowPrecisionAdamW's options; None: use torch's AdamW. Raises ConfigurationError."""
+    """Return LowPrecisionAdamW's options, or None if --optim is used. Raises ConfigurationError."""
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)

@@ -30,7 +30,7 @@ class Stateful(Protocol):
         """Return JSON values by unique names for a checkpoint to store; collective over ranks."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the object's values from those of all objects, which are empty in a new run."""
+        """Restore own values. `saved` has the values of all objects; in a new run it is empty."""
 
 
 class DataEpochs(TrainerCallback):
