@@ -123,7 +123,7 @@ def conclude(findings: Sequence[Finding]) -> tuple[str, int]:
 
 
 def output_of(*command: str) -> str:
-    """Return the output of a command. Raises OSError if it fails or takes too long."""
+    """Return the output of a command. Raises OSError if the command fails or takes too long."""
     try:
         done = subprocess.run(
             command, capture_output=True, errors="replace", timeout=COMMAND_LIMIT_S, check=False

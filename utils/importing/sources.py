@@ -143,8 +143,8 @@ def _axolotl_columns(
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
     """Convert LLaMA-Factory's names of datasets, which dataset_info.json describes.
 
-    The setting dataset_dir (default: data) names the folder of dataset_info.json. It is below the
-    working directory, or below a folder that contains the config.
+    The setting dataset_dir (default: data) names the folder of dataset_info.json. This folder is
+    in the working directory, or in a folder above the config.
     """
     folder, known = Path(given.value("dataset_dir") or "data"), {}
     for base in (Path(), *given.path.absolute().parents):

@@ -150,7 +150,7 @@ TOOLKITS = {
 
 
 class Conversion:
-    """The state of a conversion.
+    """A config during its conversion to our recipes.
 
     given: {our name: value} that is not converted yet. run: {setting: (value, comment)} of the
     training recipe. data: values of the data recipe. notes: {reason: keys without a counterpart}.
@@ -216,7 +216,7 @@ class Conversion:
         self.note(key, reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
-        """Note for each key inside a mapping why it has no counterpart."""
+        """Note for each key inside a mapping why the key has no counterpart."""
         for key, value in values.items():
             if isinstance(value, Mapping) and value:
                 self.leave_all(f"{path}.{key}", value)

@@ -68,10 +68,7 @@ def are_messages(value: Any) -> bool:
 
 
 def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a column as templates read them; raises UnusableRowError.
-
-    column: the column's name in error messages.
-    """
+    """Return a column's messages as templates read them. column: its name for UnusableRowError."""
     value = decoded(value)
     if isinstance(value, Mapping):
         # Older versions of `datasets` write a sequence of objects as an object of lists.

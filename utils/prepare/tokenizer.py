@@ -163,7 +163,6 @@ def _trained_probe(tokenizer: "PreTrainedTokenizerBase") -> TokenizedDocument:
 
 
 def _advice(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return advice for a template that cannot be trained with."""
     vocabulary = tokenizer.get_vocab()
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", str(tokenizer.chat_template)))
     if unknown := [token for token in written if token not in vocabulary]:
