@@ -64,9 +64,9 @@ class EarlyStopping(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Compare `metrics` of all splits with the best so far; return whether the run must end.
+        """Compare the metrics of all splits with the best so far; return whether the run ends.
 
-        The trainer calls this before Trainer updates the best metric.
+        Call this before Trainer updates the best metric.
         """
         self.judge.on_evaluate(args, state, control, metrics)
         if self.ended and state.is_world_process_zero:
@@ -129,7 +129,6 @@ class Samples:
 
 @contextmanager
 def _generating(trainer: Any, max_new_tokens: int) -> Iterator[None]:
-    """Prepare the model for greedy decoding; restore the model's settings afterwards."""
     model, device = trainer.model, trainer.args.device
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before, attention = base.generation_config, base.config._attn_implementation

@@ -240,8 +240,7 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
     """Return changes of settings that would save memory, largest saving first.
 
-    In training, the savings come from the prediction before training. In an evaluation, a saving
-    is a share of `others`: bytes of tensors other than weights, gradients and optimizer states.
+    In an evaluation, the estimated saving is a share of `others`, the bytes of OTHERS.
     """
     args, plan, lines = trainer.args, trainer.memory, []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:

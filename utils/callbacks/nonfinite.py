@@ -111,7 +111,6 @@ class NonFiniteGuard(TrainerCallback):
             raise NotFiniteError(message)
 
     def _read(self, wait: bool) -> None:
-        """Check the losses and norms of steps that are complete on the host."""
         while self.on_their_way:
             step, values, ready = self.on_their_way[0]
             if ready is not None and wait:

@@ -290,7 +290,6 @@ def _has_its_types(manifest: Manifest) -> bool:
 
 
 def _text(committed: Mapping[str, Any]) -> str:
-    """Return the text of manifest.json: the fields of a Manifest and their digest."""
     digest = hashlib.sha256(json.dumps(committed, sort_keys=True).encode()).hexdigest()
     content = {"format": FORMAT, "checkpoint": committed, "sha256": digest}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -64,7 +64,6 @@ def _are_texts(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    """Check that the value is unix seconds or an ISO time."""
     if isinstance(value, str):
         value = datetime.datetime.fromisoformat(value).timestamp()
     return 0 <= value <= LATEST
@@ -260,7 +259,6 @@ def settings_in_force(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _parse_config(text: str) -> str:
-    """Return `text` unchanged; raise ValueError if it is no valid YAML mapping."""
     load_mapping(text)
     return text
 

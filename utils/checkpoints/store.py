@@ -154,7 +154,6 @@ def remove_leftovers() -> None:
 
 
 def _refuse_lost(output_dir: Path) -> None:
-    """Raise ConfigurationError if another job now holds the lock of the run directory."""
     if lost := taken_over(output_dir):
         raise ConfigurationError(f"{host_name()}: {lost} Nothing more is written there.")
 
@@ -228,7 +227,7 @@ class Checkpoints:
         return True
 
     def commit(self, step: int, *, tokens: int) -> None:
-        """Commit Trainer's files, here or in the background; delete old checkpoints.
+        """Commit Trainer's files, perhaps in the background; delete old checkpoints.
 
         `tokens` is the number of tokens trained on since step 0. Raises StorageError.
         """
@@ -271,10 +270,7 @@ class Checkpoints:
         on_rank_0(lambda: _refuse_lost(self.output_dir))
 
     def check(self, directory: Path) -> None:
-        """Raise StorageError if a checkpoint is damaged, ConfigurationError if loading is unsafe.
-
-        All ranks raise.
-        """
+        """Raise StorageError if a checkpoint is damaged, ConfigurationError if it may run code."""
 
         def check() -> None:
             step = int(directory.name.rpartition("-")[2])

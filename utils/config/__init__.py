@@ -1,12 +1,13 @@
-"""Settings: their declarations, and how flags and recipes (YAML files) become values.
+"""Settings: declarations, and values from flags and recipes (YAML files).
 
 arguments         the settings of pretrain.py and sft_train.py: fields, help, defaults
 preparation       the settings of prepare_data.py
 declarations      name, type and default of a setting; values with sources; unknown names
-command_line, recipes    flags and YAML files -> values, each with its source
-settings          reads a run's settings: resets overruled ones, derives missing ones, checks all
+command_line      reads flags and recipes, and reports all faults in one error
+recipes           strict YAML files, and `extends`
+settings          the settings of a run: overruled ones are reset, missing ones derived, all checked
 rules             rules by which one setting makes another ineffective or contradicts it
-refusals          checks that refuse settings which cannot work, each with its reason
+refusals          checks that refuse settings which cannot work
 strategy          the accelerate config of `--strategy`; the GPUs of `--assume`
 launch_settings   settings of accelerate that are refused or overruled; the choice of bf16
 display           --help and --print_config

@@ -1,4 +1,4 @@
-"""Reads settings from flags and recipes, and reports all faults in one error."""
+"""Reader of settings from flags and recipes, with all faults in one error."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _TRUTHS = {
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
 
-# A function that resets values to their defaults or derives values, with a note for the log.
+# A function that resets settings to defaults or derives settings, with a line in `notes`.
 Settlement = Callable[[SettingValues], None]
 
 
@@ -40,13 +40,13 @@ def read_settings(
     prog: str = "",
     description: str | None = None,
 ) -> SettingValues:
-    """Read the settings that the dataclasses declare from flags, recipes and defaults.
+    """Read the settings that the dataclasses declare, from flags, recipes and defaults.
 
-    Flags win over recipes, later recipes win over earlier ones. settle: functions that reset
-    settings without effect and derive missing ones. checks: functions that yield faults, called
-    last. A function of either list ends if it reads a missing or faulty setting. Raises
-    ConfigurationError with every fault. `--help` prints and exits with code 0. `--print_config`
-    checks the settings as for a dry run, then raises Answer with the text to print.
+    Flags win over recipes, later recipes win over earlier ones. `settle` has functions that reset
+    settings without effect and derive missing settings; `checks` has functions that yield faults. A
+    function of either list ends at a missing or faulty setting. Raises ConfigurationError with
+    every fault. `--help` exits with code 0. `--print_config` checks the settings as for a dry run,
+    then raises Answer with the text to print.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -59,15 +59,15 @@ def read_settings(
         flags["dry_run"] = ["true"]
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
-    complete = not problems  # else a missing setting may be in a faulty file
+    complete = not problems  # a missing setting may be in a faulty file
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     for settlement in settle:
-        with suppress(UnusableSettingError):  # its fault is in `problems`
+        with suppress(UnusableSettingError):  # the fault is already in `problems`
             settlement(values)
     if complete:
         for check in (check_required, *checks):
-            with suppress(UnusableSettingError):  # its fault is in `problems`
+            with suppress(UnusableSettingError):  # the fault is already in `problems`
                 problems.extend(check(values))
     if printed not in (None, [], ["all"]):
         problems.append(f"--print_config: expected nothing or all, got {' '.join(printed)}")
@@ -79,7 +79,7 @@ def read_settings(
 
 
 def check_required(values: SettingValues) -> Iterator[str]:
-    """Yield a fault for each missing required setting. Mark it unusable for the other checks."""
+    """Yield a fault for each missing required setting, and mark the setting unusable."""
     for name, declaration in values.declared.items():
         if declaration.required and name not in {*values.given, *values.unusable}:
             values.unusable.add(name)
@@ -89,7 +89,7 @@ def check_required(values: SettingValues) -> Iterator[str]:
 def _checked_values(
     entries: Mapping[str, Given], declared: Mapping[str, Declaration], problems: list[str]
 ) -> SettingValues:
-    """Return the given values, converted to their settings' types. Add faults to `problems`."""
+    """Return the given values in the types of the settings; add faults to `problems`."""
     values = SettingValues(declared, {})
     for name, entry in entries.items():
         is_flag, value = entry.rank == FLAGS_RANK, entry.value
@@ -109,7 +109,7 @@ def _checked_values(
 
 
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return {flag: words after it}, and the faults. `--a-b=word` counts as `--a_b word`."""
+    """Return {flag: words after the flag} and faults; `--a-b=word` is the same as `--a_b word`."""
     flags: dict[str, list[str]] = {}
     problems = []
     words: list[str] | None = None
@@ -131,7 +131,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def value_of_words(declaration: Declaration, words: Sequence[str]) -> Any:
-    """Convert the words after a flag to a value. Raises ValueError for a wrong number of words."""
+    """Return the value of the words after a flag; raises ValueError for a wrong number of words."""
     if not words and bool in declaration.types:
         return True
     if not words:

@@ -1,6 +1,6 @@
-"""Settings: their declarations in argument classes, and their values with the source of each.
+"""Declarations of settings, and the values of all settings with the source of each value.
 
-REFUSED and other_names.yaml list answers to the user, each with the settings that get the answer.
+REFUSED and other_names.yaml have answers to users who give a refused or unknown setting.
 """
 
 import copy
@@ -82,16 +82,17 @@ REFUSED = by_name({
 
 
 class UnusableSettingError(LookupError):
-    """The error of reading a missing or faulty setting. The error ends the check that reads it."""
+    """A missing or faulty setting was read; this ends the check that reads the setting."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A setting: a field of an argument class.
+    """A setting, declared by a field of the argument class `owner`.
 
-    types: the members of the type hint, as (int, NoneType) of `int | None`. origins: the same, but
-    list for `list[str]`. choices: the allowed values besides null; None: all values of the types.
-    default: None if the setting is required.
+    types    members of the type hint, as (int, NoneType) of `int | None`
+    origins  the same, but with list instead of `list[str]`
+    choices  the allowed values besides null; None: all values of the types
+    default  None if the setting is required
     """
 
     name: str
@@ -105,7 +106,7 @@ class Declaration:
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any) -> Any:
-    """Declare a setting as a field of a dataclass. Without a default it is required."""
+    """Return a dataclass field that declares a setting, which is required without a default."""
     metadata = {"help": help, **metadata}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -113,7 +114,7 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return every setting the user may give: the classes' fields, without those in REFUSED.
+    """Return every setting that a user may give: the fields of the classes except REFUSED.
 
     If two classes have a field of the same name, the first class declares the setting.
     """
@@ -148,15 +149,14 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of `X | Y` or `Optional[X]`; for any other hint, the hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def checked_value(declaration: Declaration, value: Any) -> Any:
-    """Return the value, converted to the setting's type. Raise ValueError if it does not fit.
+    """Return the value in the setting's type. Raises ValueError if the value does not fit.
 
-    An integer is converted to a float, and a single value to a list of one. But 4.0 is no integer,
-    1 is not true, and "3" is no number. null resets a setting whose default is in NOTHING.
+    An integer becomes a float, and a single value a list, if the type demands it. But 4.0 is no
+    integer, 1 is not true, and "3" is no number. null resets a setting with a default in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -206,7 +206,7 @@ def shown(value: Any) -> str:
 
 
 def placeholder(declaration: Declaration) -> str:
-    """Return how help texts show a setting's value: "a|b" for choices, else as INTEGER or TEXT."""
+    """Return the value of a setting in help texts: "a|b" for choices, or a word such as INTEGER."""
     if declaration.choices is not None:
         return "|".join(map(shown, declaration.choices))
     words = {bool: "true|false", int: "INTEGER", float: "NUMBER", dict: "JSON", list: "VALUE ..."}
@@ -217,8 +217,8 @@ def placeholder(declaration: Declaration) -> str:
 class Given:
     """A value and its source: "recipes/demo.yaml:3", "--seed", or the reason of a derived value.
 
-    rank: the source of the highest rank wins. 0: derived from other settings. 1, 2, ...: recipe
-    files in the order they were read. FLAGS_RANK: flags.
+    rank: 0 for a derived value, 1, 2, ... for recipe files in order, FLAGS_RANK for flags. The
+    highest rank wins.
     """
 
     value: Any
@@ -233,9 +233,9 @@ DEFAULT = Given(None, "default")
 class SettingValues(Mapping[str, Any]):
     """The values of all settings by name, before objects are built from them.
 
-    unusable: missing or faulty settings; reading one raises UnusableSettingError. notes: lines for
-    the log on overruled and derived settings. environment: the environment variables of this
-    process, or in a dry run those of the planned run.
+    unusable     missing or faulty settings; reading one raises UnusableSettingError
+    notes        log lines on overruled and derived settings
+    environment  the environment variables of this process, or in a dry run of the planned run
     """
 
     declared: Mapping[str, Declaration]
@@ -268,13 +268,13 @@ class SettingValues(Mapping[str, Any]):
         return len(self.declared)
 
     def written(self, name: str) -> Any:
-        """Return a value as written in a recipe: a count of steps or tokens is 180, not 180.0."""
+        """Return a value as in a recipe: a count of steps or tokens is 180, not 180.0."""
         value, default = self[name], self.declared[name].default
         is_count = type(default) is int or name.endswith(("_steps", "_tokens", "_epochs"))
         return int(value) if is_count and type(value) is float and value.is_integer() else value
 
     def source(self, name: str) -> str:
-        """Return the source of a value: file and line, flag, why it was derived, or "default"."""
+        """Return the source of a value: file and line, flag, reason to derive it, or "default"."""
         return self.given.get(name, DEFAULT).source
 
     def rank(self, name: str) -> int:
@@ -295,7 +295,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create the dataclass with given values; `instead` wins. Raises ConfigurationError."""
+        """Create the dataclass with given values and `instead`. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})
@@ -311,14 +311,14 @@ Check = Callable[[SettingValues], Iterable[str]]
 
 @cache
 def other_names() -> dict[str, str]:
-    """Return {setting of another toolkit: our name for it, or advice to the user}."""
+    """Return {setting of another toolkit: the name of the setting here, or advice}."""
     import yaml  # the launcher imports this module before it checks the packages
 
     return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
 
 
 def unknown_name(written: str, known: Iterable[str]) -> str:
-    """Return the message on an unknown setting: why it is refused, or what was probably meant.
+    """Return the message on an unknown setting: why it is refused, or a name that may be meant.
 
     `written` is "--lr" on a command line and "lr" in a recipe.
     """

@@ -1,4 +1,4 @@
-"""Texts about settings: `--help`, `--help NAME`, `--print_config`."""
+"""The texts of `--help`, `--help NAME` and `--print_config`."""
 
 import dataclasses
 import inspect
@@ -119,7 +119,6 @@ def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
 
 
 def _columns(left: str, right: str, at: int = 38) -> list[str]:
-    """Return lines with a flag in the left column and its help in the right one."""
     name, _, value = left.partition(" ")
     if len(value) > (room := at - len(name) - 4):
         value = f"{value[: max(0, room - 3)].rpartition('|')[0]}|...".lstrip("|")
@@ -128,7 +127,7 @@ def _columns(left: str, right: str, at: int = 38) -> list[str]:
 
 
 def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
-    """Yield the lines of `--help all`: each class docstring, its settings, help and defaults."""
+    """Yield the lines of `--help all`: class docstrings, and all settings with help and default."""
     yield "\nRecipes are YAML files of settings; later ones win over earlier ones, flags over all."
     for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
         yield f"\n{owner.__doc__}"
@@ -189,7 +188,7 @@ def _whose_default(declaration: Declaration) -> str:
 
 
 def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
-    """Yield "while X is Y" or "unless X is Y" for each rule that makes a setting ineffective."""
+    """Yield "while X is Y" or "unless X is Y" for each rule that makes the setting ineffective."""
     for cause, applies, names in RULES:
         if name in names.split():
             known = declared[cause].choices or (
@@ -208,8 +207,8 @@ def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
 def config_text(values: SettingValues, every: bool) -> str:
     """Return settings as a recipe, each with its source in a comment.
 
-    Settings that the user gave are YAML. Derived settings are comments, because each start derives
-    them again. With `every`, defaults are also listed as comments.
+    Derived settings are comments, because the script derives them again. With `every`, defaults are
+    listed as comments.
     """
     lines, derived, defaults = [], [], []
     for name in values:

@@ -1,4 +1,4 @@
-"""The errors that a user can repair, the exit codes of all scripts, and a list of log lines."""
+"""Errors that a user can repair, exit codes of all scripts, and a list of log lines."""
 
 import logging
 from collections.abc import Sequence
@@ -6,10 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit code of a process. Users and the scripts in slurm/ read it.
-
-    The scripts requeue a job only after STOPPED and LOST_RANK: then another start can help.
-    """
+    """Exit codes of all scripts; slurm/ requeues a job only after STOPPED and LOST_RANK."""
 
     DONE = 0
     REFUSED = 2  # settings or data that cannot work
@@ -23,10 +20,10 @@ class ExitCode(IntEnum):
 
 
 class Report(list[tuple[int, str]]):
-    """Log lines (level, text). Functions that plan a run collect them, and their caller logs.
+    """Log lines (level, text) of functions that plan a run and leave logging to the caller.
 
     An exception that leaves the block `with Report() as report` gets the lines: a
-    ConfigurationError in its `report`, any other as notes, which Python prints after the traceback.
+    ConfigurationError in `report`, any other exception as notes, which follow the traceback.
     """
 
     def say(self, text: str) -> None:
@@ -51,9 +48,8 @@ class Report(list[tuple[int, str]]):
 class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
-    problems: every fault found, so that one start shows them all. Scripts print the faults without
-    a traceback on rank 0 and exit with `exit_code`. report: log lines (level, text) that were
-    collected before the error (see Report).
+    Scripts print `problems`, all faults, without a traceback on rank 0 and exit with `exit_code`.
+    `report` has the log lines that were collected before the error (see Report).
     """
 
     exit_code = ExitCode.REFUSED
@@ -67,7 +63,7 @@ class ConfigurationError(ValueError):
 
 
 class Answer(SystemExit):
-    """An exit with the text of `--print_config`. run_script prints it with secrets masked."""
+    """An exit with the text of `--print_config`, which `run_script` prints with secrets masked."""
 
     def __init__(self, text: str):
         self.text = text
@@ -93,7 +89,7 @@ class NoProgressError(ConfigurationError):
 
 
 class LostProcessError(ConfigurationError):
-    """A helper process that was killed. The message names the host. Another start may work."""
+    """A helper process that was killed. The message names the host. A restart may work."""
 
     exit_code, kind = ExitCode.LOST_RANK, "lost process"
 

@@ -1,7 +1,7 @@
 """Settings of accelerate that are refused or overruled; the choice of bf16 if it is null.
 
-`accelerate launch` passes its config file and its flags to the processes in environment variables.
-One table of variables therefore serves for files, flags and the environment.
+`accelerate launch` passes its config file and flags to the processes as environment variables, so
+one table of variables covers files, flags and the environment.
 """
 
 import json
@@ -17,14 +17,14 @@ from utils.config.declarations import Given, SettingValues, is_true
 FAST_BF16 = "this CPU computes bf16 fast"
 BY_LAUNCH = "the accelerate config says so"
 NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run cannot see the node
-# accelerate/utils/environment.py reads these variables of MPI launchers and srun as a launch.
+# Variables of MPI launchers and srun. accelerate/utils/environment.py takes them for a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-# torchrun's variables for a process. accelerate connects to the other processes if it sees them.
+# torchrun's variables for a process, by which accelerate connects to the other processes.
 LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-# Blocks of an accelerate config. Their keys may have this prefix or not.
+# Blocks of an accelerate config, and the optional prefix of the keys in a block.
 PREFIXES = {"parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_",
             "fsdp_config": "fsdp_", "deepspeed_config": ""}  # fmt: skip
 BY_RECIPE = {
@@ -36,16 +36,16 @@ _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs
 
 
 def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block of an accelerate config, its keys with a prefix of PREFIXES, without nulls."""
+    """Return a block of an accelerate config without nulls; all keys get the prefix of PREFIXES."""
     prefix = PREFIXES[name]
     keys = (content.get(name) or {}).items()
     return {prefix + key.removeprefix(prefix): value for key, value in keys if value is not None}
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for the settings of a config.
+    """Return the variables that `accelerate launch` would set for an accelerate config.
 
-    Returns only the variables that name the strategy or that this module checks.
+    Only variables that name the strategy or that this module checks.
     """
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
@@ -77,7 +77,7 @@ def _several(value: str) -> bool:
     return value.lower() != "none"
 
 
-# A variable, a test for wrong values, and the reason, which completes "NAME VALUE: ...".
+# (variable, test for wrong values, reason); the reason completes "NAME VALUE: ...".
 WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("PARALLELISM_CONFIG_TP_SIZE", _several,
      "tensor parallelism is not supported, ranks of a group would read different data and the loss "
@@ -120,14 +120,14 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
-    """Refuse launch settings that make training wrong, from a file, a flag or a variable."""
+    """Yield faults of settings of accelerate or DeepSpeed that would make training wrong."""
     environment, processes = values.environment, values.world_size
     faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
     needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
     if all(is_true(name, environment) for name in needed) and not faults:
         sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
-        with suppress(ValueError):  # accelerate reports it
+        with suppress(ValueError):  # accelerate reports sizes that are no integers
             if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:
                 yield (
                     f"the accelerate config: dp_replicate_size {sizes[0]} x dp_shard_size "
@@ -140,10 +140,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Set DeepSpeed's values to "auto" if the recipe decides them. Trainer fills them in.
+    """Set DeepSpeed's values that the recipe decides to "auto", so that Trainer fills them in.
 
-    `accelerate config` writes numbers instead. Trainer would refuse the numbers, but only after the
-    model is loaded.
+    `accelerate config` writes numbers. Trainer would refuse other numbers than the recipe's, but
+    only after the model is loaded.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
@@ -157,7 +157,7 @@ def let_recipe_decide(values: SettingValues) -> None:
 
 
 def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
-    """Yield a line for each value of a DeepSpeed file that is refused or contradicts the recipe."""
+    """Yield a line for each value of a DeepSpeed file that is wrong or contradicts the recipe."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -188,10 +188,10 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
 
 
 def settle_precision(values: SettingValues) -> None:
-    """Choose `bf16` if it is null. Add a note if settings overrule the accelerate config.
+    """Choose `bf16` if it is null; add a note if settings overrule the accelerate config.
 
-    config.yaml stores the choice, so that a run that moves to another CPU computes the same. bf16
-    on a CPU also sets `use_cpu`, which TrainingArguments demands.
+    The run's config.yaml stores the choice, so a run that resumes on another CPU computes the same.
+    bf16 on a CPU also sets `use_cpu`, which TrainingArguments demands.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
     use_cpu = Given(True, "ACCELERATE_USE_CPU")
@@ -203,7 +203,7 @@ def settle_precision(values: SettingValues) -> None:
         if why == BY_LAUNCH and not bf16:
             values.given["fp16"] = Given(True, why)
     if values["bf16"] and settles_device and _computes_on_cpu(values):
-        values.given["use_cpu"] = use_cpu  # or Trainer refuses bf16
+        values.given["use_cpu"] = use_cpu  # otherwise TrainingArguments refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         shown = values.shown("fp16" if values["fp16"] else "bf16")
         written = f"mixed_precision {by_launch} of the accelerate config"
@@ -211,7 +211,6 @@ def settle_precision(values: SettingValues) -> None:
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
-    """Return the value for `bf16: null` in this launch, and the reason."""
     if values["fp16"]:
         return False, values.shown("fp16")
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
@@ -225,12 +224,12 @@ def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
 
 
 def _computes_on_cpu(values: SettingValues) -> bool:
-    """Return True if the run is known to train on a CPU. On a login node this is not known."""
+    """Return whether the run trains on a CPU; False if unknown, as for a dry run."""
     import torch
 
     sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
     if any(is_true(name, values.environment) for name in sharding):
-        return False  # sharding needs GPUs, and is refused without them
+        return False  # sharding needs GPUs
     if values.on_cpu:
         return True
     if values["dry_run"] or torch.accelerator.is_available():
@@ -239,14 +238,14 @@ def _computes_on_cpu(values: SettingValues) -> bool:
 
 
 def has_fast_bf16() -> bool:
-    """Return whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
+    """Return whether this CPU has instructions for fast bf16 matrix products."""
     import torch
 
     return has_amx() or torch.cpu._is_avx512_bf16_supported()
 
 
 def has_amx() -> bool:
-    """Return whether this CPU has AMX, which multiplies tiles in bf16, and the system allows it."""
+    """Return whether this CPU has AMX (bf16 tile products), and the system allows AMX."""
     import torch
 
     return bool(torch.cpu._is_amx_tile_supported())
@@ -254,10 +253,10 @@ def has_amx() -> bool:
 
 @contextmanager
 def launch_for_libraries(values: SettingValues) -> Iterator[None]:
-    """Put the launch's variables into os.environ for TrainingArguments, and restore it afterwards.
+    """Set os.environ to the launch's variables for TrainingArguments; restore it afterwards.
 
-    The precision of the accelerate config is left out, because it would overrule `bf16: false`. A
-    dry run also leaves out the launcher's variables: with WORLD_SIZE=8 accelerate would wait for
+    Leave out the precision of the accelerate config, which would overrule `bf16: false`. In a dry
+    run also leave out the launcher's variables: with WORLD_SIZE=8 accelerate would wait for
     processes that do not exist.
     """
     hidden = {PRECISION_VARIABLE}

@@ -1,4 +1,4 @@
-"""Recipe files: strict YAML 1.2, `extends`, later files win, every value with file and line."""
+"""Recipe files: strict YAML 1.2 with `extends`; each value has a file and line as its source."""
 
 import os
 import re
@@ -31,13 +31,13 @@ class YamlError(ValueError):
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the plain scalars of YAML 1.2 instead of 1.1.
 
-    1.1 reads `eval_strategy: no` as false, 1:30 as 90, 010 as 8 and 1e-4 as a string.
+    YAML 1.1 reads `eval_strategy: no` as false, 1:30 as 90, 010 as 8 and 1e-4 as a string.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse keys that are not strings or are given twice (PyYAML would keep the last one)."""
+        """Return the mapping; raise MarkedYAMLError for keys that repeat or are not strings."""
         names: set[str] = set()
         for key, _ in node.value:
             is_name, is_new = key.tag.endswith(":str"), key.value not in names
@@ -49,19 +49,19 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper. It quotes strings that YAML 1.1 or 1.2 would read as another type."""
+    """PyYAML's safe dumper, which quotes strings that YAML 1.1 or 1.2 reads as another type."""
 
 
 for _kind, _pattern in _SCALARS.items():
     for _side in (_Loader, _Dumper):
-        # None: try the pattern whatever the first character is.
+        # None: try the pattern for every first character.
         _side.add_implicit_resolver(
             f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), None
         )
 
 
 def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
-    """Return each key of a YAML mapping with its value and line; raises YamlError."""
+    """Return {key: (value, line)} of a YAML mapping. Raises YamlError."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -77,7 +77,7 @@ def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
 
 
 def load_file(path: Path) -> dict[str, tuple[Any, int]]:
-    """Read a file as `load_mapping` does; raises YamlError, which starts with the path."""
+    """Return {key: (value, line)} of a YAML file. Raises YamlError, with the path."""
     try:
         return load_mapping(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -89,12 +89,12 @@ def load_file(path: Path) -> dict[str, tuple[Any, int]]:
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Write a mapping of plain data as YAML that `load_mapping` and YAML 1.1 readers read alike."""
+    """Return plain data as YAML that readers of YAML 1.1 and 1.2 read alike."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def entry_text(name: str, value: Any, comment: str = "") -> str:
-    """Return a setting as text of a recipe. The comment is above a value of several lines."""
+    """Return a setting as text of a recipe, with a comment after or above the value."""
     mappings = isinstance(value, list) and any(isinstance(each, dict) for each in value)
     text = dump_yaml({name: value})
     if isinstance(value, (list, dict)) and not mappings:
@@ -106,7 +106,7 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
 
 
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of the recipes, where later ones win, and the faults of the files."""
+    """Return the settings of recipes, of which later ones win, and the faults of the files."""
     values: dict[str, Given] = {}
     problems: list[str] = []
     files = (file for path in paths for file in _with_extended(Path(path), (), problems))
@@ -119,7 +119,7 @@ def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 def _with_extended(
     path: Path, parents: tuple[Path, ...], problems: list[str]
 ) -> Iterator[tuple[Path, dict[str, tuple[Any, int]]]]:
-    """Yield (file, its settings) of recipes that `path` extends, depth first, then of `path`."""
+    """Yield (file, settings) of the recipes that `path` extends, depth first, then of `path`."""
     try:
         if path in parents:
             raise YamlError(f"{path}: recipes extend each other in a circle")

@@ -1,7 +1,7 @@
-"""Checks that refuse settings which cannot work, before anything is built or any file is opened.
+"""Checks that refuse settings which cannot work, before any file is opened.
 
-A check gets the values of all settings and yields one line per fault. It ends if it reads a setting
-whose fault is already reported. utils/config/rules.py refuses settings that contradict each other.
+A check gets the values of all settings and yields one line per fault. A check ends at a setting
+with a fault that is already reported. utils/config/rules.py has the contradictions of settings.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_pati
 # transformers' debugger cannot read compiled layers, nor the fused head's boolean tensors.
 DEBUGGER = "underflow_overflow"
 DEBUGGED = {"compile": False, "loss_head": "logits"}
-# Functions that read the text of a setting, and raise ValueError if they cannot.
+# Functions that parse the text of a setting, and raise ValueError.
 READERS: dict[str, Callable[[Any], object]] = {
     "max_tokens": token_count,
     "profile_steps": profiled_steps,
@@ -37,7 +37,7 @@ READERS: dict[str, Callable[[Any], object]] = {
 
 
 def check_forms(values: SettingValues) -> Iterator[str]:
-    """Refuse texts that cannot be read, and mark their settings unusable for the other checks."""
+    """Yield faults of texts that cannot be parsed, and mark these settings unusable."""
     for name, read in READERS.items():
         try:
             if name not in values.unusable and values[name] is not None:
@@ -48,7 +48,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Refuse faulty output_dir, model, hub_model_id, use_peft, accept_changes and debug."""
+    """Yield faults of output_dir, model, hub_model_id, use_peft, accept_changes and debug."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -73,7 +73,7 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Refuse float16 weights that train, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
+    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -92,7 +92,7 @@ def check_precision(values: SettingValues) -> Iterator[str]:
 
 
 def check_backend(values: SettingValues) -> Iterator[str]:
-    """Refuse a backend of torch.distributed that cannot connect the processes of this launch."""
+    """Yield a fault if the torch.distributed backend cannot connect this launch's processes."""
     import torch
 
     backend, shown = values["ddp_backend"], values.shown("ddp_backend")
@@ -107,7 +107,7 @@ def check_backend(values: SettingValues) -> Iterator[str]:
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
-    """Refuse save_strategy: best, evaluation at each log line, and a faulty best-model metric."""
+    """Yield faults: save_strategy best, evaluation at each log line, a faulty best-model metric."""
     splits = eval_splits(values["eval_data"])
     if values["save_strategy"] == "best":
         yield (
@@ -133,7 +133,7 @@ def check_evaluation(values: SettingValues) -> Iterator[str]:
         yield f"{values.shown('greater_is_better')}: a lower loss or perplexity is better"
 
 
-# Ranges, each with the settings that must be in it. NaN is in no range.
+# (text of a range, test, settings that must be in the range). NaN is in no range.
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: 0 <= value < math.inf,
      "early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
@@ -144,7 +144,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
-    # The products of these numbers with the sizes of a model have to fit into 64 bits.
+    # Products of these numbers with the sizes of a model must fit into 64 bits.
     ("at least 1 and below 10**12", lambda value: 1 <= value < 10**12,
      "dataloader_prefetch_factor early_stopping_patience global_batch_size lora_alpha "
      "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
@@ -152,7 +152,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1 and below 2**20", lambda value: 1 <= value < 2**20,
      "per_device_eval_batch_size per_device_train_batch_size"),
     ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
-    # torch keeps milliseconds and bytes in 64 bits.
+    # torch stores milliseconds and bytes in 64 bits.
     ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9, "ddp_timeout"),
     ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
     # The newest checkpoint may be damaged, so keep two. A sequence of one token has no target.
@@ -164,7 +164,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_ranges(values: SettingValues) -> Iterator[str]:
-    """Refuse every number out of its range."""
+    """Yield a fault for every number outside of its range."""
     for range_text, is_within, names in RANGES:
         for name in names.split():
             try:
@@ -176,14 +176,14 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
 
 
 def check_schedule(values: SettingValues) -> Iterator[str]:
-    """Refuse keywords that the schedule does not take, and a schedule without required keywords."""
+    """Yield a fault if lr_scheduler_kwargs do not fit the schedule."""
     kind, keywords = values["lr_scheduler_type"], values.shown("lr_scheduler_kwargs")
     if fault := schedule_fault(kind, values["lr_scheduler_kwargs"]):
         yield f"lr_scheduler_type {kind} does not take {keywords}: {fault}"
 
 
 def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str:
-    """Return what is wrong with the keywords of a schedule; empty: nothing is wrong."""
+    """Return what is wrong with the keywords of a schedule; "" if they fit."""
     import torch
     from transformers import get_scheduler
 
@@ -208,7 +208,7 @@ REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse unknown trackers, and trackers, optimizers or benchmarks without their package."""
+    """Yield faults: unknown trackers; trackers, optimizers or benchmarks without their package."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     reporters = values["report_to"] or []
@@ -237,7 +237,7 @@ def is_installed(module: str) -> bool:
 
 
 def check_pretraining(values: SettingValues) -> Iterator[str]:
-    """Refuse settings that only sft_train.py supports."""
+    """Yield a fault for each setting that only sft_train.py supports."""
     if values["use_peft"]:
         yield f"{values.shown('use_peft')}: pretrain.py trains every weight; LoRA is for sft_train"
     if values.changed("on_overlong"):

@@ -1,7 +1,4 @@
-"""Rules on settings that have no effect while another setting has a certain value.
-
-MOOT and CONTRADICTIONS are the rules; the functions below apply them to the values of a run.
-"""
+"""Rules on settings that have no effect while another setting has a certain value."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -33,7 +30,7 @@ Rule = tuple[str, Callable[[Any], bool], str]
 Rules = tuple[Rule, ...]
 
 # A rule is (cause, test, names): if the value of `cause` passes the test, `names` have no effect.
-# MOOT: the training is the same without the named settings, so a line in the log is enough.
+# MOOT: training is the same without the named settings, so a line in the log is enough.
 MOOT: Rules = (
     # When to evaluate, save and log.
     ("eval_data", _is([]), f"eval_strategy {OF_EVALUATIONS}"),
@@ -58,22 +55,22 @@ MOOT: Rules = (
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),
 )
-# CONTRADICTIONS: cause and named settings ask for different trainings. That is an error, unless one
-# of them comes from a stronger source (a flag, a later recipe) and overrules the other.
+# CONTRADICTIONS: cause and named settings ask for different trainings, which is an error. But a
+# setting of a stronger source (a flag, a later recipe) overrules the other.
 CONTRADICTIONS: Rules = (
     ("eval_data", _is([]), "load_best_model_at_end early_stopping_patience"),
     ("eval_strategy", _is("no"), "load_best_model_at_end early_stopping_patience"),
     ("save_strategy", _is("no"), "load_best_model_at_end"),
     ("max_steps", _is_not(-1), "max_tokens"),
     ("max_tokens", _is_given, "max_steps"),
-    # Where the weights come from; a model_config with init_from changes positions and the like.
+    # Where the weights come from. init_from with model_config may change, for example, positions.
     ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
     ("init_from", _is_given, "model_name_or_path"),
     ("init_from", _is(None), "init_optimizer"),
     ("model_config", _is_given, "model_name_or_path"),
     ("use_peft", _is(False), LORA),
     ("use_peft", _is(True), "init_optimizer"),
-    # In which types the weights are kept and computed.
+    # The types in which weights are stored and used.
     ("bf16", _is(True), "fp16 stochastic_rounding"),
     ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
     ("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
@@ -92,8 +89,8 @@ RULES = (*MOOT, *CONTRADICTIONS)
 def leave_out_overruled(values: SettingValues) -> None:
     """Reset settings that contradict a setting of a stronger source (a flag, a later recipe).
 
-    Also reset settings that have no effect beside another given setting (see MOOT). A default
-    of the other setting does not count, because a derived value may replace the default later.
+    Also reset settings without effect while another given setting has its value (see MOOT).
+    Defaults of other settings do not count here, because a derived value may replace a default.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):
@@ -105,7 +102,7 @@ def leave_out_overruled(values: SettingValues) -> None:
 
 
 def leave_out_moot(values: SettingValues) -> None:
-    """Reset settings without effect beside a default or derived value. Call after deriving all."""
+    """Reset settings that a default or derived value makes ineffective; call after deriving."""
     for name, cause in _without_effect(values, MOOT):
         # A value that is off or null has no effect anyway.
         if values.rank(name) > 0 and values[name]:
@@ -113,9 +110,9 @@ def leave_out_moot(values: SettingValues) -> None:
 
 
 def check_contradictions(values: SettingValues) -> Iterator[str]:
-    """Refuse settings that contradict others. If two exclude each other, report only one fault."""
+    """Yield a fault for each setting that contradicts another; only one for each pair."""
     refused: set[str] = set()
-    # Given causes come first: a value that somebody wrote explains more than a default.
+    # Given causes come first, because a value that the user wrote explains more than a default.
     by_rank = sorted(CONTRADICTIONS, key=lambda rule: values.rank(rule[0]), reverse=True)
     for name, cause in _without_effect(values, by_rank):
         if values[name] and not refused & {cause, name}:
@@ -125,15 +122,14 @@ def check_contradictions(values: SettingValues) -> Iterator[str]:
 
 
 def _without_effect(values: SettingValues, rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
-    """Yield (name, cause) for each changed setting to which a rule applies."""
     for cause, applies, names in rules:
-        with suppress(UnusableSettingError):  # the fault is reported where it was found
+        with suppress(UnusableSettingError):  # the fault is already reported
             if applies(values[cause]):
                 yield from [(name, cause) for name in names.split() if values.changed(name)]
 
 
 def no_effect(values: SettingValues, name: str, cause: str) -> str:
-    """Return the line about a setting without effect."""
+    """Return the log line about a setting without effect."""
     return f"{values.shown(name)} has no effect: {values.shown(cause)}"
 
 

@@ -94,7 +94,7 @@ def _parse(
 
 
 def rename_checkpointing(values: SettingValues) -> None:
-    """Rename gradient_checkpointing* to activation_checkpointing*. The stronger source wins."""
+    """Rename gradient_checkpointing* to activation_checkpointing*; the stronger source wins."""
     for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
         old = name.replace("activation", "gradient")
         if old in values.given and values.rank(old) > values.rank(name):
@@ -120,7 +120,7 @@ def choose_length(values: SettingValues) -> None:
 
 
 def leave_out_old_keywords(values: SettingValues) -> None:
-    """Reset lr_scheduler_kwargs if a stronger source sets a schedule that does not take them."""
+    """Reset lr_scheduler_kwargs if a stronger source sets a schedule without such keywords."""
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
     is_overruled = 0 < values.rank(keywords) < values.rank(schedule)
     if is_overruled and schedule_fault(values[schedule], values[keywords]):
@@ -130,8 +130,8 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
-    A smaller micro-batch gives the same training. A given one is replaced only if the global batch
-    has a stronger source, or if the micro-batch divides it on one rank but not on all ranks.
+    A smaller micro-batch gives the same training. A given micro-batch is replaced only if the
+    global batch has a stronger source, or if the micro-batch fits it on one rank but not on all.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size

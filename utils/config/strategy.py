@@ -1,7 +1,7 @@
 """The strategy of a run, its accelerate config, and the GPUs that a dry run assumes.
 
-A launcher imports this module before it knows whether the packages are installed. Third-party
-packages are therefore imported inside functions: the launcher reports a missing one.
+The launcher imports this module before it checks for missing packages, so functions here import
+third-party packages.
 """
 
 import os
@@ -30,12 +30,11 @@ NAMES = ("single_gpu", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "cpu")
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
-# GPUs that `--assume` knows: memory that torch sees (GiB), peak of dense products in bf16 with
-# float32 sums (TFLOP/s), GB/s between a GPU and the others of its node, sent plus received. The
-# figures are from NVIDIA's data sheets, without sparsity; for the RTX 3090, 4090 and 5090 from the
-# white papers of their architectures (PCIe 4 and 5: 64 and 128 GB/s). We compared the figures of
-# A100, A40, H100, H200, L4 and L40S with public lists that cite the data sheets, but not the
-# figures of other GPUs.
+# GPUs that `--assume` knows: memory that torch sees (GiB), peak of dense bf16 products with float32
+# sums (TFLOP/s), bandwidth to the other GPUs of the node, sent plus received (GB/s). Sources:
+# NVIDIA's data sheets; for the RTX 3090, 4090 and 5090 the white papers of their architectures
+# (PCIe 4 and 5: 64 and 128 GB/s). Public lists that cite the data sheets agree for A100, A40, H100,
+# H200, L4 and L40S; other GPUs were not compared.
 GPUS = {
     "B200-180GB": (178.3, 2250, 1800),
     "H200-141GB": (139.8, 989, 900),
@@ -54,7 +53,7 @@ GPUS = {
     "RTX4090-24GB": (23.5, 165.2, 64),
     "RTX5090-32GB": (31.4, 209.5, 128),
 }
-# torch sees about this share of an unknown GPU's nominal memory.
+# The share of an unknown GPU's nominal memory that torch sees, about.
 VISIBLE_SHARE = 0.95
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 _OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
@@ -62,9 +61,9 @@ _OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_p
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """The accelerate config of a launch: its path from the repository's root, its contents.
+    """The accelerate config of a launch; `path` is relative to the repository's root.
 
-    chosen_by: the setting or variable that named the config, for messages.
+    chosen_by: the setting or variable that named the config, for messages
     """
 
     path: Path
@@ -78,7 +77,10 @@ class StrategyConfig:
 
     @property
     def shards(self) -> bool:
-        """Return whether the strategy needs several processes: it shards and does not offload."""
+        """Return whether the strategy only makes sense with several processes.
+
+        It shards the model, does not offload, and has no DeepSpeed config file.
+        """
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
         return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
@@ -89,8 +91,8 @@ def choose_config(
 ) -> StrategyConfig:
     """Return the accelerate config for a launch of `processes` processes.
 
-    The variable ACCELERATE_CONFIG wins over the strategy. auto depends on the number of processes.
-    A single process gets single_gpu.yaml for a strategy that needs several processes. Raises
+    ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. A single
+    process gets single_gpu.yaml for a strategy that needs several processes. Raises
     ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
@@ -116,12 +118,12 @@ def choose_config(
 
 
 def strategy_path(strategy: str) -> Path:
-    """Return the file of a strategy: a name of accelerate_configs/, or a path."""
+    """Return the file of a strategy, which is a name in accelerate_configs/ or a path."""
     return FOLDER / f"{strategy}.yaml" if strategy in NAMES else Path(strategy)
 
 
 def read_config(path: Path, chosen_by: str) -> StrategyConfig:
-    """Read an accelerate config, a path from the repository's root. Raises ConfigurationError."""
+    """Read an accelerate config at a path in the repository. Raises ConfigurationError."""
     import yaml
 
     known = (*ONE_PROCESS, *SHARDING, "MULTI_GPU")
@@ -141,10 +143,10 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
 
 
 def describe_launch(values: SettingValues) -> None:
-    """Add the planned launch's variables (WORLD_SIZE, strategy) to a dry run's `environment`.
+    """Add the variables of the planned launch (WORLD_SIZE, strategy) to a dry run's `environment`.
 
-    The number of processes comes from `assume` or from WORLD_SIZE, which slurm/submit.sh sets. If
-    neither is given, or if `accelerate launch` started a dry run without `assume`, nothing changes.
+    The number of processes comes from `assume`, or from WORLD_SIZE, which slurm/submit.sh sets. Do
+    nothing without both, and in a dry run without `assume` that `accelerate launch` started.
     """
     environment = values.environment
     is_known = "WORLD_SIZE" not in environment or is_launched(environment)
@@ -171,7 +173,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def check_strategy(values: SettingValues) -> Iterator[str]:
-    """Refuse unusable strategies, unknown GPUs, and assume or suggest without a dry run."""
+    """Yield faults: unusable strategies, unknown GPUs, assume or suggest without a dry run."""
     decides = values["dry_run"] and not is_launched(values.environment)
     environment = values.environment if decides else {}
     try:
@@ -200,8 +202,8 @@ def check_strategy(values: SettingValues) -> Iterator[str]:
 class AssumedGpus:
     """The GPUs of a run: `nodes` nodes with `per_node` GPUs each.
 
-    flops: peak FLOP per second of a GPU in bf16; None: not known. link: bytes per second that a GPU
-    sends to the other GPUs of its node.
+    flops  peak FLOP/s of a GPU in bf16, if known
+    link   bytes/s that a GPU can send to the other GPUs of its node, if known
     """
 
     name: str

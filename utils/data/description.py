@@ -171,7 +171,6 @@ def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
 def _add_block(
     found: Statistics, first: int, offsets: np.ndarray, block: Mapping[str, np.ndarray]
 ) -> None:
-    """Add a block of documents to `found`; `first` is the row of its first document."""
     ids, starts, loss_mask = block[TOKENS], offsets - offsets[0], loss_mask_among(block)
     if ids.size:
         ends = [int(ids.min()), int(ids.max()), found.min_token_id, found.max_token_id]

@@ -55,7 +55,6 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] |
 
 
 def _answers(outcomes: list[Any]) -> list[Any]:
-    """Return the results of `_attempt`, or raise one error with the messages of all ranks."""
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
         raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))

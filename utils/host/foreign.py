@@ -143,7 +143,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _damaged_files(folder: Path) -> Iterator[str]:
-    """Yield a message for each damaged JSON file and each damaged safetensors header."""
     for path in _files(folder) or [folder]:
         try:
             if path.suffix == ".json":

@@ -63,7 +63,6 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, list[Path]]]:
 
 
 def _room(group: Path, limit: str, usage: str, droppable: str) -> float:
-    """Return the bytes of memory left in one control group; infinity without a limit."""
     if not (group / limit).is_file():
         return float("inf")  # the root group, or a path of the host that a container does not see
     allowed = (group / limit).read_text(encoding="utf-8").strip()

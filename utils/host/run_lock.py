@@ -303,7 +303,6 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _read_owner(folder: Path, number: int) -> RunOwner | None:
-    """Read the file owner-NUMBER; return None if it is damaged. Raises OSError."""
     path = folder / f"owner-{number}"
     text, beat = path.read_bytes(), path.stat().st_mtime
     try:

@@ -1,7 +1,7 @@
-"""Faster or smaller replacements for transformers' attention and loss.
+"""Replacements for transformers' attention and loss that are faster or use less memory.
 
-varlen                `packed_varlen`, the attention of packed documents, and the kernels behind it
+varlen                `packed_varlen`, the attention of packed documents, and its kernels for CUDA
 per_document          the reference for these kernels: SDPA document by document, on any device
-linear_cross_entropy  last layer and loss for a few tokens at a time, without all logits
+linear_cross_entropy  last layer and loss for a chunk of tokens at a time, without all logits
 cpu_products          settings of a CPU process: oneDNN's matrix products, malloc
 """

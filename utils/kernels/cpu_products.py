@@ -16,12 +16,12 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 
 
 def settle_products() -> str | None:
-    """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a line for the log.
+    """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a text to log.
 
-    MKL's AVX-512 kernels are only fast on Intel's processors: a float32 step on an AMD EPYC takes
-    1.8 times as long with them. torch's precision "medium" selects oneDNN but allows it to round
-    factors to bfloat16. oneDNN does so only on a CPU with AMX, and a check here verifies that
-    nothing is rounded. A precision that the user set is not changed.
+    MKL's AVX-512 kernels are fast only on Intel's processors: on an AMD EPYC a float32 step takes
+    1.8 times as long. torch's precision "medium" selects oneDNN, but also allows bfloat16 factors.
+    oneDNN uses them only with AMX, and this function verifies that nothing is rounded. A precision
+    that the user set stays.
     """
     avx_512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     slow = avx_512 and not has_amx() and cpu_fact("vendor_id") not in ("", "GenuineIntel")
@@ -35,19 +35,20 @@ def settle_products() -> str | None:
 
 
 def by_onednn() -> bool:
-    """Return whether this process uses oneDNN for float32 matrix products."""
+    """Return whether oneDNN computes float32 matrix products in full precision here."""
     return torch.get_float32_matmul_precision() == _ONEDNN and not has_amx()
 
 
 def products_name() -> str:
-    """Return the name of the library for float32 matrix products."""
+    """Return the name of the library that computes float32 matrix products."""
     return "oneDNN" if by_onednn() else "torch's default"
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep freed memory. Return False if the user configured malloc or glibc is missing.
+    """Let glibc keep freed memory; return whether it does.
 
-    Without this, Linux would clear hundreds of megabytes in each step, a tenth of the step's time.
+    Otherwise Linux clears hundreds of megabytes in each step, which takes a tenth of the time. No
+    change if the user configured malloc.
     """
     told = any(name.startswith(("MALLOC_TRIM_", "MALLOC_MMAP_")) for name in environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -57,10 +58,10 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy each weight on the CPU that does not start at a multiple of a cache line.
+    """Copy each weight on the CPU whose address is not a multiple of the cache line size.
 
-    A weight from a safetensors file can start at any address. A resumed run has it at an aligned
-    address, where MKL may sum in another order.
+    Weights from a safetensors file can have any address, and weights of a resumed run an aligned
+    one. MKL may sum in another order at another alignment.
     """
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:

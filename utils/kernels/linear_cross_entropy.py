@@ -1,8 +1,8 @@
 """Last layer and cross-entropy for a chunk of tokens at a time, without the logits of all tokens.
 
 The forward pass also computes the gradients while a chunk's logits are in memory, so the last layer
-needs three matrix products instead of four. Buffers are allocated once. If layers are compiled on a
-GPU, so is the softmax. An uncompiled softmax reads and writes memory several times.
+needs three matrix products instead of four. On a GPU the softmax can be compiled, because an
+uncompiled softmax reads and writes memory several times.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Sizes(NamedTuple):
-    """The sizes of chunks and buffers on one type of device."""
+    """Sizes of chunks and buffers on one type of device."""
 
     rows: int  # maximal tokens of a chunk
     tile: int  # the number of tokens of a chunk is a multiple of this
@@ -30,21 +30,21 @@ class Sizes(NamedTuple):
     words: int  # the vocabulary is padded with zeros to a multiple of this
 
 
-# On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes:
-# with GPT-2's 50,257 words a step took twice as long as with a padded vocabulary.
+# On a CPU a block fits the cache. Fast products on a GPU need rows of a multiple of 16 bytes: with
+# GPT-2's vocabulary of 50,257 a step took twice as long as with a padded vocabulary.
 SIZES = {
     "cpu": Sizes(rows=1024, tile=64, logits=2**26, block=2**20, words=1),
     "cuda": Sizes(rows=4096, tile=128, logits=2**29, block=2**25, words=8),
 }
 COMPILED_ROWS = 2048
 CHECKED_TOKENS = 128
-TOLERANCE = 1e-3  # relative: in half precision a few derivatives round differently
+TOLERANCE = 1e-3  # relative, because in half precision a few derivatives round differently
 
 _checked: set[tuple[object, ...]] = set()
 
 
 class LogitTerms(NamedTuple):
-    """The changes of a model's logits: times `scale`, then softcap * tanh(logits / softcap)."""
+    """Changes of a model's logits: times `scale`, then softcap * tanh(logits / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -57,17 +57,18 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *,
     bias: Tensor | None = None, terms: LogitTerms = PLAIN, compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the summed cross-entropy of softmax(hidden @ weight.T + bias), the losses and hits.
+    """Return the cross-entropy of softmax(hidden @ weight.T + bias): (sum, losses, hits).
 
-    The sum is float32, shape (). The losses of the tokens, float32 (N,), have no gradient. The
-    hits, bool (N,), say whether a token's target has the largest logit. They are None if gradients
-    are computed, because these overwrite the logits.
+    hidden    (N, H); weight (V, H); bias (V,)
+    targets   (N,) int64, IGNORED for tokens without loss
+    compiled  compile the softmax if the device is a GPU
+    sum       (), float32, `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding
+    losses    (N,) float32, the loss of each token, without gradient
+    hits      (N,) bool, whether the target has the largest logit; None if gradients are computed,
+              because gradients overwrite the logits
 
-    hidden (N, H), weight (V, H), bias (V,), targets (N,) int64, IGNORED where a token has no loss.
-    The sum equals `torch.nn.functional.cross_entropy(..., reduction="sum")` up to rounding. Matrix
-    products have autocast's type, or the weight's type without autocast. Everything else is
+    Matrix products have autocast's type, or without autocast the weight's type. Everything else is
     float32, including the sum of the weight's gradient. The host does not wait for the device.
-    compiled: compile the softmax if the device is a GPU.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -91,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         needed = tuple(gradients and needs for needs in ctx.needs_input_grad)
         tokens = len(hidden)
-        if hidden.device.type == "cpu":  # oneDNN compiles and caches code for each number of tokens
+        if hidden.device.type == "cpu":  # pad: oneDNN compiles code for each number of tokens
             more = _whole(tokens, SIZES["cpu"].tile) - tokens
             hidden = functional.pad(hidden, (0, 0, 0, more))
             targets = functional.pad(targets, (0, more), value=IGNORED)
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale, *_ = gradients
         assert ctx.gradients is not None, "this loss was differentiated before"
-        # Scale in place, because the weight's gradient is large. Drop our references, so that
+        # Scale in place, because the weight's gradient is large. Drop the references, so that
         # autograd can add the gradient of a tied embedding in place.
         made, ctx.gradients = ctx.gradients, None
         scaled = [
@@ -171,7 +172,7 @@ class ChunkedHead:
         return self.hidden_gradient, weight, bias
 
     def chunk(self, rows: slice, targets: Tensor, has_loss: Tensor) -> Tensor:
-        """Return the losses (C,) of the tokens `rows`, and add their part to the gradients."""
+        """Return the losses (C,) of the tokens `rows`, and add to the gradients."""
         hidden = self.hidden[rows]
         if self.scale != 1:
             hidden = hidden * self.scale
@@ -216,9 +217,9 @@ class ChunkedHead:
 def softmax_derivative(
     logits: Tensor, targets: Tensor, buffers: list[Tensor], cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Return the losses (C,) of logits (C, V); `differentiate`: replace logits by derivatives.
+    """Return the losses (C,) of logits (C, V); `differentiate` replaces logits by derivatives.
 
-    buffers: two float32 tensors (B, V), for B tokens at a time.
+    buffers: two float32 tensors (B, V), to compute B tokens at a time
     """
     size, losses = len(buffers[0]), []
     for some, those in zip(logits.split(size), targets[:, None].split(size), strict=True):
@@ -226,8 +227,8 @@ def softmax_derivative(
         wide.copy_(some)
         if cap is not None:
             wide.div_(cap).tanh_().mul_(cap)
-        # `wide` is our float32 copy of the logits: torch would allocate a new one.
-        # On a CPU the largest probability, exp(largest) / sum(exp), gives the sum: 0.6 of the time.
+        # On a CPU the largest probability, exp(largest) / sum(exp), gives the sum in 0.6 of the
+        # time of a log-softmax.
         if wide.is_cpu:
             torch.softmax(wide, -1, out=derivative)
             normalizer = wide.amax(-1) - derivative.amax(-1).log()
@@ -247,10 +248,10 @@ def softmax_derivative(
 def compiled_softmax_derivative(
     logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool
 ) -> Tensor:
-    """Compute the same as `softmax_derivative` by a function that torch compiles once per shape.
+    """Compute `softmax_derivative` by a function that torch compiles once per shape.
 
-    The function reads the logits twice and writes them once. For each new shape, the results for
-    the first tokens are compared with `softmax_derivative`; ConfigurationError if they differ.
+    The compiled function reads the logits twice and writes them once. At each new shape, compare
+    the first tokens with `softmax_derivative`. Raises ConfigurationError if the results differ.
     """
     kind = (logits.shape, logits.dtype, cap, differentiate)
     before = None if kind in _checked else logits[:CHECKED_TOKENS].clone()
@@ -263,7 +264,7 @@ def compiled_softmax_derivative(
     if before is not None:
         buffers = [torch.empty_like(before, dtype=torch.float32) for _ in range(2)]
         expected = softmax_derivative(before, targets[: len(before)], buffers, cap, differentiate)
-        # Values that are not finite, as after a divergence, count as 0 on both sides. Without
+        # Non-finite values, as after a divergence, count as 0 on both sides. Without
         # `differentiate` the logits must be unchanged.
         for found, wanted in ((losses, expected), (logits, before)):
             one, other = (v[: len(before)].float().nan_to_num(0, 0, 0) for v in (found, wanted))
@@ -282,9 +283,9 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate: bool) -> Tensor:
-    """Return log(sum(exp(logits))) (C,); `differentiate`: replace logits by derivatives.
+    """Return log(sum(exp(logits))) (C,); `differentiate` replaces logits by derivatives.
 
-    torch compiles this to one kernel that reads the logits and one that writes them.
+    torch compiles this function to one kernel that reads the logits and one that writes them.
     """
     wide = logits.float()
     if cap is not None:
@@ -300,7 +301,7 @@ def _normalize(logits: Tensor, targets: Tensor, cap: float | None, differentiate
 
 
 def _with_zeros(values: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    """Return values (V, ...) as `dtype`, padded with zeros to (words, ...). Copy only if needed."""
+    """Return values (V, ...) as `dtype`, padded with zeros to (words, ...)."""
     if len(values) == words:
         return values.to(dtype)
     padded = values.new_zeros((words, *values.shape[1:]), dtype=dtype)

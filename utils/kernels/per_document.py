@@ -1,4 +1,4 @@
-"""Causal attention of one document after another by torch's SDPA, on any device in any dtype."""
+"""Causal attention document by document with torch's SDPA, on any device in any dtype."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,19 @@ from utils.kernels.cpu_products import by_onednn
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-# On a CPU torch's kernel is slower in half precision than in float32 for up to SHORT_ON_CPU tokens,
-# and slower than batched products by oneDNN for up to BLOCKED_ON_CPU tokens.
+# On a CPU, torch's kernel is slower in half precision than in float32 up to SHORT_ON_CPU tokens,
+# and slower than oneDNN's batched products up to BLOCKED_ON_CPU tokens.
 SHORT_ON_CPU, BLOCKED_ON_CPU = 256, 1024
 QUERIES = 128  # queries of a batched product
-SCORES = 2**21  # float32 scores at a time; they fit a CPU's caches
+SCORES = 2**21  # float32 scores that fit a CPU's caches
 
 
 class Documents(NamedTuple):
     """The boundaries of documents in a micro-batch.
 
-    cu_seq_lens, int32 (n + 1,): where documents begin and end; the last value may be repeated. No
-    document is longer than `max_length`. A packed sequence has `row_length` tokens.
+    cu_seq_lens  int32 (n + 1,), begins and ends of documents; the last value may be repeated
+    max_length   upper bound of document lengths
+    row_length   tokens of a packed sequence
     """
 
     cu_seq_lens: Tensor
@@ -30,7 +31,7 @@ class Documents(NamedTuple):
 
 
 class ScoreTerms(NamedTuple):
-    """Settings of attention. `window` is a number of tokens, including the query's own token."""
+    """Settings of attention; `window` counts tokens, including the query's own token."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -39,18 +40,18 @@ class ScoreTerms(NamedTuple):
     sinks: Tensor | None = None
 
 
-# The lengths are known only at run time, so this function cannot be compiled.
+# Document lengths are known only at run time, so this function cannot be compiled.
 @torch.compiler.disable
 def per_document_sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    """Attend causally inside each document of (tokens, heads, dim); one SDPA call for each length.
+    """Attend causally inside each document of (tokens, heads, dim), one SDPA call per length.
 
-    The host reads the lengths, so it waits for the device unless `cu_seq_lens` is on the CPU.
+    The host waits for the device to read the lengths, unless `cu_seq_lens` is on the CPU.
     """
     lengths = [length for length in documents.cu_seq_lens.diff().tolist() if length]
     assert sum(lengths) == query.shape[0], "cu_seq_lens must cover every token"
-    if len(set(lengths)) == 1:  # no copies are needed
+    if len(set(lengths)) == 1:  # views are enough
         query, key, value = (
             states.unflatten(0, (-1, lengths[0])).transpose(1, 2) for states in (query, key, value)
         )
@@ -61,8 +62,8 @@ def per_document_sdpa(
         # oneDNN compiles code for each shape, so round lengths up. Causal attention cannot see the
         # padding after a document.
         alike.setdefault(-(-length // 64) * 64 if blocked else length, []).append(document)
-    # split and cat have one backward node each. A slice per document would create a zero-filled
-    # gradient of all tokens for each document.
+    # split and cat have one backward node each. Slices would create a zero-filled gradient of all
+    # tokens for each document.
     pieces = [states.split(lengths) for states in (query, key, value)]
     outputs: list[Tensor] = [query] * len(lengths)
     for length, members in alike.items():
@@ -82,7 +83,7 @@ def _filled(states: Tensor, length: int) -> Tensor:
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend causally along the length of (batch, heads, length, dim). Keys can have fewer."""
+    """Attend causally in (batch, heads, length, dim); keys and values may have fewer heads."""
     if terms.softcap is not None or terms.sinks is not None:
         return _explicit_attention(query, key, value, terms)
     length = query.shape[2]
@@ -98,8 +99,8 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
         return _blocked_attention(query, key, value, terms.scale)
     mask = None if terms.window is None else _visible(length, terms.window, query.device)
     grouped = query.shape[1] != key.shape[1]
-    # Only CUDA's half-precision kernels support grouped heads. Others would fall back to a kernel
-    # that keeps all scores in memory.
+    # On CUDA only half-precision kernels without mask support grouped heads. Otherwise torch would
+    # use a kernel that keeps all scores in memory.
     native = not query.is_cuda or (query.dtype in HALF_TYPES and mask is None)
     if grouped and not native:
         repeats = query.shape[1] // key.shape[1]
@@ -111,7 +112,6 @@ def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) ->
 
 
 def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
-    """Return whether `_blocked_attention` is used for documents of this length."""
     plain = terms._replace(scale=None, window=None) == ScoreTerms()
     whole = terms.window is None or terms.window >= length
     computed = query.device.type == "cpu" and query.dtype in (torch.float32, *HALF_TYPES)
@@ -119,9 +119,9 @@ def _in_blocks(query: Tensor, length: int, terms: ScoreTerms) -> bool:
 
 
 def _blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attend by oneDNN's batched products: a step on packed chats takes 16 % less time."""
+    """Attend with oneDNN's batched products; a step on packed chats takes 16 % less time."""
     heads, length, _ = query.shape[1:]
-    # Use few shapes: group documents by powers of two, the largest group first.
+    # For few different shapes, split the batch into powers of two.
     most = max(1, SCORES // (heads * min(QUERIES, length) * length))
     sizes: list[int] = []
     while left := len(query) - sum(sizes):
@@ -141,7 +141,7 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
     for begin, own in zip(range(0, length, QUERIES), query.split(QUERIES, 2), strict=True):
         stop = begin + own.shape[2]
         scores = torch.bmm(own.flatten(1, 2), key[:, :stop].mT).unflatten(1, (-1, stop - begin))
-        with torch.no_grad():  # adding a constant in place needs no backward pass
+        with torch.no_grad():  # adding a constant does not change the gradient
             scores[..., begin:] += later[: stop - begin, : stop - begin]
         weights = scores.softmax(-1).flatten(1, 2)
         attended = torch.bmm(weights, value[:, :stop])
@@ -153,7 +153,7 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreT
     """Attend with all scores in memory, because SDPA has neither soft caps nor sinks.
 
     Soft caps follow Gemma 2 (arXiv 2408.00118, section 2). Sinks follow gpt-oss: one more logit per
-    head, which takes a part of the softmax but has no value.
+    head in the softmax, without a value.
     """
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))
@@ -170,6 +170,6 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreT
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the (query, key) mask that is True where a query sees a key."""
+    """Return a bool (query, key) mask, True where a query sees a key."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal if window is None else causal.triu(1 - window)

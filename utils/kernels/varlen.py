@@ -1,8 +1,7 @@
 """Causal attention over packed documents: `packed_varlen` for transformers, and its kernels.
 
-A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim), where
-tokens are those of all sequences of a micro-batch, with `Documents` and `ScoreTerms`. It returns
-(tokens, heads, value_dim).
+A kernel takes query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) of all
+sequences of a micro-batch, `Documents` and `ScoreTerms`. It returns (tokens, heads, value_dim).
 """
 
 import importlib
@@ -27,7 +26,7 @@ from utils.kernels.per_document import (
     per_document_sdpa,
 )  # fmt: skip
 
-# Without "flash", "sdpa" or "flex_attention", because transformers handles such names differently.
+# Must not contain "flash", "sdpa" or "flex_attention": transformers treats such names differently.
 NAME = "packed_varlen"
 ROW_SDPA = "row_sdpa"
 MAX_FLASH_HEAD_DIM = 256  # limit of FlashAttention 2 and 3 and of torch's copy
@@ -40,7 +39,7 @@ CUDNN_FIRST = [
 
 
 class AttentionNeeds(NamedTuple):
-    """The features that a model needs from its attention kernel; `dropout` is a probability."""
+    """The features that a model needs in an attention kernel; `dropout` is a probability."""
 
     head_dim: int
     softcap: bool = False
@@ -54,7 +53,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel for this host. `features`: which of softcap, sinks and dropout it supports."""
+    """An attention kernel; `features` has those of softcap, sinks and dropout it supports."""
 
     name: str
     label: str
@@ -63,7 +62,7 @@ class VarlenKernel:
     on_cuda_only: bool = True
 
     def missing(self, needs: AttentionNeeds) -> list[str]:
-        """Return names of the needed features that this kernel lacks."""
+        """Return texts about the needed features that this kernel lacks."""
         wanted = {
             "softcap": (needs.softcap, "logit soft caps"),
             "sinks": (needs.sinks, "attention sinks"),
@@ -84,8 +83,8 @@ PER_DOCUMENT = VarlenKernel(
 def register_packed_varlen(kernel: VarlenKernel) -> None:
     """Register the attention `packed_varlen` in transformers, computed by `kernel`.
 
-    No mask function is registered, so models build no mask. The kernel takes the documents'
-    boundaries from `cu_seq_lens`, which must include the boundaries of padding.
+    No mask function is registered, so models build no mask. The boundaries of documents come from
+    `cu_seq_lens_q`, which must also have the boundaries of padding.
     """
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
 
@@ -99,10 +98,9 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally inside each document of a packed micro-batch.
 
-    query (B, H, T, D), key and value (B, Hkv, T, D). `cu_seq_lens_q`: where documents begin and end
-    in the B * T tokens of all sequences. Returns ((B, T, H, D), None). On a CPU and in float32, as
-    in `check_isolation`, PER_DOCUMENT replaces a kernel that needs CUDA. Raises ConfigurationError
-    for inputs that it cannot compute.
+    query (B, H, T, D), key and value (B, Hkv, T, D); returns ((B, T, H, D), None). `cu_seq_lens_q`
+    has the begins and ends of documents in the B * T tokens. On a CPU or in float32, PER_DOCUMENT
+    replaces a kernel that needs CUDA. Raises ConfigurationError for unsupported inputs.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
@@ -115,7 +113,7 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             "computes Stoker's batches alone; to generate, call "
             "model.set_attn_implementation('sdpa'), or 'eager' where the model has no sdpa."
         )
-    # Rotary embeddings and norms in float32 can give queries a wider type than values.
+    # Rotary embeddings and norms in float32 can make queries wider than values.
     dtype = value.dtype if query.dtype == torch.float32 else query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -140,9 +138,9 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
 def find_kernels(
     device_type: str, dtype: torch.dtype, needs: AttentionNeeds, whole_rows: bool = False
 ) -> tuple[list[VarlenKernel], list[str]]:
-    """Return the kernels that support `needs` here, fastest first, and why other kernels do not.
+    """Return usable kernels, fastest first, and texts on why other kernels are not usable.
 
-    whole_rows: no sequence of the run has more than one document.
+    whole_rows: no sequence of the run has more than one document
     """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
     usable, refusals = [], []
@@ -153,8 +151,8 @@ def find_kernels(
             refusals.append(f"{label} lacks {', '.join(missing)}")
         else:
             usable.append(kernel)
-    # On Hopper cuDNN's kernel is faster than these two, but not faster than FlashAttention 3. Like
-    # these two it needs half precision.
+    # On Hopper, cuDNN's half-precision kernel is faster than these two, but not than
+    # FlashAttention 3.
     if whole_rows and usable[0].name in ("flash_attention_2", "torch_varlen") and _is_hopper():
         by_row = load_row_sdpa(needs, packed=usable[0])
         usable = [by_row, *usable] if by_row else usable
@@ -162,7 +160,7 @@ def find_kernels(
 
 
 def _cuda_kernels(dtype: torch.dtype) -> list[tuple[str, VarlenKernel | str]]:
-    """Return (label, kernel) of CUDA's kernels, fastest first, or (label, why it is missing)."""
+    """Return (label, kernel or why it is missing) of the kernels for CUDA, fastest first."""
     if dtype not in HALF_TYPES:
         return [("flash kernels", f"computed in {str(dtype).removeprefix('torch.')}")]
     major, minor = torch.cuda.get_device_capability()
@@ -181,7 +179,6 @@ def _is_hopper() -> bool:
 
 
 def _import_function(module: str, name: str) -> Callable[..., Tensor] | str:
-    """Return the function `name` of a module, or why it cannot be imported."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -207,9 +204,9 @@ def _flash(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
 ) -> Tensor:  # fmt: skip
-    """Call `flash_attn_varlen_func` of FlashAttention 2 or 3, only with the terms that are set."""
+    """Call `flash_attn_varlen_func` with the terms that are set; an old version may lack others."""
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
-    # By default the backward pass sums with atomic additions, in an order that varies.
+    # By default the backward pass sums with atomic additions, in varying order.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if terms.window is not None:
         options["window_size"] = (terms.window - 1, 0)  # tokens to the left, inclusive
@@ -250,11 +247,11 @@ def load_torch_varlen() -> VarlenKernel | str:
 
 
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
-    """Return SDPA over whole sequences by cuDNN's kernel, or None if torch would not choose it.
+    """Return SDPA over whole sequences by cuDNN's kernel, or None if torch would not choose cuDNN.
 
-    It is for sequences of one document, with or without padding at the end. No token of the
-    document sees the padding. The padding sees the document but has no loss. For sequences of
-    several documents, as in `check_isolation`, it calls `packed`.
+    Each sequence has one document, with or without padding at the end. Padding sees the document,
+    but has no loss. For sequences of several documents, as in `check_isolation`, the kernel calls
+    `packed`.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:
@@ -264,7 +261,7 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
         query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
     ) -> Tensor:
         rows = query.shape[0] // documents.row_length
-        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # more than a document and padding each
+        if len(documents.cu_seq_lens) - 1 > 2 * rows:  # more than a document and padding per row
             return packed.run(query, key, value, documents, terms)
         query, key, value = (
             states.unflatten(0, (rows, documents.row_length)).transpose(1, 2)
@@ -278,7 +275,7 @@ def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel |
 
 
 def sdpa_backend(head_dim: int) -> SDPBackend:
-    """Return the kernel that torch's SDPA chooses for training here if cuDNN's has priority."""
+    """Return the backend that SDPA chooses for training on this GPU if cuDNN has priority."""
     states = torch.empty(1, 2, 128, head_dim, device="cuda", dtype=torch.bfloat16)
     states.requires_grad_()
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):

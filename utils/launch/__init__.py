@@ -1,12 +1,12 @@
-"""Starting the ranks of a run from a Slurm job or a shell, checking them, and why they ended.
+"""The start of a run's ranks from a Slurm job or a shell, checks of them, and why they ended.
 
 node         the launcher of a node: choose the accelerate config, check, run `accelerate launch`
 slurm        Slurm's variables: nodes, processes, port, time limit
-caches       the job's private directory on the node; compiled code that jobs share
+caches       the job's private directory on the node; the cache of compiled code
 rendezvous   first check: the nodes reach each other and have the same code and packages
 processes    second check: the ranks are connected and run the requested strategy
 signals      Slurm's signals as requests to stop
 script       logging, environment variables and exit codes of a training script
-verdict      files that say why each rank, and the whole job, ended
+verdict      files with the reason and exit code of each rank and of the whole job
 notify       messages about the end of a job to a webhook or a command
 """

@@ -1,10 +1,9 @@
-"""A job's private directory on its node's own disk, with the caches of libraries.
+"""A job's private directory on the node's own disk, with the caches of libraries.
 
-Compiled code is thousands of small files and lock files. Shared storage is slow with them, and two
-jobs of one user would wait for each other's locks. So jobs share the code that torch and Triton
-compiled as one tar file in the user's cache. Each node's launcher unpacks it at its start. The
-first node's launcher replaces it at its end, in one step. If two jobs end at the same time, the
-code that one of them added is lost, and compiled again later.
+The caches of torch and Triton have thousands of small files and locks, with which shared storage is
+slow. So jobs share their compiled code as one tar file in the user's cache. Each node's launcher
+unpacks the tar file at the start, and the first node's launcher replaces it at the end. If two jobs
+end at the same time, the code that one of them added is lost and compiled again later.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from utils.launch.verdict import NOTES_DIR
 logger = logging.getLogger(__name__)
 
 PREFIX = "stoker-"
-LARGEST_BYTES = 2**30  # a larger archive is not read; the next one replaces it
+LARGEST_BYTES = 2**30  # a larger archive is not read, and the job's end replaces it
 _CACHES = ("CUDA_CACHE_PATH", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR")
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # A UNIX socket's path has at most 107 bytes, and multiprocessing appends 32 to TMPDIR.
@@ -38,13 +37,13 @@ _LONGEST_TMPDIR = 75
 
 
 def enter_node_directory() -> Path:
-    """Make this job's private (0700) directory on this node's disk; set libraries' caches to it.
+    """Make this job's private directory on this node's disk, and put libraries' caches there.
 
-    It is under SLURM_TMPDIR, TMPDIR or /tmp. Cache variables that the user set are not changed.
-    Also remove the directories that killed launchers left on this node. Raises StorageError.
+    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. Cache variables that the user
+    set stay. Also remove the directories of killed launchers on this node. Raises StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
-    # On network storage each node sees only its own locks, so it may remove only its directories.
+    # On network storage a node sees only its own locks, so it must not remove other nodes' folders.
     prefix = f"{PREFIX}{host_name()}+"
     remove_abandoned(Path(base), prefix)
     try:
@@ -68,12 +67,12 @@ def enter_node_directory() -> Path:
 
 
 def unpack_compiled(folder: Path) -> int:
-    """Unpack into `folder` the code that earlier jobs compiled; return the number of files."""
+    """Unpack the archive of compiled code into `folder`; return the number of files there."""
     archive = archive_path()
     if archive.exists() and archive.stat().st_size <= LARGEST_BYTES:
         try:
             with tarfile.open(archive) as packed:
-                # Allow only plain files: the "data" filter of older Pythons can be bypassed.
+                # Allow only regular files: the "data" filter of older Pythons can be bypassed.
                 members = [member for member in packed if not member.isdir()]
                 names = [member.name.removeprefix("./") for member in members]
                 paths_inside(folder, names, archive)
@@ -86,7 +85,7 @@ def unpack_compiled(folder: Path) -> int:
 
 
 def pack_compiled(folder: Path, known: int) -> None:
-    """Pack the folder as the new archive, unless it still has the `known` number of files."""
+    """Replace the archive of compiled code by `folder`, unless it still has `known` files."""
     if _count(folder) == known:
         return
     archive = archive_path()
@@ -105,10 +104,9 @@ def _count(folder: Path) -> int:
 
 
 def archive_path() -> Path:
-    """Return the path of this user's archive for this Python, this torch and this processor.
+    """Return the path of this user's archive for this Python, torch and type of processor.
 
-    Compiled C++ code fits one type of processor. Code for several types of GPUs can share an
-    archive, because torch and Triton include the GPU's type in the key of each cached file.
+    Compiled C++ code fits one type of processor. The key of each cached file has the type of GPU.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

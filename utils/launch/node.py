@@ -1,4 +1,4 @@
-"""The launcher of a node: run a script's processes by `accelerate launch`, report why they ended.
+"""The launcher of a node: runs a script's processes by `accelerate launch`, reports their end.
 
 slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
@@ -46,22 +46,22 @@ logger = logging.getLogger("launch_node")
 ROOT = Path(__file__).resolve().parents[2]
 STOPPING = (signal.SIGUSR1, signal.SIGTERM)
 ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict files
-# Keys of an accelerate config for what Stoker does not use: TPUs, mpirun, fp8 and Megatron-LM.
+# Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
 OF_OTHERS = (
     *("downcast_bf16", "tpu_name", "tpu_env", "commands", "command_file", "mpirun_config"),
     *("fp8_config", "megatron_lm_config"),
 )
-# Seconds in which all nodes must join torchrun's rendezvous, just after check_nodes compared them.
+# Seconds in which all nodes must join torchrun's rendezvous after check_nodes.
 JOIN_TIMEOUT_S = 120
 # Seconds from SIGTERM to SIGKILL for the other workers of a node after one of them failed.
 SHUTDOWN_TIMEOUT_S = 5
 
 
 class StopSignals:
-    """The handler of SIGUSR1 and SIGTERM: writes the file STOP, which the workers watch.
+    """The handler of SIGUSR1 and SIGTERM: writes a file STOP, which the workers watch.
 
-    The file is in the node's directory. Before the workers are `started`, both signals end the
-    launcher at once. SIGTERM also does once a verdict is written: then srun sent it.
+    The file is in the node's directory. Both signals end the launcher at once before the workers
+    are `started`. SIGTERM also ends it after a verdict is written, because srun then sent it.
     """
 
     def __init__(self) -> None:
@@ -82,15 +82,15 @@ class StopSignals:
         if self.directory is not None and not self.asked:
             self.asked = True
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
-            # Do not use logging: the signal may have interrupted it while it holds its lock.
+            # Do not use logging: the interrupted code may hold the lock of logging.
             line = f"launch_node on {host_name()}: {name}, asking the processes to stop\n"
             with contextlib.suppress(OSError):  # a log on a full disk
                 os.write(sys.stdout.fileno(), line.encode())
 
     def clean_up(self) -> None:
-        """Kill the workers and delete the node's directory, while stop signals are ignored."""
+        """Ignore stop signals, kill the workers and delete the node's directory."""
         for number in STOPPING:
-            # Python removes its own handlers at its end, and a signal would then kill it.
+            # Python removes its handlers at its end, and a signal would then kill it.
             signal.signal(number, signal.SIG_IGN)
         kill_workers()
         if self.directory is not None:
@@ -98,12 +98,12 @@ class StopSignals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch the processes; return the exit code of the job, as far as this node knows it."""
+    """Launch the processes; return the exit code of the job, as far as this node knows."""
     signals = StopSignals()
     try:
         verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
         if ALONE and signals.directory is not None:
-            # Only the node of rank 0 has this note. In a job, the job script reports instead.
+            # Only rank 0 writes this file. In a job, the job script reports instead.
             for note in signals.directory.rglob(RUN_STARTED):
                 output_dir = Path(note.read_text(encoding="utf-8").strip())
                 if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:
-    """Launch the processes with a private directory; return why they ended or were not started."""
+    """Launch the processes with a private directory; return why they ended or did not start."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until clean_up knows the directory
         directory = signals.directory = enter_node_directory()
@@ -133,7 +133,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
         return Verdict(f"interrupted on {host_name()}", 128 + signal.SIGINT)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
-        if refusal is None:  # srun will end the other nodes: this verdict names the cause
+        if refusal is None:  # srun will end the other nodes, and this verdict names the cause
             write_error(traceback.format_exc())
             return Verdict(f"the launcher on {host_name()} failed: {last_line(error)}", FAILED)
         return Verdict(f"{refusal.kind} on {host_name()}:\n{refusal}", refusal.exit_code)
@@ -142,7 +142,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 def leave_or_print(verdict: Verdict) -> Verdict:
     """Write the verdict for the job script, or print it without a job; return the job's verdict.
 
-    The first verdict of a job counts: if another node has written one, return that one.
+    The first verdict of a job counts: if another node has written a verdict, return the latter.
     """
     if verdict.exit_code == ExitCode.DONE:
         return verdict
@@ -156,7 +156,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
 def prepare(command: list[str]) -> argparse.Namespace:
     """Choose the accelerate config and compare all nodes; return `accelerate launch`'s arguments.
 
-    Sets environment variables, which the workers inherit. Raises ConfigurationError.
+    Set environment variables for the workers. Raises ConfigurationError.
     """
     if not command or not Path(command[0]).is_file():
         raise ConfigurationError(
@@ -188,7 +188,7 @@ def prepare(command: list[str]) -> argparse.Namespace:
 def plan_launch(
     arguments: Sequence[str], environment: Mapping[str, str], devices: int
 ) -> tuple[Allocation, StrategyConfig]:
-    """Return the nodes, processes and accelerate config for a script with these `arguments`.
+    """Return nodes, processes and accelerate config for the `arguments` of a script.
 
     `devices` is the number of GPUs that torch sees. Raises ConfigurationError.
     """
@@ -201,7 +201,7 @@ def plan_launch(
 
 
 def check_config(config: StrategyConfig, allocation: Allocation) -> None:
-    """Raise ConfigurationError for an accelerate config that cannot start these processes."""
+    """Raise ConfigurationError if the accelerate config cannot start the job's processes."""
     if config.kind in ONE_PROCESS and allocation.world_size > 1:
         raise ConfigurationError(
             f"{config.chosen_by}: distributed_type {config.kind or 'NO'} starts one process, but "
@@ -216,9 +216,9 @@ def check_config(config: StrategyConfig, allocation: Allocation) -> None:
 
 
 def given_strategy(arguments: Sequence[str]) -> Given:
-    """Return the strategy that a script's arguments set, by --strategy or else by a recipe.
+    """Return the strategy that a script's arguments set by --strategy or in a recipe.
 
-    Wrong arguments are ignored here, because the script reports them.
+    Wrong arguments are ignored, because the script reports them.
     """
     from utils.config.command_line import CONFIG_FLAG, read_flags
     from utils.config.recipes import read_recipes
@@ -278,16 +278,15 @@ def launch_arguments(
             options += ["--deepspeed_multinode_launcher", "standard"]
     by_torchrun = config.kind not in ONE_PROCESS
     if not by_torchrun and allocation.gpus is None:
-        options += ["--cpu"]  # else accelerate sets ACCELERATE_USE_CPU=False for the script
+        options += ["--cpu"]  # otherwise accelerate sets ACCELERATE_USE_CPU=False for the script
     script, *script_args = command
     args = launch_command_parser().parse_args([*options, script])
     if by_torchrun:
         # torchrun replaces ${local_rank} in arguments, and $$ by $.
         script_args = [argument.replace("$", "$$") for argument in script_args]
     args.training_script, args.training_script_args = script, script_args
-    # accelerate passes these signals to torchrun, which ends the workers when it gets one. The
-    # launcher itself answers the stop signals. SIGHUP is the signal of a closed terminal. It ends
-    # the workers except under nohup.
+    # torchrun ends the workers at these signals. The launcher itself handles the stop signals. A
+    # closed terminal sends SIGHUP, which nohup ignores.
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
@@ -319,7 +318,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
         if unfit or arguments.num_machines == 1:
             raise UnfitClusterError(f"{host_name()}: accelerate launch: {reason}") from error
-        # check_nodes just reached all nodes, so another node's launcher has ended since.
+        # check_nodes reached all nodes before, so the launcher of another node has ended.
         exit_codes = {}
         lost = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
@@ -333,7 +332,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
 
 def kill_workers() -> None:
     """Kill all child processes and their children."""
-    with contextlib.suppress(ModuleNotFoundError):  # no psutil: no process was started either
+    with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 
         for child in psutil.Process().children(recursive=True):

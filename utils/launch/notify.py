@@ -2,10 +2,10 @@
 
     STOKER_ON_EVENT=https://... python -m utils.launch.notify EVENT RUN JOB TEXT
 
-In a job, slurm/job_setup.sh calls the command, and runs this module for a webhook. Without a job
-script, `tell` does both. The webhook gets one JSON object by POST. The keys `text` and `content`,
-which Slack, Mattermost and Discord show, hold the whole message in a line. Secrets are redacted.
-The URL often contains a token, so Stoker prints it nowhere.
+In a job, slurm/job_setup.sh calls the command, or runs this module for a webhook. Without a job
+script, `tell` does the same. The webhook gets one JSON object by POST. Slack and Mattermost show
+the key `text`, Discord shows `content`. Secrets are masked. The URL often contains a token, so
+Stoker does not print the URL.
 """
 
 import http.client
@@ -25,10 +25,7 @@ TIMEOUT_S = 8.0  # the job script waits for 10
 
 
 def tell(run: Path, code: int, text: str) -> None:
-    """Send the end of a run outside of a job to STOKER_ON_EVENT, if it is set. Raises nothing.
-
-    `code` is the exit code of the run.
-    """
+    """Send the end of a run with exit code `code` to STOKER_ON_EVENT, if set. Raises nothing."""
     target = os.environ.get("STOKER_ON_EVENT")
     if not target:
         return
@@ -49,7 +46,7 @@ def tell(run: Path, code: int, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send an event to the webhook. Return 1, after a line on stderr, if that failed."""
+    """Send an event to the webhook; return 1, with a line on stderr, if sending fails."""
     event, run, job, text = map(redact, sys.argv[1:] if argv is None else argv)
     line = f"{run or 'job'} {event}{f' (job {job})' if job else ''}: {text}"
     content = {"event": event, "run": run, "job": job, "reason": text, "text": line}

@@ -18,7 +18,7 @@ from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.host.collectives import gathered
 from utils.host.machine import host_name
 
-# Ranks do not start together: with a cold file cache, imports take a minute longer.
+# Ranks do not start at the same time: with a cold file cache, imports take a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
 ADVICE = (
     "Look at the interface that carries the traffic (NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: the "
@@ -30,10 +30,11 @@ PEER_ENDED = re.compile("(closed|reset) by (peer|remote)|remote process exited",
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """The rank of this process, the number of ranks, their hosts, the strategy and the device type.
+    """The rank of this process, the number of ranks, the strategy, all hosts and the device type.
 
-    `strategy` is what `accelerate launch` requested: single, ddp, fsdp1, fsdp2, zero1, zero2,
-    zero3, or zero_file for a DeepSpeed config file. `hosts` holds one host name per rank.
+    strategy  requested by `accelerate launch`: single, ddp, fsdp1, fsdp2, zero1, zero2, zero3, or
+              zero_file for a DeepSpeed config file
+    hosts     one host name per rank
     """
 
     rank: int
@@ -46,9 +47,9 @@ class LaunchFacts:
 def check_launch() -> LaunchFacts:
     """Check that all processes are connected; return rank, world size, strategy, hosts and device.
 
-    Every rank calls it before the data is opened, but after TrainingArguments is made, because
-    TrainingArguments(use_cpu=...) decides the device of accelerate's `PartialState`. Raises
-    ConfigurationError for a wrong command, UnfitClusterError for a fault of the cluster.
+    Call this after TrainingArguments is made, because TrainingArguments(use_cpu=...) decides the
+    device of accelerate's `PartialState`. Collective. Raises ConfigurationError for a wrong
+    command, UnfitClusterError for a fault of the cluster.
     """
     from accelerate import PartialState
 
@@ -61,7 +62,7 @@ def check_launch() -> LaunchFacts:
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:
-    """Raise ConfigurationError unless accelerate connected as many processes as were started."""
+    """Raise ConfigurationError unless accelerate connected all started processes."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if asked != processes:
@@ -88,11 +89,11 @@ def check_connected(processes: int, visible_gpus: int) -> None:
 
 
 def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
-    """Return the host of every rank. This is the first collective, and so tests the network.
+    """Return the host of every rank. This is the first collective, and thereby tests the network.
 
-    Raises UnfitClusterError, with this host and rank, if the collective fails or takes too long.
-    Raises torch's own error if another rank ended during the collective. A stuck collective stays
-    in its daemon thread, so the process must end by os._exit, as `run_script` does.
+    Raises UnfitClusterError if the collective fails or takes too long, and torch's error if another
+    rank ended meanwhile. A blocked collective stays in a daemon thread, so the process must end by
+    os._exit, as in `run_script`.
     """
     answer: Future[tuple[str, ...]] = Future()
 
@@ -121,7 +122,7 @@ def all_hosts(rank: int, device: torch.device) -> tuple[str, ...]:
 
 
 def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
-    """Return the strategy that `accelerate launch` requested through the environment."""
+    """Return the strategy in the environment that `accelerate launch` set (see LaunchFacts)."""
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
             return "zero_file"
@@ -132,7 +133,7 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 
 
 def tune_strategy(accelerator: Any) -> None:
-    """Avoid gradient copies in DDP and bf16 sums in FSDP2. Call before `accelerator.prepare`."""
+    """Save gradient copies in DDP, and bf16 sums in FSDP2; call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -144,9 +145,10 @@ def tune_strategy(accelerator: Any) -> None:
 
 
 def check_running_strategy(facts: LaunchFacts) -> None:
-    """Check that accelerate runs the requested strategy; call it after a Trainer is made.
+    """Raise ConfigurationError unless accelerate runs the requested strategy.
 
-    On a CPU, for example, accelerate silently replaces FSDP by DDP. Raises ConfigurationError.
+    On a CPU, for example, accelerate silently replaces FSDP by DDP. Call this after the Trainer is
+    made.
     """
     from accelerate.state import AcceleratorState
 

@@ -1,7 +1,7 @@
 """The first check: all nodes start, reach the first node, and have the same code and packages.
 
-Each node's launcher sends facts about its node to the first node, as one line of JSON. The first
-node listens at the port after rank 0's port, and answers with the problems of all nodes.
+Each node's launcher sends `node_facts` to the first node, as one line of JSON. The first node
+listens at the port after rank 0's port, and answers with the problems of all nodes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at a port on all addresses of this host. Raises UnfitClusterError if it is in use."""
+    """Listen at a port of this host. Raises UnfitClusterError if the port is in use."""
     try:
         return socket.create_server(("", port))
     except OSError as error:
@@ -37,9 +37,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Return facts about this node; the facts under the key `same` must be equal on all nodes.
+    """Return this node's host, GPUs and versions; the values in `same` must be equal on all nodes.
 
-    The contents of `files` are hashed. `devices` is the number of GPUs that torch sees.
+    `same` includes a hash of `files`. `devices` is the number of GPUs that torch sees.
     """
     code = hashlib.sha256()
     for path in files:
@@ -53,13 +53,13 @@ def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> d
         "host": allocation.host,
         "gpus": allocation.gpus,
         "devices": devices,
-        "clock_ahead_s": 0.0,  # compared with the first node's clock
+        "clock_ahead_s": 0.0,  # of the first node's clock, which sets this value
         "same": same | {"processes": allocation.processes},
     }
 
 
 def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
-    """Compare the facts of all nodes. All nodes raise the same UnfitClusterError if they differ."""
+    """Compare the facts of all nodes; every node raises the same UnfitClusterError on problems."""
     if len(allocation.hosts) == 1:
         problems = node_problems([facts])
     else:
@@ -75,7 +75,7 @@ def check_nodes(allocation: Allocation, facts: Mapping[str, Any]) -> None:
 
 
 def node_problems(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the problems that make these nodes unfit for one run, from their `node_facts`."""
+    """Return the reasons why nodes with these `node_facts` cannot run one job."""
     problems = []
     first = everyone[0]
     for node in everyone:
@@ -139,7 +139,7 @@ def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) 
             with (
                 socket.create_connection(where, timeout=_CONNECTION_TIMEOUT_S) as connection,
                 connection.makefile("rw") as stream,
-            ):  # the first node answers once all nodes have sent their facts
+            ):  # the first node answers after all nodes have sent their facts
                 message = [allocation.node, time.time(), facts]
                 print(json.dumps(message), file=stream, flush=True)
                 connection.settimeout(timeout_s + _CONNECTION_TIMEOUT_S)  # until all nodes came

@@ -1,4 +1,4 @@
-"""The first and last steps of every script: logging, environment variables, errors, exit code."""
+"""First and last steps of every script: logging, environment variables, errors, exit code."""
 
 import atexit
 import contextlib
@@ -47,15 +47,15 @@ _NOISY = (
 )
 
 _SWITCHES = {
-    "HF_HUB_DISABLE_TELEMETRY": "1",  # else TRL reports each trainer to the Hub
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # otherwise TRL reports each trainer to the Hub
     "DO_NOT_TRACK": "1",
     # The tokenizers library can deadlock if data workers are forked after its use.
     "TOKENIZERS_PARALLELISM": "false",
     # By default oneDNN and torch each cache the code of a thousand shapes, 0.5 MB per shape.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "1",
-    # After this time torch ends a process whose NCCL monitor is stuck. HangWatch does so earlier
-    # and explains more.
+    # After this time torch would end a process with a blocked NCCL thread. HangWatch ends it
+    # earlier and logs the reason.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
     # A log file keeps every redraw of a progress bar.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -64,19 +64,19 @@ _SWITCHES = {
 
 
 class LineFormatter(logging.Formatter):
-    """Format lines as `12:34:56  message`, with the level if not INFO, and the rank if not 0."""
+    """Log lines `12:34:56  message`, with host and rank except on rank 0, and level except INFO."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the time, host and rank (except rank 0), level (except INFO) and message."""
+        """Return the line of a record, without its traceback."""
         level = "" if record.levelno == logging.INFO else f"{record.levelname}  "
         return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
 
 
 def configure_logging() -> None:
-    """Send log lines to stdout: all of rank 0; of other ranks only warnings, with host and rank.
+    """Send log lines to stdout with secrets masked: all of rank 0, only warnings of other ranks.
 
-    Secrets are redacted from log lines and uncaught errors. Libraries log warnings on rank 0. On
-    other ranks the warnings would repeat, so libraries log only errors. Safe to call again.
+    Libraries log warnings on rank 0, and only errors on other ranks, where warnings would repeat.
+    Calling again has no effect.
     """
     rank = global_rank()
     install_redaction()
@@ -89,14 +89,14 @@ def configure_logging() -> None:
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):
         logging.getLogger(name).setLevel(library_level)
-    # transformers has its own handler, and reads its level here when it is first imported.
+    # transformers has its own handler, and reads this variable when it is first imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
     logging.captureWarnings(True)
     # PEFT causes this warning at every start with adapters.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     # torch gives this warning when a single process saves EMA weights.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
-    # Leave out the source line, which would make two lines of one event.
+    # Leave out the source line, so that a warning is one line.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
         f"{category.__name__}: {message} ({filename}:{lineno})"
     )
@@ -105,18 +105,17 @@ def configure_logging() -> None:
 def configure_environment() -> None:
     """Set the variables that libraries read when they are imported, unless the user set them.
 
-    Call it before torch, huggingface_hub, transformers or datasets is imported. In a Slurm job, the
-    Hub's libraries are set offline, because nodes seldom have internet and would wait for timeouts.
-    HF_HUB_OFFLINE=0 keeps them online.
+    Call this before torch, huggingface_hub, transformers or datasets is imported. In a Slurm job
+    HF_HUB_OFFLINE becomes 1 unless set, because nodes seldom have internet.
     """
     # Imports leave 700,000 permanent objects. A start takes a third less time if the garbage
     # collector does not traverse them a thousand times, nor at the end of the process.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     if sys.version_info < (3, 11, 10):
-        # fork copies Python's lock of threads. A thread of torch may hold this lock, and then the
-        # data worker hangs at its start (github.com/python/cpython/issues/112275). The call of
-        # _current_frames waits until the lock is free.
+        # A thread of torch may hold Python's lock of threads during a fork, and then the data
+        # worker hangs (github.com/python/cpython/issues/112275). _current_frames waits until the
+        # lock is free.
         os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
     # PEFT imports bitsandbytes, which then asks for a package that training never uses.
@@ -127,12 +126,12 @@ def configure_environment() -> None:
         os.environ.setdefault(name, value)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
-    # torch's own default is in /tmp, which a job loses.
+    # torch's default is in /tmp, which a job loses.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
 
 
 def configure_hub() -> None:
-    """Set only the variables of the Hub's libraries, in a script that downloads.
+    """Set only the variables of the Hub's libraries. Scripts that download call this function.
 
     Progress bars are shown only on a terminal. HTTP requests are not logged.
     """
@@ -154,25 +153,24 @@ def _stay_offline_in_jobs() -> None:
 def run_script(main: Callable[[], int | None]) -> int:
     """Run a script's main and return the exit code of the process.
 
-    A ConfigurationError, a full disk and a missing package are shown without traceback. Rank 0
-    shows all problems. The first rank of each other node shows one line, because that node may be
-    at fault. Any other exception is shown with traceback, host and rank, and becomes exit code 1.
-    For each of these errors, `leave_note` writes a file for the launcher. SystemExit (except
-    Answer) and KeyboardInterrupt pass through.
+    A ConfigurationError, a full disk and a missing package are shown without traceback: all
+    problems by rank 0, one line by the first rank of each other node. Any other exception is shown
+    with traceback, host and rank, and gives exit code 1. For each of these errors, `leave_note`
+    writes a file for the launcher. SystemExit (except Answer) and KeyboardInterrupt pass through.
 
-    Under slurm/launch_node.sh, which reads these files, ExitCode.STOPPED (stopped with a
+    Under slurm/launch_node.sh, which reads the note files, ExitCode.STOPPED (stopped with a
     checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
     ending: int | None = None  # None while main runs, and after errors that pass through
-    last: list[Callable[[], None]] = []  # reports and messages of runs without a launcher
+    last: list[Callable[[], None]] = []  # write reports, send messages; only without a launcher
 
     def leave_at_once() -> None:
-        """Write reports and messages; then, with several ranks, skip the interpreter's teardown.
+        """Write reports and messages; with several ranks, skip the interpreter's teardown.
 
-        In the teardown, process groups may wait for ranks that wait for this one, and a library's
-        thread may abort the process. This handler is registered before any library is imported, so
-        it runs last, after the run lock was released.
+        In the teardown, process groups may wait for other ranks, and a library's thread may abort
+        the process. This handler is registered first, so it runs last, after the run lock was
+        released.
         """
         while last:
             last.pop(0)()
@@ -184,7 +182,7 @@ def run_script(main: Callable[[], int | None]) -> int:
 
     atexit.register(leave_at_once)
     ending = _run(main)
-    if NODE_DIR not in os.environ:  # else the launcher or the job script does this
+    if NODE_DIR not in os.environ:  # otherwise the launcher or the job script reports
         errors = held_runs()
         done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
         if ending not in done:
@@ -193,7 +191,7 @@ def run_script(main: Callable[[], int | None]) -> int:
         last += [partial(tell, run, ending, words) for run in runs_begun]
         runs_begun.clear()
     if ending:
-        # Earlier steps of the exit may hang: other exit handlers, threads to join.
+        # Other exit handlers, or threads that Python joins before, may hang.
         limit = threading.Timer(TEARDOWN_LIMIT_S, leave_at_once)
         limit.daemon = True
         limit.start()
@@ -203,7 +201,7 @@ def run_script(main: Callable[[], int | None]) -> int:
 def write_report(run: Path) -> None:
     """Run report.py for a failed run in a separate process with a time limit. Raises nothing."""
     command = [sys.executable, str(Path(__file__).parents[2] / "report.py"), str(run)]
-    # The process is not a rank: without these variables it writes no note for the launcher.
+    # Without these variables report.py is not a rank, and writes no note for the launcher.
     others = ("STOKER_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -221,7 +219,7 @@ def _run(main: Callable[[], int | None]) -> int:
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
         return 0
-    except OutOfMemoryError as error:  # the trainer has written a page about it
+    except OutOfMemoryError as error:  # the trainer has written out-of-memory-rankN.txt
         return _refuse(error, of_this_rank=True)
     except ConfigurationError as error:
         return _refuse(error)
@@ -229,7 +227,7 @@ def _run(main: Callable[[], int | None]) -> int:
         note_error("interrupted from the keyboard (Ctrl-C), without a checkpoint")
         raise
     except Exception as error:
-        # torch's handler would raise here again at the end of each data worker.
+        # torch's handler would raise an error here when a data worker ends.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         refusal = (
             memory_error(error, killed=memory_kills() > kills)
@@ -245,7 +243,7 @@ def _run(main: Callable[[], int | None]) -> int:
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
-    """Return an error with advice if a package is missing or broken; None for other errors."""
+    """Return an UnfitClusterError with advice if a missing or broken package caused `error`."""
     name = error.name if isinstance(error, ImportError) else None
     package = (name or "utils").partition(".")[0]
     missing = isinstance(error, ModuleNotFoundError) and importlib.util.find_spec(package) is None
@@ -261,20 +259,22 @@ def missing_package(error: BaseException) -> UnfitClusterError | None:
 
 
 def _fail(error: Exception) -> int:
-    """Show an unexpected exception with its traceback and note it; return the exit code."""
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     words = last_line(error)
     leave_note("failed", FAILED, words)
     note_error(words)
-    # Masked before it is split: a secret may have several lines.
+    # Mask before splitting: a secret may have several lines.
     lines = redact("".join(traceback.format_exception(error))).splitlines()
     _show([f"{_origin()}{line}" for line in lines], again=[f"{_origin()}{words}"])
     return FAILED
 
 
 def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
-    """Show an error that all ranks raised, or only this rank, and note it; return the exit code."""
+    """Show an error without traceback, write a note and return the exit code.
+
+    Without `of_this_rank` all ranks raised the error, so not every rank shows it.
+    """
     for level, text in error.report:
         logger.log(level, "%s", text)
     problems = [redact(problem) for problem in error.problems]  # before they are split into lines
@@ -298,13 +298,13 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 
 
 def _show(lines: list[str], again: list[str]) -> None:
-    """Write lines to stderr in one call, and `again` below the traceback of the launcher.
+    """Write lines to stderr, and let `again` be printed below the traceback of the launcher.
 
     torchrun prints a rank's TORCHELASTIC_ERROR_FILE last. `accelerate launch` of one process prints
-    a traceback last, so a shell waits for its end, at most 5 s, and then prints `again`.
+    a traceback last, so a shell waits for the launcher's end, at most 5 s, and prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
-    if NODE_DIR in os.environ:  # slurm/launch_node.sh ends with the verdict
+    if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last
         return
     text = redact("".join(f"{line}\n" for line in again))
     with contextlib.suppress(OSError):  # the lines were printed before

@@ -1,10 +1,10 @@
 """SIGTERM and SIGUSR1 as requests to stop: the training loop then saves a checkpoint and ends.
 
-The meaning of SIGTERM depends on its sender. Slurm sends it to the whole job. Then
-slurm/launch_node.sh writes the file STOP into the node's private directory (STOKER_NODE_DIR), and
-every process continues until its checkpoint is written. torchrun sends SIGTERM to a process because
-another process failed. Then there is no file STOP, and the process ends at once. Without
-launch_node.sh there is no such directory, and SIGTERM and SIGUSR1 are always requests to stop.
+Under slurm/launch_node.sh, the meaning of SIGTERM depends on the sender. If Slurm sends SIGTERM to
+the job, the launcher writes a file STOP into the node's private directory (STOKER_NODE_DIR), and
+processes continue until the checkpoint is written. If torchrun sends SIGTERM because another
+process failed, there is no file STOP, and the process ends at once. Without launch_node.sh both
+signals are always requests to stop.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ from pathlib import Path
 
 NODE_DIR = "STOKER_NODE_DIR"
 STOP = "STOP"
-LAUNCHER = "STOKER_LAUNCHER"  # the process id of slurm/launch_node.sh's launcher
+LAUNCHER = "STOKER_LAUNCHER"  # the process id of utils/launch/node.py
 # Programs and modules in the command lines of launchers other than launch_node.sh.
 _LAUNCHERS = (
     "accelerate", "accelerate.commands.accelerate_cli", "accelerate.commands.launch",
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-# The launcher also gets the SIGTERM that Slurm sends, and writes the file STOP within this time.
+# After a SIGTERM of Slurm, the launcher writes the file STOP within this time.
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -32,11 +32,11 @@ _wakeup_pipe: tuple[int, int] | None = None
 
 
 def install_stop_signals() -> None:
-    """Turn SIGTERM and SIGUSR1 into requests to stop; SIGINT is not changed.
+    """Turn SIGTERM and SIGUSR1 into requests to stop, and clear earlier requests.
 
-    Only the main thread may call it. It clears requests of an earlier run in the same process. A
-    separate thread reads the signals from a pipe (signal.set_wakeup_fd), because Python runs
-    handlers only in the main thread, which may be stuck in a collective.
+    Only the main thread may call this function. A separate thread reads the signals from a pipe
+    (signal.set_wakeup_fd), because Python runs handlers only in the main thread, which may be
+    blocked in a collective.
     """
     global _requested, _wakeup_pipe  # noqa: PLW0603 - one thread serves all runs of a process
     _requested = None
@@ -48,38 +48,38 @@ def install_stop_signals() -> None:
         ).start()
     signal.set_wakeup_fd(_wakeup_pipe[1], warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        # The interpreter only sees signals that have a handler, even an empty one.
+        # Only signals with a handler are written to the pipe; an empty handler is enough.
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
     if os.environ.get(NODE_DIR):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the file STOP carries the request
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher writes the file STOP
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this rank when its launcher dies; do nothing without a launcher.
+    """Let the kernel kill this rank when its launcher dies, if there is a launcher.
 
-    Otherwise the rank would continue alone and hold the run's lock, so the run could not resume.
+    A rank without launcher would continue and hold the run lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
     if parent == launcher or is_launcher(parent):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        orphaned = os.getppid() != parent  # the launcher died before that call
+        orphaned = os.getppid() != parent  # the launcher died before the call of prctl
     elif launcher:
-        orphaned = not _command_line(launcher)  # the parent is a script of the user's
+        orphaned = not _command_line(launcher)  # the parent is a script of the user
     else:
-        # torchrun's rank without torchrun. The launcher may have died since the first getppid().
+        # torchrun started this rank and has died, perhaps since the first getppid().
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and (parent == 1 or os.getppid() != parent)
     if orphaned:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_launcher(process: int) -> bool:
-    """Check whether a process is `accelerate launch` or torchrun."""
+    """Return whether the process id is `accelerate launch`, torchrun or DeepSpeed's launcher."""
     return any(Path(word).name in _LAUNCHERS for word in _command_line(process))
 
 
 def _command_line(process: int) -> list[str]:
-    """Return the words of a process's command line; empty once the process has ended."""
+    """Return the words of a process's command line; [] if the process has ended."""
     try:
         line = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -88,12 +88,11 @@ def _command_line(process: int) -> list[str]:
 
 
 def stop_request() -> str | None:
-    """Return the signal or other source of a request to stop; None without a request."""
+    """Return the source of a request to stop, such as the signal; None if there is no request."""
     return _requested or _node_request()
 
 
 def _node_request() -> str | None:
-    """Return the content of the launcher's file STOP; None without the file."""
     directory = os.environ.get(NODE_DIR)
     if not directory:
         return None
@@ -115,15 +114,15 @@ def _answer_signals(pipe: int) -> None:
         give_up_at = time.monotonic() + FILE_WITHIN_S
         while signal.SIGTERM in numbers and _node_request() is None:
             if time.monotonic() >= give_up_at:
-                # The launcher logs the reason. The main thread may be stuck for ever.
+                # End without the main thread, which may block forever. The launcher logs why.
                 os._exit(KILLED_BY_SIGTERM)
             time.sleep(0.1)
 
 
 def shield_loader_worker(_worker_id: int) -> None:
-    """Make a data worker ignore Slurm's signals to the job; used as `worker_init_fn`.
+    """Make a data worker ignore Slurm's signals; a `worker_init_fn`.
 
-    If a worker ended, the loader would raise before the requested checkpoint is written. SIGTERM
+    If a worker ended, the loader would raise before the requested checkpoint is written. A SIGTERM
     from the training process still ends the worker.
     """
     signal.set_wakeup_fd(-1)  # inherited from the training process

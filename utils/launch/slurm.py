@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 PROCESSES = "STOKER_PROCESSES_PER_NODE"
 MAIN_ADDRESS = "STOKER_MAIN_ADDRESS"
 
-# Ports below 32768, because Linux takes higher ones for outgoing connections. A job uses a pair of
-# ports. The number of pairs is a prime: two jobs whose ids differ by less get different ports.
+# Ports below 32768, because Linux takes higher ones for outgoing connections. A job uses two
+# ports. The number of pairs is prime, so jobs with near ids get different ports.
 _FIRST_PORT = 20000
 _PORT_PAIRS = 6133
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -31,9 +31,11 @@ _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 class Allocation:
     """The nodes and processes of the job.
 
-    hosts: Slurm's names of all nodes. node: the index of this node in `hosts`. processes: the
-    number per node. gpus: the number per node, equal to `processes`; None on CPUs. address, port:
-    where rank 0 listens; on a single node the port is 0 and accelerate chooses a free one.
+    hosts          Slurm's names of all nodes
+    node           index of this node in `hosts`
+    processes      number of processes per node
+    gpus           number of GPUs per node, equal to `processes`; None on CPUs
+    address, port  where rank 0 listens; 0 on a single node: accelerate chooses a free port
     """
 
     hosts: tuple[str, ...]
@@ -45,23 +47,23 @@ class Allocation:
 
     @property
     def host(self) -> str:
-        """Slurm's name of this node."""
+        """The name of this node."""
         return self.hosts[self.node]
 
     @property
     def world_size(self) -> int:
-        """The number of processes on all nodes."""
+        """The number of processes over all nodes."""
         return len(self.hosts) * self.processes
 
 
 def read_allocation(
     environment: Mapping[str, str], devices: int, strategy: str = AUTO
 ) -> Allocation:
-    """Return the nodes and processes from Slurm's variables; outside of Slurm, of this host.
+    """Return the nodes and processes of the Slurm job, or outside of Slurm those of this host.
 
-    `devices` is the number of GPUs that torch sees, used only outside of Slurm. `strategy` is the
-    value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for missing
-    GPUs.
+    `devices` is the number of GPUs that torch sees; it counts only outside of Slurm. `strategy` is
+    the value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for
+    missing GPUs.
     """
     hosts, node = _nodes(environment)
     in_slurm, on_gpus = "SLURM_JOB_ID" in environment, not on_cpu(environment, strategy)
@@ -94,7 +96,6 @@ def read_allocation(
 
 
 def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
-    """Return the names of the nodes of this Slurm step, and the index of this node."""
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "0"))
     several = int(environment.get("SLURM_JOB_NUM_NODES", "1")) > 1
     in_job = "SLURM_NODEID" in environment  # false in salloc's shell on the login node
@@ -111,9 +112,9 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Check whether the user requested the CPU, by a variable or by the accelerate config cpu.yaml.
+    """Return whether an environment variable or the accelerate config cpu.yaml requests the CPU.
 
-    cpu.yaml cannot contain `use_cpu: true`, because accelerate would then start only one process.
+    cpu.yaml cannot say `use_cpu: true`, because accelerate would then start only one process.
     """
     return (
         is_true("ACCELERATE_USE_CPU", environment)
@@ -123,9 +124,9 @@ def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Return the names in Slurm's node list, in its order: `n[01-03,7],x1` has five.
+    """Return the host names in a node list such as `n[01-03,7],x1`, in order.
 
-    This does not use `scontrol show hostnames`, because a container may have no scontrol.
+    `scontrol show hostnames` does the same, but a container may have no scontrol.
     """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list):
@@ -140,7 +141,7 @@ def expand_hosts(node_list: str) -> tuple[str, ...]:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return the seconds of squeue's DAYS-HOURS:MINUTES:SECONDS; None for UNLIMITED."""
+    """Parse squeue's DAYS-HOURS:MINUTES:SECONDS to seconds; None for UNLIMITED."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -151,8 +152,8 @@ def time_limit_s(text: str) -> int | None:
 def job_end_time() -> float | None:
     """Return the end of the job's time limit in unix seconds; None outside of a job.
 
-    Slurm 23 and later set the time in the environment. Otherwise this calls `squeue` once. If that
-    fails, logs a warning and returns None.
+    Slurm 23 and later set an environment variable. Otherwise call `squeue` once. If `squeue` fails,
+    log a warning and return None.
     """
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
     if known.isdecimal():
@@ -181,7 +182,7 @@ def job_times() -> dict[str, float]:
 
 def _squeue_times(job: str, fields: str) -> list[float]:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        # An array's last task has the id of the array, for which squeue would show every task.
+        # The last task of an array has the array's id, for which squeue would show every task.
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     done = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", f"--format={fields}"],

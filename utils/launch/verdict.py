@@ -1,7 +1,8 @@
-"""Why a job ended: a note file per rank, and a verdict file, which has one sentence and a code.
+"""Why a job ended: a note file per rank, and the verdict, the job's reason and exit code.
 
-The files are in the directory STOKER_NOTES_DIR, which slurm/launch_node.sh makes for each node, or
-slurm/training_job.sh for all nodes of a job. Without this variable no files are written.
+The files are in the directory STOKER_NOTES_DIR. slurm/training_job.sh makes one directory for all
+nodes of a job; otherwise slurm/launch_node.sh makes one per node. Without this variable no file is
+written.
 """
 
 import dataclasses
@@ -32,12 +33,12 @@ _LOST_PEER = re.compile(
     r"|connection (was )?(refused|aborted)|socket (timeout|closed)",
     re.IGNORECASE,
 )
-# Signals from outside, or for a fault of the process. Other signals follow from another rank's end:
-# torch aborts a process (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
+# Signals that can be the first cause. Others follow from another rank's end: torch aborts a process
+# (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 CONSEQUENCE = 4  # the value of _likelihood for a rank that ended because another rank had ended
-# If a worker died on another node, torchrun on that node ends the other workers within this time.
-# Then the launcher of that node writes the note with the cause.
+# If a worker dies on another node, torchrun there ends the other workers within this time, and then
+# the launcher there writes the note with the cause.
 WAIT_FOR_CAUSES_S = 8.0
 OUT_OF_MEMORY = (
     ": the kernel killed a process of this job because the host's memory ran out. Ask for more "
@@ -46,17 +47,18 @@ OUT_OF_MEMORY = (
 SILENT = "a process of the job ended without a word; see above"
 SHOWN = 4  # ranks in a message
 
-runs_begun: list[Path] = []  # output directories of the runs that this process began as rank 0
+runs_begun: list[Path] = []  # output directories of the runs that this process started as rank 0
 
 
 @dataclass(frozen=True)
 class Note:
-    """The end of one rank. `text` is one line for people; `time` is in unix seconds.
+    """How and why one rank ended. `text` is one line; its content depends on `kind`.
 
-    kind: "stopped" (a checkpoint was written), "refused" (the text is the first problem), "failed"
-    (the text is the traceback's last line), "hung" (the text is the place in the code) or "killed"
-    (the text is the signal; the launcher wrote the note). `beats` and `waiting` describe a hung
-    rank: the number of its heartbeats, and whether it is waiting for other ranks.
+    kind     "stopped" (with a checkpoint), "refused" (text: the first problem), "failed" (text: the
+             exception), "hung" (text: the place in the code) or "killed" (text: the signal)
+    time     unix seconds
+    beats    of a hung rank: the number of its Trainer events
+    waiting  of a hung rank: whether it waits for other ranks
     """
 
     kind: str
@@ -71,7 +73,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a job: a sentence for people, and an ExitCode or the script's own exit code."""
+    """The reason why a job ended, and an ExitCode or the script's own exit code."""
 
     text: str
     exit_code: int
@@ -86,7 +88,10 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write how `rank` (None: this one) ended, unless it is noted. A full disk raises nothing."""
+    """Write and return a note on `rank` (None: this one); an existing note file stays.
+
+    Raises nothing if the disk is full.
+    """
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
@@ -103,19 +108,19 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 
 
 def mark_run_started(output_dir: Path) -> None:
-    """Write the file run_started: slurm/training_job.sh sees by it that all checks passed."""
+    """Write the file run_started, which tells slurm/training_job.sh that all checks passed."""
     runs_begun.append(output_dir)
     _create(RUN_STARTED, f"{output_dir}\n")
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write the files of the job's verdict. Return False if they exist or cannot be written."""
+    """Write the job's reason and exit code; return False if written before or not writable."""
     first = _create(VERDICT, redact(text.rstrip()) + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def read_verdict() -> Verdict | None:
-    """Return the verdict in STOKER_NOTES_DIR; None if no process has written one yet."""
+    """Return the verdict in STOKER_NOTES_DIR; None if no process has written it."""
     if (directory := notes_directory()) is None:
         return None
     try:
@@ -127,14 +132,14 @@ def read_verdict() -> Verdict | None:
 
 
 def name_of_job(slurm: Mapping[str, Any]) -> str:
-    """Return a job's id for Slurm's commands, from the mapping `slurm` of provenance.json."""
+    """Return a job's id as in Slurm's commands; `slurm` is a mapping of provenance.json."""
     if slurm.get("array_job_id"):
         return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
     return str(slurm.get("job_id"))
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return why a start of a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; else None."""
+    """Return the reason in .stoker/job-ID.RESTARTS/verdict.txt why a job ended, or None."""
     start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
     try:
         text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
@@ -144,10 +149,7 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def _create(name: str, text: str) -> bool:
-    """Write a file into STOKER_NOTES_DIR in one step.
-
-    Return False if there is no such directory, the file exists or writing fails.
-    """
+    """Create a file in STOKER_NOTES_DIR atomically; return False if it exists or writing fails."""
     directory = notes_directory()
     if directory is None:
         return False
@@ -155,7 +157,7 @@ def _create(name: str, text: str) -> bool:
     try:
         draft.write_text(text, encoding="utf-8")
         try:
-            os.link(draft, directory / name)  # fails if the file exists: the first one counts
+            os.link(draft, directory / name)  # fails if the file exists: the first file counts
         finally:
             draft.unlink()
     except FileExistsError:
@@ -169,11 +171,11 @@ def _create(name: str, text: str) -> bool:
 def note_worker_ends(
     exit_codes: Mapping[int, int], asked_to_stop: bool, memory_ran_out: bool
 ) -> None:
-    """Write a note for each rank that failed or stopped without writing its own note.
+    """Write a note for each rank that failed or stopped without a note; codes are by rank.
 
-    A negative exit code is a signal, as in subprocess. With `asked_to_stop`, a process that the
-    stop signal killed before it could handle signals counts as stopped. `memory_ran_out`: the
-    kernel killed a process of this job for lack of memory.
+    A negative exit code is a signal, as in subprocess. With `asked_to_stop`, a process that SIGTERM
+    or SIGUSR1 killed counts as stopped. `memory_ran_out` tells that the kernel killed a process of
+    this job for lack of memory.
     """
     names = {-one.value: one.name for one in signal.Signals}
     for rank, code in exit_codes.items():
@@ -194,7 +196,7 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
     """Return the verdict on the job after processes of this node failed.
 
     With `several_nodes`, wait up to WAIT_FOR_CAUSES_S for a note that names a cause. `silent` is
-    the sentence for a job without notes.
+    the reason if there are no notes.
     """
     deadline = time.monotonic() + (WAIT_FOR_CAUSES_S if several_nodes else 0.0)
     while True:
@@ -207,7 +209,7 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
-    """Return a verdict with the most likely cause; of equally likely notes, the earliest counts."""
+    """Return the most likely cause of the job's end, the earliest of equally likely ones."""
     by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
     if not by_likelihood:
         return Verdict(silent, ExitCode.LOST_RANK)
@@ -221,12 +223,12 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words between a host's name and the text of its note, such as "was killed by"."""
+    """Return the words between host and text of a note, such as "was killed by"."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
 def _likelihood(note: Note) -> int:
-    """Return a sort key: 0 if a note must be the cause, CONSEQUENCE if it follows from another."""
+    """Return a sort key: the lower, the likelier is the note the cause of the job's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
@@ -237,11 +239,11 @@ def _likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Return a text with the ranks that a hung run waits for; `hosts` has one host per rank.
+    """Return a text on the ranks that a hung run waits for; `hosts` has one host per rank.
 
-    The first of these groups that exists is at fault: a rank that ended; ranks without a note,
-    which are frozen or gone; ranks with the fewest heartbeats. In the last group, ranks outside of
-    collectives are preferred, because ranks in a collective wait for other ranks.
+    These are, in this order: a rank that ended; else ranks without a note, which are frozen or
+    gone; else the ranks with the fewest events, without those that wait in a collective if others
+    remain.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
