@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedEarlyError(Exception):
-    """Raised on all ranks before a step: early stopping has already ended the resumed run."""
+    """Raised on all ranks before the first step if early stopping had already ended the run."""
 
 
 class EarlyStopping(TrainerCallback):
     """Ends the run when metric_for_best_model did not improve in `patience` evaluations in a row.
 
-    `judge`, transformers' EarlyStoppingCallback, compares the metrics. It is not a callback of
-    Trainer: there it would compare each split alone, count evaluations that a stop interrupted
-    and forget the count on resume. The trainer calls `take_evaluation` instead.
+    `judge`, transformers' EarlyStoppingCallback, compares the metrics. As a callback of Trainer,
+    `judge` would compare each split alone, count evaluations that a stop interrupted and forget
+    the count on resume. Instead, the trainer calls `take_evaluation`.
     """
 
     def __init__(self, patience: int, threshold: float):

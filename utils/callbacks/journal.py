@@ -70,7 +70,7 @@ class Journal(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Write one event per log; the keys of `logs` tell its kind. Collective for evaluations."""
+        """Write an event train, eval, summary or stopped; collective if `logs` has eval losses."""
         losses = [key for key in logs or () if key.startswith("eval_") and key.endswith("_loss")]
         if losses:
             self.memory.measure()

@@ -59,7 +59,7 @@ class MemoryMonitor(TrainerCallback):
         self._new_peak()
 
     def _new_peak(self) -> int:
-        """Reset the peak of the allocator; return the peak before in bytes, 0 on a CPU."""
+        """Return the allocator's peak in bytes (0 on a CPU), and reset the peak."""
         if self.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -207,7 +207,7 @@ def _named_tensors(trainer: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
-    """Return a table of memory by kind and one of the largest tensors; fill `sizes` by kind."""
+    """Return tables of memory by kind and of the largest tensors; add bytes by kind to `sizes`."""
     found: dict[int, tuple[int, str, str]] = {}  # by address
     for value, kind, name in _named_tensors(trainer):
         with contextlib.suppress(AttributeError, RuntimeError):  # not a tensor, or without data
@@ -240,7 +240,7 @@ def _tensors(trainer: Any, device: str, sizes: Counter[str]) -> str:
 def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]:
     """Return changes of settings that would save memory, largest saving first.
 
-    In an evaluation, the estimated saving is a share of `others`, the bytes of OTHERS.
+    In an evaluation, the estimated saving is a share of `others`, the bytes of "other tensors".
     """
     args, plan, lines = trainer.args, trainer.memory, []
     if phase == "eval" and (rows := args.per_device_eval_batch_size) > 1:

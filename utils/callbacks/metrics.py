@@ -221,10 +221,7 @@ class OwnTime:
             self.seconds += begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds of passes since the last call and of the matrix product.
-
-        The value that is not measured (see the class) is 0.
-        """
+        """Return (seconds of passes since the last call, seconds of a product), 0 if not timed."""
         own_s, self.seconds = self.seconds, 0.0
         if self.sharded and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))

@@ -24,7 +24,7 @@ NAMED = 4  # documents in the message; nonfinite-step-N.json lists all
 
 @dataclass(frozen=True)
 class Finding:
-    """The non-finite losses, gradient norm and weights of one rank at one step, from 0."""
+    """The non-finite losses, gradient norm and weights of a rank at a step; steps count from 0."""
 
     rank: int
     step: int
@@ -86,7 +86,7 @@ class NonFiniteGuard(TrainerCallback):
 
     @override
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Raise NotFiniteError if any rank found one at an earlier step; do not block."""
+        """Raise NotFiniteError if a value of an earlier step is not finite on any rank."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._read(wait=False)
         if self.agreement.result():

@@ -44,9 +44,9 @@ class EvaluationInterrupted(Exception):
 class Deadline:
     """The end of the job's time limit, and the time that a stop needs before it.
 
-    A stop needs time for a save and two steps: the step during which the ranks agree, and a step
-    before it, because rank 0 reads the clock only once a step. A save that is still being written
-    in the background needs time as well. `total_s` is the time left at `now`.
+    A stop needs time for a save and two steps: rank 0 reads the clock only after a step, and the
+    ranks agree during the next step. A save that is still being written in the background needs
+    time as well. `total_s` is the time left at `now`.
     """
 
     def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
@@ -112,7 +112,7 @@ class StopWatch(TrainerCallback):
         self.first_step = True
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore from a checkpoint's values whether an evaluation is due first."""
+        """Restore `evaluation_due` from a checkpoint's values."""
         self.evaluation_due = saved.get("evaluation_due", False)
 
     def state(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class StopWatch(TrainerCallback):
     def _ask_for_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Let Trainer save at this step; set `unscheduled_save` if its save settings would not."""
+        """Let Trainer save at this step; set `unscheduled_save` if no save was scheduled."""
         last = state.global_step >= state.max_steps
         scheduled = control.should_save or (last and args.save_strategy == SaveStrategy.EPOCH)
         self.unscheduled_save |= not scheduled

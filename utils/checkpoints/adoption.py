@@ -92,9 +92,9 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
 def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: bool) -> None:
     """Copy the checkpoint of --resume_from_checkpoint into `output_dir`, and verify the copy.
 
-    Also copy metrics.jsonl and the run's best checkpoint; `needs_best` forbids that the best one is
-    missing. Do nothing if `output_dir` has checkpoints. A killed process leaves no partial
-    checkpoint. Only rank 0 calls this, and holds the run lock. Raises ConfigurationError.
+    Also copy metrics.jsonl and the run's best checkpoint, which must exist if `needs_best`. Do
+    nothing if `output_dir` has checkpoints. A killed process leaves no partial checkpoint. Only
+    rank 0 calls this, and holds the run lock. Raises ConfigurationError.
     """
     found = foreign_checkpoint(named, output_dir)
     if found is None:

@@ -198,7 +198,7 @@ def cached_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _part(path: Path, begin: int) -> bytes:
-    """Return the SHA-256 of PART_BYTES of a file from offset `begin`."""
+    """Return the SHA-256 of up to PART_BYTES of a file, from offset `begin`."""
     digest, left = hashlib.sha256(), PART_BYTES
     with path.open("rb") as file:
         file.seek(begin)

@@ -82,7 +82,7 @@ REFUSED = by_name({
 
 
 class UnusableSettingError(LookupError):
-    """A missing or faulty setting was read; this ends the check that reads the setting."""
+    """The error of reading a missing or faulty setting, which ends the check that reads it."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that `accelerate launch` would set for an accelerate config.
 
-    Only variables that name the strategy or that this module checks.
+    The result has only variables that name the strategy or that this module checks.
     """
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}

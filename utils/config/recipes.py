@@ -77,7 +77,7 @@ def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
 
 
 def load_file(path: Path) -> dict[str, tuple[Any, int]]:
-    """Return {key: (value, line)} of a YAML file. Raises YamlError, with the path."""
+    """Return {key: (value, line)} of a YAML file. Raises YamlError; the message has the path."""
     try:
         return load_mapping(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -106,7 +106,7 @@ def entry_text(name: str, value: Any, comment: str = "") -> str:
 
 
 def read_recipes(paths: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of recipes, of which later ones win, and the faults of the files."""
+    """Return the settings of recipes and the faults of the files; later recipes win."""
     values: dict[str, Given] = {}
     problems: list[str] = []
     files = (file for path in paths for file in _with_extended(Path(path), (), problems))

@@ -131,7 +131,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
     A smaller micro-batch gives the same training. A given micro-batch is replaced only if the
-    global batch has a stronger source, or if the micro-batch fits it on one rank but not on all.
+    global batch has a stronger source, or is a multiple on one rank but not on all ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size

@@ -146,7 +146,7 @@ def describe_launch(values: SettingValues) -> None:
     """Add the variables of the planned launch (WORLD_SIZE, strategy) to a dry run's `environment`.
 
     The number of processes comes from `assume`, or from WORLD_SIZE, which slurm/submit.sh sets. Do
-    nothing without both, and in a dry run without `assume` that `accelerate launch` started.
+    nothing if neither is given, or if `accelerate launch` started a dry run without `assume`.
     """
     environment = values.environment
     is_known = "WORLD_SIZE" not in environment or is_launched(environment)
@@ -224,7 +224,7 @@ class AssumedGpus:
 
 
 def assumed_gpus(text: str) -> AssumedGpus:
-    """Read `8xH100-80GB`, `2x8xA100-40GB`, or `8x48GB` for any GPU. Raises ValueError otherwise."""
+    """Parse `8xH100-80GB`, `2x8xA100-40GB`, or `8x48GB` for any GPU. Raises ValueError."""
     found = _FORM.fullmatch(text.strip())
     numbers = [int(each or 1) for each in found.groups()[:2]] if found else [0]
     if found is None or min(numbers) < 1 or int(found[4]) < 1:

@@ -122,7 +122,7 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the name of LOSS_MASKS among column names, if there is one."""
+    """Return the loss mask among column names (see LOSS_MASKS), if there is one."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Statistics:
     """Counts over all documents of a split, and the first row (document index) with each fault.
 
-    first_row_without_loss: no token but the first is trained on, and nothing predicts the first.
+    first_row_without_loss: the first row without a trained token after its first token
     """
 
     documents: int = 0
@@ -90,7 +90,7 @@ def states_of(files: Sequence[Path]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def read_description(directory: Path) -> Description | None:
-    """Return the content of stoker.json, or None for no such file. Raises ConfigurationError."""
+    """Return the content of stoker.json; None if it is missing. Raises ConfigurationError."""
     path = directory / DESCRIPTION_FILE
     if not path.exists():
         return None

@@ -160,7 +160,7 @@ class TokenCounts:
         self.resume(0, {})
 
     def resume(self, steps: int, tokens: Mapping[str, int]) -> None:
-        """Continue after `steps` steps, with the checkpoint's `by_name` as `tokens`."""
+        """Continue after `steps` steps; `tokens` is `by_name` of the checkpoint."""
         self.steps, self.by_name = steps, dict.fromkeys(self.names, 0) | dict(tokens)
 
     def count(self, steps: int) -> int:
@@ -173,7 +173,7 @@ class TokenCounts:
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Return short distinct names of datasets: /data/web/train and /data/code/train are web, code.
+    """Return short names of datasets: web and code for /data/web/train and /data/code/train.
 
     Known secrets in paths are masked, because the names appear in metrics and checkpoints.
     """

@@ -130,7 +130,7 @@ class SampleOrder:
         return ((drawn + self.samples_before(block * BLOCK)) / self.per_source).tolist()
 
     def samples_before(self, sample: int) -> list[int]:
-        """Return the number of samples from each source before `sample`, a multiple of BLOCK.
+        """Return the number of samples of each source before `sample`, the start of a block.
 
         Source 0 gives round(n w0 / (w0 + w1 + ...)) of n samples, source 1 its share of the rest,
         and so on. As n grows by 1, each count grows by 0 or 1, so shares do not drift.
@@ -220,8 +220,8 @@ def eval_batches(
 ) -> list[list[int]]:
     """Return the evaluation micro-batches of one rank; all ranks together see each sequence once.
 
-    Every rank gets the same number of micro-batches, because the ranks reduce after each batch;
-    PADDING_SEQUENCE fills the last ones.
+    Every rank gets the same number of micro-batches, because the ranks reduce after each one.
+    PADDING_SEQUENCE fills the last micro-batches.
 
     at_most: evaluate a random choice of so many sequences, the same for every seed and world size.
     (The first sequences would all have long documents, because packing sorts by length.)

@@ -34,7 +34,7 @@ class PackPlan:
 
     sequence_offsets  (sequences + 1,) int64; sequence i has the segments from sequence_offsets[i]
                       up to sequence_offsets[i + 1]
-    counts            documents that are split, truncated or left out, by words for the log
+    counts            numbers of split, truncated and left-out documents; keys: words for the log
     left_out_tokens   tokens of overlong documents that are not used
     """
 
@@ -61,7 +61,7 @@ class PackPlan:
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return the segments of `sequences`, after the index in `sequences` of each segment."""
+        """Return (for each segment an index into `sequences`, the segments) of `sequences`."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))
@@ -123,7 +123,7 @@ def plan_packing(
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return first[0], first[0] + 1, ... (counts[0] numbers), then the same for first[1], ..."""
+    """Return the concatenation of arange(first[i], first[i] + counts[i]) over all i."""
     before = counts.cumsum() - counts
     return np.arange(int(counts.sum())) + (first - before).repeat(counts)
 

@@ -48,7 +48,7 @@ PADDING_RUN = 4  # so many equal tokens at the start or end of a row may be padd
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
-    A pickled dataset has only the path and the description: data loader workers open the files.
+    Pickling stores only path and description, and unpickling in a data worker opens the files.
     """
 
     path: Path

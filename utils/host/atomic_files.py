@@ -116,7 +116,7 @@ def locked_directory(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> list[Path]:
-    """Remove and return this user's directories that ended processes made by `locked_directory`."""
+    """Remove and return this user's directories of `locked_directory` without a live process."""
     removed = []
     for directory in sorted(base.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):  # a link, locked by a living process, or already removed

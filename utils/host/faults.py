@@ -96,7 +96,7 @@ def memory_owner(cause: BaseException) -> str:
 def memory_error(error: BaseException, killed: bool = False) -> OutOfMemoryError | None:
     """Return an OutOfMemoryError if `error` shows lack of memory (see `memory_cause`), else None.
 
-    For errors outside of training; callbacks/memory.py handles errors during training.
+    Use this for errors outside of training; callbacks/memory.py handles errors during training.
     """
     cause = memory_cause(error, killed)
     if cause is None:

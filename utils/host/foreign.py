@@ -64,7 +64,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Prefix the messages of a with block's ConfigurationError with `what`, unless included."""
+    """Prefix the messages of a with block's ConfigurationError with `what` if it is missing."""
     try:
         yield
     except ConfigurationError as error:
@@ -113,7 +113,7 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message in one line, shortened; a one-word message follows the type."""
+    """Return an error's message in one line, shortened; the type precedes a one-word message."""
     if isinstance(error, MemoryError):
         return f"more than {RENDERING_BYTES >> 30} GiB of memory is needed"
     text = error.problems[0] if isinstance(error, ConfigurationError) else str(error)

@@ -84,8 +84,8 @@ def read_lines(
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of metrics.jsonl and the number of damaged lines. Raises OSError.
 
-    first  read only the lines in the first `first` bytes of the file
-    last   read only the lines in the last `last` bytes, from the start of a line
+    first  read only the lines that end in the first `first` bytes of the file
+    last   read only the lines that end in the last `last` bytes of the file
     ranks  False leaves out the long field `memory_by_rank` and adds `at`, the line's file offset
     """
     lines, damaged = [], 0

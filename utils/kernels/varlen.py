@@ -204,7 +204,7 @@ def _flash(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms,
 ) -> Tensor:  # fmt: skip
-    """Call `flash_attn_varlen_func` with the terms that are set; an old version may lack others."""
+    """Call `flash_attn_varlen_func` only with terms that are set: a version may lack others."""
     options: dict[str, object] = {"causal": True, "softmax_scale": terms.scale}
     # By default the backward pass sums with atomic additions, in varying order.
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()

@@ -61,7 +61,7 @@ class StopSignals:
     """The handler of SIGUSR1 and SIGTERM: writes a file STOP, which the workers watch.
 
     The file is in the node's directory. Both signals end the launcher at once before the workers
-    are `started`. SIGTERM also ends it after a verdict is written, because srun then sent it.
+    are `started`. SIGTERM also ends the launcher after a verdict is written: srun then sent it.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 def leave_or_print(verdict: Verdict) -> Verdict:
     """Write the verdict for the job script, or print it without a job; return the job's verdict.
 
-    The first verdict of a job counts: if another node has written a verdict, return the latter.
+    The first verdict of a job counts: if another node has written a verdict, return that verdict.
     """
     if verdict.exit_code == ExitCode.DONE:
         return verdict

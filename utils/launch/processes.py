@@ -133,7 +133,7 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
 
 
 def tune_strategy(accelerator: Any) -> None:
-    """Save gradient copies in DDP, and bf16 sums in FSDP2; call before `accelerator.prepare`."""
+    """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

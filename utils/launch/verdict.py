@@ -114,7 +114,7 @@ def mark_run_started(output_dir: Path) -> None:
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
-    """Write the job's reason and exit code; return False if written before or not writable."""
+    """Write the job's reason and exit code; return False if they exist or writing fails."""
     first = _create(VERDICT, redact(text.rstrip()) + "\n")
     return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
 
@@ -171,7 +171,7 @@ def _create(name: str, text: str) -> bool:
 def note_worker_ends(
     exit_codes: Mapping[int, int], asked_to_stop: bool, memory_ran_out: bool
 ) -> None:
-    """Write a note for each rank that failed or stopped without a note; codes are by rank.
+    """Write a note for each rank that failed or stopped without a note; `exit_codes` by rank.
 
     A negative exit code is a signal, as in subprocess. With `asked_to_stop`, a process that SIGTERM
     or SIGUSR1 killed counts as stopped. `memory_ran_out` tells that the kernel killed a process of
@@ -241,9 +241,8 @@ def _likelihood(note: Note) -> int:
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """Return a text on the ranks that a hung run waits for; `hosts` has one host per rank.
 
-    These are, in this order: a rank that ended; else ranks without a note, which are frozen or
-    gone; else the ranks with the fewest events, without those that wait in a collective if others
-    remain.
+    These are the first rank that ended; or else all ranks without a note, which are frozen or gone;
+    or else the ranks with the fewest events, if possible only those outside of collectives.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
