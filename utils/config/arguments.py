@@ -269,12 +269,12 @@ class _ChangedDefaults:
 
 @dataclass
 class PretrainConfig(_ChangedDefaults, TrainingArguments):  # type: ignore[misc] # a wider type
-    """The training, as transformers.TrainingArguments names it, with defaults of our own."""
+    """Settings of transformers.TrainingArguments, some of them with other defaults."""
 
 
 @dataclass
 class FineTuneConfig(_ChangedDefaults, SFTConfig):  # type: ignore[misc] # a wider type
-    """The training, as trl.SFTConfig names it, for data that is tokenized and packed already."""
+    """Settings of trl.SFTConfig, with defaults for data that is already tokenized and packed."""
 
     # TRL would turn activation checkpointing on, which costs 20 % of the speed.
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment] # as transformers'

@@ -76,7 +76,7 @@ class Description:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":
-        """Read a description from JSON, without unknown keys. Raises KeyError or TypeError."""
+        """Build a description from parsed JSON; ignore unknown keys. Raises KeyError, TypeError."""
         known = {each.name: content.get(each.name) for each in fields(cls)}
         given = {name: value for name, value in known.items() if value is not None}
         counts = {each.name: content["statistics"][each.name] for each in fields(Statistics)}

@@ -135,7 +135,7 @@ class RunOwner:
 
     @property
     def gone(self) -> bool:
-        """Whether the process certainly ended: a later owner exists, or the pid is gone here."""
+        """Whether the lock is certainly free: another process took it, or its pid has ended here."""
         if self.replaced or self.machine != _machine():
             return self.replaced
         try:

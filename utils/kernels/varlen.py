@@ -247,11 +247,11 @@ def load_torch_varlen() -> VarlenKernel | str:
 
 
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
-    """Return SDPA over whole sequences by cuDNN's kernel, or None if torch would not choose cuDNN.
+    """Return SDPA over whole sequences by cuDNN's kernel, for sequences of one document each.
 
-    Each sequence has one document, with or without padding at the end. Padding sees the document,
-    but has no loss. For sequences of several documents, as in `check_isolation`, the kernel calls
-    `packed`.
+    A sequence may end in padding, which attends to the document but has no loss. If a sequence has
+    several documents, as in `check_isolation`, the returned kernel calls `packed` instead. Return
+    None if the model needs more than plain attention, or if torch would not choose cuDNN.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:

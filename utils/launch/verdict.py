@@ -223,7 +223,7 @@ def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
 
 
 def _how(note: Note) -> str:
-    """Return the words between host and text of a note, such as "was killed by"."""
+    """Return the words that join a note's host and text in a message, such as "was killed by"."""
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
@@ -241,8 +241,9 @@ def _likelihood(note: Note) -> int:
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """Return a text on the ranks that a hung run waits for; `hosts` has one host per rank.
 
-    These are the first rank that ended; or else all ranks without a note, which are frozen or gone;
-    or else the ranks with the fewest events, if possible only those outside of collectives.
+    If a rank ended, the text names the first one. Otherwise it names all ranks without a note,
+    which are frozen or gone. If every rank left a note, it names the ranks with the fewest Trainer
+    events (`Note.beats`), without those that wait for other ranks, unless all of them wait.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]

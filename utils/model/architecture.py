@@ -133,14 +133,14 @@ def _not_for_text(model_class: Any, model_config: PretrainedConfig) -> str | Non
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """Return the part of the model that computes the last hidden states, without the last layer."""
+    """Return the model without its LM head: the part that computes the last hidden states."""
     body: Any = model.base_model
     # Llama 4 names a base model that it does not have; `base_model` is then the model itself.
     return model.model if body is model else body
 
 
 def text_model_of(model: PreTrainedModel) -> Any:
-    """Return the text decoder, without the last layer and without towers for images."""
+    """Return the text decoder, without the LM head and without the encoders of images."""
     decoder: Any = model.get_decoder()
     return body_of(model) if decoder is model else decoder
 

@@ -206,7 +206,10 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield changes, smallest first. `remedies` skips a change that includes one that fits."""
+    """Yield sets of changes that save memory, least intrusive first.
+
+    Once a set fits, `remedies` skips all later sets that change the same settings and more.
+    """
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]

@@ -113,10 +113,11 @@ class ChatMasks:
 def _spans_of_blocks(
     chat: MarkedChat, turns: Sequence[int], blocks: Sequence[Span]
 ) -> dict[int, list[Span]]:
-    """Return the {% generation %} blocks of each turn.
+    """Return the {% generation %} blocks of each turn of `turns`.
 
-    A block belongs to the turn whose marks (see chat_templates.py) are inside the block. A block
-    without marks belongs to the first turn after the last message that has a mark before the block.
+    Marks surround the text of each message (see chat_templates.py). A block with marks inside
+    belongs to their turn. For a block without marks, find the last message with a mark before the
+    block: the block belongs to the next turn after this message.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -68,7 +68,10 @@ def are_messages(value: Any) -> bool:
 
 
 def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
-    """Return a column's messages as templates read them. column: its name for UnusableRowError."""
+    """Return the messages in `value`, in the form that chat templates read.
+
+    `column` is the name of the column for the message of UnusableRowError, which this may raise.
+    """
     value = decoded(value)
     if isinstance(value, Mapping):
         # Older versions of `datasets` write a sequence of objects as an object of lists.

@@ -213,10 +213,11 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return a document's tokens, at most sequence_length of them, or a BadRow to drop.
+        """Return the document's tokens, or a BadRow to drop.
 
-        Long plain texts are not cut, because training splits them. Raises ConfigurationError for a
-        bad document if on_bad_row is "error", and for a long one if on_overlong is "error".
+        A document above sequence_length is cut or dropped, as on_overlong says. A plain text stays
+        whole, because training splits it. Raises ConfigurationError for a BadRow if on_bad_row is
+        "error", and for a long document if on_overlong is "error".
         """
         if isinstance(tokenized, BadRow):
             tokenized.refuse(self.settings.on_bad_row)

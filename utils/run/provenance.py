@@ -218,10 +218,11 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
 def _contents(
     facts: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return digests of a start's inputs, by the setting that names each input; {} if unknown.
+    """Return {setting: digests of the input that the setting names} for one start of a run.
 
-    The key of the model's configuration is always model_config, and the key of its weights is
-    model_name_or_path, even if another setting names them.
+    An input without a known digest has {}. The digests of the model's configuration are always at
+    model_config, and those of its weights at model_name_or_path, even if another setting names the
+    model. use_cpu and bf16 have the numbers of `CHANGED_SUMS` that apply to this start.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     held = {

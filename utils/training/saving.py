@@ -64,7 +64,8 @@ class RestoreAtBegin(TrainerCallback):
 class SavingTrainer(Trainer):
     """A Trainer that commits each checkpoint by a manifest file and resumes from it bit for bit.
 
-    extra_saves  steps saved only because the run was interrupted; none is the best checkpoint
+    extra_saves  steps whose save was not scheduled (a stop, a SAVE file, save_minutes). Such a
+                 checkpoint cannot become the best one.
     """
 
     # PackedTrainer sets these before Trainer's constructor.
