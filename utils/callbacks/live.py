@@ -90,6 +90,6 @@ class LiveView(TrainerCallback):
 
 
 def fits_terminal() -> bool:
-    """Return whether stdout is a terminal that can redraw lines and show LEVELS."""
+    """Return whether stdout is a terminal that can redraw lines and show Unicode bars."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     return sys.stdout.isatty() and not dumb and sys.stdout.encoding.lower().startswith("utf")

@@ -122,9 +122,9 @@ def fullest_rank(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def memory_page(trainer: Any) -> Iterator[None]:
-    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if the block runs out of memory.
+    """Write out-of-memory-rankN.txt and raise OutOfMemoryError if a with block lacks memory.
 
-    This includes a data worker that the kernel kills for lack of memory.
+    A data worker that the kernel kills for lack of memory counts as well.
     """
     kills = memory_kills()
     try:

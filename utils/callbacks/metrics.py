@@ -243,8 +243,8 @@ def slowest_rank(ranks: list[tuple[float, float, float, float]]) -> dict[str, fl
     """Return the slowest rank, and the share of a step that other ranks wait for it.
 
     `ranks` has for each rank: elapsed seconds, seconds of waiting for batches, and both results of
-    `OwnTime.take`. If matrix products were timed, the rank with the slowest product counts as
-    computing all the time, and other ranks in proportion.
+    `OwnTime.take`. If matrix products were timed, the rank with the slowest product is assumed to
+    compute all the time. Another rank with a product of half that time computes half the time.
     """
     elapsed_s, longest = max(rank[0] for rank in ranks), max(rank[3] for rank in ranks)
     busy_s = [

@@ -121,7 +121,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the first round of requests; evaluate first if a stop postponed an evaluation."""
+        """Begin the first all-reduce of requests; make an evaluation that a stop postponed."""
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is not for resumed runs
             state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps
@@ -191,7 +191,7 @@ class StopWatch(TrainerCallback):
             raise EvaluationInterrupted
 
     def _take_turn(self) -> int:
-        """Return the largest request that ranks sent in the last round; begin the next round."""
+        """Return the largest request of all ranks, from the last all-reduce; begin the next one."""
         assert self.agreement is not None, "on_train_begin comes first"
         self._count_event()
         alone = self.agreement.group is None
@@ -300,7 +300,7 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Complete the last round of requests and close its process group; collective."""
+        """Complete the last all-reduce of requests and close its process group; collective."""
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None

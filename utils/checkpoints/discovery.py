@@ -57,8 +57,9 @@ def how_to_rewrite(final: str | Path) -> str:
 def best_checkpoint(directory: Path) -> Path | None:
     """Return the best checkpoint according to trainer_state.json in the checkpoint `directory`.
 
-    None if the file is missing, damaged or names none. The result is next to `directory`: only the
-    last part of the stored path counts, because the run may have moved or come from a stranger.
+    None if the file is missing, damaged or names no checkpoint. The result is next to `directory`:
+    only the last part of the stored path counts, because the run may have moved or come from a
+    stranger.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -193,10 +194,10 @@ def checkpoint_problems(
 
 
 def most_at_once(keep: int | None, saves: int) -> int:
-    """Return the largest number of checkpoints that exist at the same time during `saves` saves.
+    """Return the number of checkpoints, without the best, that must fit on storage together.
 
-    LEAST_KEPT (2) checkpoints stay until the next one is committed, so three exist for a moment
-    even if `keep` is 2. `keep` None keeps all.
+    If space is short, `make_room` deletes the oldest before the next save, but leaves LEAST_KEPT
+    (2), so at least three must fit if there are that many `saves`. `keep` None keeps all.
     """
     return saves if keep is None else min(saves, max(keep, LEAST_KEPT + 1))
 

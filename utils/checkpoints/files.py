@@ -65,7 +65,7 @@ _OWNED = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and digest of a committed file; `sha256` is a digest of `file_digests`."""
+    """Size and digest of a committed file; `sha256` comes from `file_digests`."""
 
     size_bytes: int
     sha256: str
@@ -130,8 +130,8 @@ def file_problems(
 ) -> list[str]:
     """Return the differences between the files of a checkpoint and the `records` of its manifest.
 
-    Compare names and sizes, and contents only if names and sizes agree. Without `tensors`, compare
-    only the contents of files with suffixes in DESCRIPTIONS.
+    Compare the names and sizes of all files first, and contents only if names and sizes agree.
+    Without `tensors`, read the contents only of files with suffixes in DESCRIPTIONS.
     """
     there = set(list_files(directory))
     problems = [f"{name} is missing" for name in sorted(records.keys() - there)]
@@ -163,7 +163,8 @@ def flush(path: Path) -> None:
 def file_digests(paths: Iterable[Path], threads: int = THREADS) -> list[str]:
     """Return the SHA-256 of each file. Raises OSError.
 
-    A file larger than PART_BYTES is hashed in parts: the result is the SHA-256 of their digests.
+    A file larger than PART_BYTES is hashed in parts;
+    the result is the SHA-256 of all parts' digests.
     """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         started = [

@@ -1,7 +1,7 @@
-"""Safe loading: pickles in a checkpoint may use only known classes and refer only to its own files.
+"""Safe loading: pickles may use only known classes, and refer only to files of the checkpoint.
 
-Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD forces it in
-DeepSpeed and torch.distributed.checkpoint. torch unpickles `.metadata` of sharded checkpoints
+Trainer calls torch.load with weights_only=True. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes DeepSpeed and
+torch.distributed.checkpoint do the same. torch unpickles `.metadata` of sharded checkpoints
 without any check, so this module checks `.metadata` first.
 """
 

@@ -51,7 +51,7 @@ WRONG = {
 
 
 def _is_name(value: Any) -> bool:
-    """Check that the value can be a part of a file name, because Slurm job ids become one."""
+    """Return whether the value can be a part of a file name, as a Slurm job id must."""
     return isinstance(value, str) and re.fullmatch(r"\w{1,99}", value) is not None
 
 
@@ -173,7 +173,7 @@ class RunRecord:
 
     @cached_property
     def _provenance(self) -> tuple[dict[str, Any], str]:
-        """(content, problem) of provenance.json; of its copy if damaged. Problem "": intact."""
+        """The content of provenance.json, or of its copy if damaged; the problem ("": intact)."""
         own, problem = self._read(PROVENANCE, _parse_provenance)
         if self._copies is None:
             lost = own is None and (self.directory / PROVENANCE).exists()
@@ -191,7 +191,7 @@ class RunRecord:
 
     @cached_property
     def _config(self) -> tuple[str | None, str]:
-        """(text, problem) of config.yaml; of its copy if damaged. Problem "": intact."""
+        """The text of config.yaml, or of its copy if damaged; the problem ("": intact)."""
         own, problem = self._read(CONFIG, _parse_config)
         if self._copies is None:
             return own, self._lose(CONFIG, problem) if own is None else ""
@@ -202,7 +202,10 @@ class RunRecord:
         return copy, f"{problem}: {self._copies / CONFIG} is used instead"
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> tuple[Any, str]:
-        """Return the parsed file, or None, and the problem to log if the copy is used instead."""
+        """Return the parsed file (None if damaged) and the problem.
+
+        The problem is a text to log if the copy is used instead of the file.
+        """
         try:
             return parse((self.directory / name).read_text(encoding="utf-8")), WRONG[name]
         except OSError as error:

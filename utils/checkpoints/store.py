@@ -1,9 +1,9 @@
 """Checkpoint saves: make room, let Trainer write, write the manifest, delete old checkpoints.
 
 After Trainer's save, each rank flushes and hashes the files that it wrote, and rank 0 writes
-manifest.json last. No directory is renamed: when transformers renamed it, ranks raced (#28364,
-#36112). For a background save Trainer writes into /dev/shm, and a thread of each rank copies the
-rank's files to storage; then rank 0 writes manifest.json.
+manifest.json last. Checkpoint directories are not renamed: when transformers renamed them, ranks
+raced (#28364, #36112). For a background save Trainer writes into /dev/shm, and a thread of each
+rank copies the rank's files to storage; then rank 0 writes manifest.json.
 """
 
 import atexit
@@ -80,8 +80,9 @@ class BackgroundWriter:
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return this rank's directory in /dev/shm; None if the files of any node do not fit there.
 
-        `own_bytes` is the size of this rank's files in the previous save. None for the first save:
-        then each node needs room for `all_bytes`, the whole checkpoint. Collective over ranks.
+        `own_bytes` is the size of this rank's files in the previous save. Without a previous save,
+        give None: each node then needs room for the whole checkpoint, `all_bytes`. Collective over
+        ranks.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))

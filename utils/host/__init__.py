@@ -1,4 +1,4 @@
-"""Helpers for all other packages of utils, of which these modules import only config.errors.
+"""Helpers for all other packages of utils. From those, these modules import only config.errors.
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory

@@ -37,8 +37,8 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
     """Turn a library's error in a with block that reads foreign files into a ConfigurationError.
 
     `what` is the file, folder or Hub name that the block reads. The message has `what`, `problem`,
-    the error, and the damaged files in the folder or else `advice`. Errors of storage, memory and
-    other ranks are raised unchanged.
+    the damaged files in the folder and the error. `advice` follows if no file is damaged. Errors of
+    storage, memory and other ranks are raised unchanged.
     """
     folder = Path(what)
     try:
@@ -64,7 +64,7 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str | Path) -> Iterator[None]:
-    """Prefix the messages of a with block's ConfigurationError with `what` if it is missing."""
+    """Add `what` to the start of a with block's ConfigurationError that does not mention `what`."""
     try:
         yield
     except ConfigurationError as error:
@@ -79,8 +79,9 @@ def limits(what: str | Path, memory_bytes: int | None = None) -> Iterator[None]:
     """Raise ConfigurationError if a with block computes too long or uses too much memory.
 
     The limits are CPU_LIMIT_S of CPU time, and `memory_bytes` of address space beyond the current
-    use. Give None (no limit) if CUDA may start, because CUDA reserves much address space. A nested
-    call keeps the outer limits. Only the main thread is limited, because only it gets signals.
+    use. If CUDA may start in the block, `memory_bytes` must be None (no limit), because CUDA
+    reserves much address space. A nested call keeps the outer limits. Only the main thread is
+    limited, because only this thread gets signals.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:

@@ -129,10 +129,11 @@ def skipped(damaged: int) -> str:
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl; return None for a wrong type (see docs/metrics.md).
+    """Parse a line of metrics.jsonl (see docs/metrics.md); return None for a damaged line.
 
-    A figure (such as a loss) may be NaN or infinite. A non-finite measure (a time, a size, a share)
-    is left out, and so are null fields. Fields that a user's hook added may have any type.
+    A field of a wrong type is damage. A figure (such as a loss) may be NaN or infinite. A
+    non-finite measure (a time, a size, a share) is left out, and so are null fields. Fields that a
+    user's hook added may have any type.
     """
     try:
         fields = json.loads(text.decode()).items()

@@ -62,7 +62,10 @@ def leave_run_lock(output_dir: Path) -> None:
 
 
 def note_error(error: str) -> None:
-    """Store the error that ends this process; its owner files will have it, secrets masked."""
+    """Store the error that ends this process, secrets masked.
+
+    The next heartbeat, or the release of the lock, writes the error into the owner file.
+    """
     for lock in _held.values():
         lock.error = redact(error)[:LONGEST_ERROR]
 
@@ -74,7 +77,7 @@ def note_phase(phase: str) -> None:
 
 
 def held_runs() -> dict[Path, str]:
-    """Return the run directories that this process has locked, each with the error or ""."""
+    """Return the run directories that this process has locked, with `note_error`'s error or ""."""
     return {path: lock.error or "" for path, lock in _held.items()}
 
 
@@ -135,7 +138,10 @@ class RunOwner:
 
     @property
     def gone(self) -> bool:
-        """Whether the lock is certainly free: another process took it, or its pid has ended here."""
+        """Whether the process certainly lost the lock.
+
+        Either another process took the lock, or the process ran on this host and has ended.
+        """
         if self.replaced or self.machine != _machine():
             return self.replaced
         try:
@@ -271,7 +277,7 @@ class RunLock:
 
 
 def _machine() -> str:
-    """Return the boot id and the pid namespace: within the same two, pids can be compared."""
+    """Return boot id and pid namespace; pids can be compared only if both are the same."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 

@@ -39,8 +39,9 @@ _LONGEST_TMPDIR = 75
 def enter_node_directory() -> Path:
     """Make this job's private directory on this node's disk, and put libraries' caches there.
 
-    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. Cache variables that the user
-    set stay. Also remove the directories of killed launchers on this node. Raises StorageError.
+    The directory (mode 0700) is under SLURM_TMPDIR, TMPDIR or /tmp. Cache variables that
+    the user set do not change. Also remove the directories of killed launchers on this node. Raises
+    StorageError.
     """
     base = os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     # On network storage a node sees only its own locks, so it must not remove other nodes' folders.
@@ -85,7 +86,10 @@ def unpack_compiled(folder: Path) -> int:
 
 
 def pack_compiled(folder: Path, known: int) -> None:
-    """Replace the archive of compiled code by `folder`, unless it still has `known` files."""
+    """Replace the archive of compiled code by the files in `folder`.
+
+    Do nothing if `folder` still has `known` files, because no code was added.
+    """
     if _count(folder) == known:
         return
     archive = archive_path()
@@ -106,7 +110,8 @@ def _count(folder: Path) -> int:
 def archive_path() -> Path:
     """Return the path of this user's archive for this Python, torch and type of processor.
 
-    Compiled C++ code fits one type of processor. The key of each cached file has the type of GPU.
+    Compiled C++ code fits one type of processor. One archive serves all types of GPU, because the
+    key of each cached file has the type of GPU.
     """
     facts = [sys.version, metadata.version("torch"), cpu_fact("model name")]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

@@ -60,8 +60,8 @@ SHUTDOWN_TIMEOUT_S = 5
 class StopSignals:
     """The handler of SIGUSR1 and SIGTERM: writes a file STOP, which the workers watch.
 
-    The file is in the node's directory. Both signals end the launcher at once before the workers
-    are `started`. SIGTERM also ends the launcher after a verdict is written: srun then sent it.
+    The file is in the node's directory. While the workers are not yet `started`, both signals end
+    the launcher. SIGTERM also ends the launcher if there is a verdict: srun then ends all nodes.
     """
 
     def __init__(self) -> None:
@@ -140,9 +140,9 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
 
 
 def leave_or_print(verdict: Verdict) -> Verdict:
-    """Write the verdict for the job script, or print it without a job; return the job's verdict.
+    """Write the verdict for the job script; print the verdict if no job script reads it.
 
-    The first verdict of a job counts: if another node has written a verdict, return that verdict.
+    Return the first verdict of the job, which may be the verdict of another node.
     """
     if verdict.exit_code == ExitCode.DONE:
         return verdict

@@ -37,9 +37,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def node_facts(allocation: Allocation, files: Sequence[Path], devices: int) -> dict[str, Any]:
-    """Return this node's host, GPUs and versions; the values in `same` must be equal on all nodes.
+    """Return this node's host, GPUs, versions and a hash of `files`, as JSON values.
 
-    `same` includes a hash of `files`. `devices` is the number of GPUs that torch sees.
+    The values under the key `same` must be equal on all nodes. `devices` is the number of GPUs that
+    torch sees.
     """
     code = hashlib.sha256()
     for path in files:
@@ -131,7 +132,7 @@ def _collect(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float)
 
 
 def _report(allocation: Allocation, facts: Mapping[str, Any], timeout_s: float) -> list[str]:
-    """Send this node's facts to the first node; return the problems that it answers."""
+    """Send this node's facts to the first node; return the problems in the first node's answer."""
     where = (allocation.address, allocation.port + 1)
     deadline = time.monotonic() + timeout_s
     while True:

@@ -64,7 +64,10 @@ _SWITCHES = {
 
 
 class LineFormatter(logging.Formatter):
-    """Log lines `12:34:56  message`, with host and rank except on rank 0, and level except INFO."""
+    """Log lines `12:34:56  message`.
+
+    Ranks other than 0 add host and rank. Lines of other levels than INFO have the level.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line of a record, without its traceback."""
@@ -156,9 +159,10 @@ def run_script(main: Callable[[], int | None]) -> int:
     A ConfigurationError, a full disk and a missing package are shown without traceback: all
     problems by rank 0, one line by the first rank of each other node. Any other exception is shown
     with traceback, host and rank, and gives exit code 1. For each of these errors, `leave_note`
-    writes a file for the launcher. SystemExit (except Answer) and KeyboardInterrupt pass through.
+    writes a file for the launcher. KeyboardInterrupt and SystemExit pass through, but the text
+    of Answer, the SystemExit of `--print_config`, is printed.
 
-    Under slurm/launch_node.sh, which reads the note files, ExitCode.STOPPED (stopped with a
+    Under slurm/launch_node.sh, which reads these files, ExitCode.STOPPED (stopped with a
     checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
@@ -169,8 +173,8 @@ def run_script(main: Callable[[], int | None]) -> int:
         """Write reports and messages; with several ranks, skip the interpreter's teardown.
 
         In the teardown, process groups may wait for other ranks, and a library's thread may abort
-        the process. This handler is registered first, so it runs last, after the run lock was
-        released.
+        the process. This atexit handler is registered before all others, so it runs last, after
+        the run lock was released.
         """
         while last:
             last.pop(0)()
@@ -300,8 +304,9 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 def _show(lines: list[str], again: list[str]) -> None:
     """Write lines to stderr, and let `again` be printed below the traceback of the launcher.
 
-    torchrun prints a rank's TORCHELASTIC_ERROR_FILE last. `accelerate launch` of one process prints
-    a traceback last, so a shell waits for the launcher's end, at most 5 s, and prints `again`.
+    Under torchrun, write `again` to TORCHELASTIC_ERROR_FILE, which torchrun prints last. When
+    `accelerate launch` runs one process without torchrun, start a shell that waits for the
+    launcher's end, at most 5 s, and then prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last

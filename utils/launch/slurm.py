@@ -35,7 +35,7 @@ class Allocation:
     node           index of this node in `hosts`
     processes      number of processes per node
     gpus           number of GPUs per node, equal to `processes`; None on CPUs
-    address, port  where rank 0 listens; 0 on a single node: accelerate chooses a free port
+    address, port  where rank 0 listens; port 0 on a single node: accelerate chooses a free port
     """
 
     hosts: tuple[str, ...]
@@ -61,8 +61,8 @@ def read_allocation(
 ) -> Allocation:
     """Return the nodes and processes of the Slurm job, or outside of Slurm those of this host.
 
-    `devices` is the number of GPUs that torch sees; it counts only outside of Slurm. `strategy` is
-    the value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for
+    `devices`, the number of GPUs that torch sees, is used only outside of Slurm. `strategy` is the
+    value of --strategy. Raises ConfigurationError for wrong settings, UnfitClusterError for
     missing GPUs.
     """
     hosts, node = _nodes(environment)

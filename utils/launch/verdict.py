@@ -1,4 +1,4 @@
-"""Why a job ended: a note file per rank, and the verdict, the job's reason and exit code.
+"""Why a job ended: a note file per rank, and one verdict (reason and exit code) per job.
 
 The files are in the directory STOKER_NOTES_DIR. slurm/training_job.sh makes one directory for all
 nodes of a job; otherwise slurm/launch_node.sh makes one per node. Without this variable no file is
@@ -88,7 +88,7 @@ def notes_directory() -> Path | None:
 def leave_note(
     kind: str, exit_code: int, text: str, rank: int | None = None, **details: Any
 ) -> Note:
-    """Write and return a note on `rank` (None: this one); an existing note file stays.
+    """Write and return a note on `rank` (None: this rank); keep a note file that already exists.
 
     Raises nothing if the disk is full.
     """
@@ -132,14 +132,17 @@ def read_verdict() -> Verdict | None:
 
 
 def name_of_job(slurm: Mapping[str, Any]) -> str:
-    """Return a job's id as in Slurm's commands; `slurm` is a mapping of provenance.json."""
+    """Return a job's id as in Slurm's commands; `slurm` is a field of a start (provenance.json)."""
     if slurm.get("array_job_id"):
         return f"{slurm['array_job_id']}_{slurm['array_task_id']}"
     return str(slurm.get("job_id"))
 
 
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
-    """Return the reason in .stoker/job-ID.RESTARTS/verdict.txt why a job ended, or None."""
+    """Return why a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; None without a reason.
+
+    `slurm` is a field of a start in provenance.json.
+    """
     start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
     try:
         text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
@@ -228,7 +231,7 @@ def _how(note: Note) -> str:
 
 
 def _likelihood(note: Note) -> int:
-    """Return a sort key: the lower, the likelier is the note the cause of the job's end."""
+    """Return a sort key: the note with the lowest key is the likeliest cause of the job's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says
     failed, killed = note.kind == "failed", note.kind == "killed"
@@ -241,9 +244,10 @@ def _likelihood(note: Note) -> int:
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     """Return a text on the ranks that a hung run waits for; `hosts` has one host per rank.
 
-    If a rank ended, the text names the first one. Otherwise it names all ranks without a note,
-    which are frozen or gone. If every rank left a note, it names the ranks with the fewest Trainer
-    events (`Note.beats`), without those that wait for other ranks, unless all of them wait.
+    If ranks ended, the text names the first of them. Otherwise the text names all ranks without a
+    note, which are frozen or gone. If every rank hangs and left a note, the ranks with the fewest
+    Trainer events (`Note.beats`) are at fault. The text names those that do not wait for other
+    ranks; if all wait, all are named.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]
