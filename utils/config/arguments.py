@@ -356,8 +356,9 @@ def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
-    """Parse the entries `NAME=DIR` or `DIR` to {name: directory}. `DIR` takes its folder's name.
+    """Parse the entries `NAME=DIR` or `DIR` to {name: directory}.
 
+    Without NAME, the name is that of the last folder in DIR, in lower case with underscores.
     Raises ValueError for an entry of any other form, and for a name given twice.
     """
     splits: dict[str, str] = {}
@@ -383,6 +384,9 @@ def counted_ranks(number: int) -> str:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch, at most the given, that divides the batch per rank; or 0."""
+    """Return the largest micro-batch up to `micro_batch_size` that divides the batch of a rank.
+
+    Return 0 if the global batch does not divide by the ranks.
+    """
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -156,7 +156,8 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value in the setting's type. Raises ValueError if the value does not fit.
 
     An integer becomes a float, and a single value a list, if the type demands it. But 4.0 is no
-    integer, 1 is not true, and "3" is no number. null resets a setting with a default in NOTHING.
+    integer, 1 is not true, and "3" is no number. null is kept if
+    the type allows null. Otherwise null means the default, if the default is in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -295,7 +296,10 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create the dataclass with given values and `instead`. Raises ConfigurationError."""
+        """Create the dataclass from the given values, which `instead` overrides.
+
+        Raises ConfigurationError.
+        """
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})

@@ -48,7 +48,7 @@ class Report(list[tuple[int, str]]):
 class ConfigurationError(ValueError):
     """Settings or data that cannot work: what was given, why it cannot work, what to do.
 
-    Scripts print `problems`, all faults, without a traceback on rank 0 and exit with `exit_code`.
+    Rank 0 prints `problems` (all faults) without a traceback. Scripts exit with `exit_code`.
     `report` has the log lines that were collected before the error (see Report).
     """
 

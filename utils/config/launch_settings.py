@@ -36,7 +36,7 @@ _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs
 
 
 def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block of an accelerate config without nulls; all keys get the prefix of PREFIXES."""
+    """Return a block of an accelerate config without nulls; keys get the prefix in PREFIXES."""
     prefix = PREFIXES[name]
     keys = (content.get(name) or {}).items()
     return {prefix + key.removeprefix(prefix): value for key, value in keys if value is not None}
@@ -140,7 +140,7 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 
 
 def let_recipe_decide(values: SettingValues) -> None:
-    """Set DeepSpeed's values that the recipe decides to "auto", so that Trainer fills them in.
+    """Write "auto" for DeepSpeed's values that the recipe decides, so that Trainer fills them in.
 
     `accelerate config` writes numbers. Trainer would refuse other numbers than the recipe's, but
     only after the model is loaded.

@@ -89,8 +89,8 @@ RULES = (*MOOT, *CONTRADICTIONS)
 def leave_out_overruled(values: SettingValues) -> None:
     """Reset settings that contradict a setting of a stronger source (a flag, a later recipe).
 
-    Also reset settings without effect while another given setting has its value (see MOOT).
-    Defaults of other settings do not count here, because a derived value may replace a default.
+    Also reset settings that another given setting makes ineffective (see MOOT). Settings that a
+    default makes ineffective stay for now, because a derived value may replace the default.
     """
     rank = values.rank
     for name, cause in _without_effect(values, CONTRADICTIONS):

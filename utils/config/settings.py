@@ -120,7 +120,7 @@ def choose_length(values: SettingValues) -> None:
 
 
 def leave_out_old_keywords(values: SettingValues) -> None:
-    """Reset lr_scheduler_kwargs if a stronger source sets a schedule without such keywords."""
+    """Reset lr_scheduler_kwargs if a stronger source sets a schedule that does not take them."""
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
     is_overruled = 0 < values.rank(keywords) < values.rank(schedule)
     if is_overruled and schedule_fault(values[schedule], values[keywords]):
@@ -131,7 +131,8 @@ def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
     A smaller micro-batch gives the same training. A given micro-batch is replaced only if the
-    global batch has a stronger source, or is a multiple on one rank but not on all ranks.
+    global batch has a stronger source, or is a multiple of the micro-batch but not of
+    micro-batch x ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size
@@ -164,7 +165,7 @@ def derive_evaluation(values: SettingValues) -> None:
 
 
 def derive_best_model(values: SettingValues) -> None:
-    """Derive metric_for_best_model (if there is one split), greater_is_better and save_best.
+    """Derive metric_for_best_model (for a single split), greater_is_better and save_best.
 
     save_best becomes true if the best model is to be loaded at the end, but some evaluations have
     no checkpoint. Otherwise Trainer would load the best saved model, but report the metric of a

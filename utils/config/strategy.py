@@ -79,7 +79,7 @@ class StrategyConfig:
     def shards(self) -> bool:
         """Return whether the strategy only makes sense with several processes.
 
-        It shards the model, does not offload, and has no DeepSpeed config file.
+        True if the strategy shards the model, does not offload, and has no DeepSpeed config file.
         """
         own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
         offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)

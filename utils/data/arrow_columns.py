@@ -122,7 +122,7 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def loss_mask_among(names: Iterable[str]) -> str | None:
-    """Return the loss mask among column names (see LOSS_MASKS), if there is one."""
+    """Return the column name that is a loss mask (see LOSS_MASKS), or None if no name is."""
     return next((name for name in LOSS_MASKS if name in names), None)
 
 
@@ -212,7 +212,7 @@ def _read_table(directory: Path, files: Sequence[Path]) -> pa.Table:
 
 
 def list_column(name: str, column: pa.ChunkedArray, where: str) -> ListColumn:
-    """Return a column of integer lists as views, or one of boolean masks as an int8 copy.
+    """Return a column of integer lists as views, or a column of boolean masks as an int8 copy.
 
     `where` names the data in errors. Raises ConfigurationError for other types, nulls and damage.
     """

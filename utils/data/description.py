@@ -127,8 +127,8 @@ def measure_once(
 def measure(columns: Mapping[str, ListColumn]) -> Description:
     """Read every token of a split; return statistics and a fingerprint of the content.
 
-    The fingerprint hashes token ids, loss mask, both integer types and document lengths. Paths,
-    other columns and the division into files and batches do not change the fingerprint.
+    The fingerprint hashes token ids and loss mask with their integer types, and document lengths.
+    Paths, other columns and the division into files and batches do not change the fingerprint.
     """
     tokens, loss_mask = columns[TOKENS], loss_mask_among(columns)
     lengths = np.diff(tokens.offsets)
@@ -156,7 +156,7 @@ def measure(columns: Mapping[str, ListColumn]) -> Description:
 
 
 def _blocks(tokens: ListColumn) -> Iterator[tuple[int, int, int]]:
-    """Yield (chunk, first, last): blocks of about BLOCK_TOKENS tokens, documents [first, last)."""
+    """Yield (chunk, first, last): documents [first, last) of a chunk, about BLOCK_TOKENS tokens."""
     ends = np.append(tokens.first_documents[1:], len(tokens.offsets) - 1)
     for chunk, end in enumerate(ends.tolist()):
         first = int(tokens.first_documents[chunk])

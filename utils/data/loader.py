@@ -155,7 +155,10 @@ class TokenCounts:
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
-        """`in_step(step)` returns the tokens of each source in a step from 0, int64 (sources,)."""
+        """`in_step(step)` returns the tokens of each source in one step, int64 (sources,).
+
+        Steps are numbered from 0.
+        """
         self.in_step, self.names = in_step, tuple(names)
         self.resume(0, {})
 

@@ -30,9 +30,9 @@ SAMPLES_AT_ONCE = 2048
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Return the image of each position under a permutation of [0, size) that its key selects.
+    """Return the image of each position under a permutation of [0, size).
 
-    positions: int64 (n,); keys: uint64 (n,)
+    positions: int64 (n,); keys: uint64 (n,), keys[i] selects the permutation for positions[i]
 
     An alternating Feistel network is a bijection on [0, 2^bits) for every round function. Applying
     it again until the value is below `size` gives a bijection on [0, size); since 2^bits < 2 size,

@@ -61,7 +61,7 @@ class PackPlan:
         return len(self.segments.document) == self.sequences
 
     def segments_of(self, sequences: np.ndarray) -> tuple[np.ndarray, Segments]:
-        """Return (for each segment an index into `sequences`, the segments) of `sequences`."""
+        """Return (index, segments of `sequences`): segment i is in sequences[index[i]]."""
         first = self.sequence_offsets[sequences]
         counts = self.sequence_offsets[sequences + 1] - first
         return np.arange(len(sequences)).repeat(counts), self.segments.take(ranges(first, counts))

@@ -53,7 +53,7 @@ KernelFunction = Callable[[Tensor, Tensor, Tensor, Documents, ScoreTerms], Tenso
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """An attention kernel; `features` has those of softcap, sinks and dropout it supports."""
+    """An attention kernel; `features`: which of softcap, sinks and dropout it supports."""
 
     name: str
     label: str

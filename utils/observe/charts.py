@@ -146,7 +146,10 @@ def charts_of(
     memory: Sequence[Point] = (),
     waited: Sequence[Any] = (),
 ) -> list[Chart]:
-    """Return a run's charts. The other arguments: `spikes`, `memory_by_rank`, `stragglers`."""
+    """Return a run's charts.
+
+    found: the result of `spikes`. memory: of `memory_by_rank`. waited: of `stragglers`.
+    """
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()
     steps = {one.step for one in found}
@@ -233,7 +236,7 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
 
 
 def starts_on_axes(run: History) -> list[dict[str, Any]]:
-    """Return the step, tokens and hours at which each later start resumed, for vertical lines."""
+    """Return the step, tokens and hours at which each start but the first began to train."""
     curves, ran, marks = Curves(run), 0.0, []
     for index, start in enumerate(run.starts):
         if index and start.trained is not None:

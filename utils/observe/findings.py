@@ -51,7 +51,10 @@ def column(lines: Sequence[Line], key: str) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """Return about `points` ascending indices of `values`: each part's lowest and highest value."""
+    """Return about `points` ascending indices, which keep the extremes of `values`.
+
+    `values` are divided into equal parts. Each part keeps its lowest and highest value.
+    """
     if len(values) <= points:
         return np.arange(len(values))
     size = -(-len(values) * 2 // points)
@@ -86,9 +89,10 @@ def where_the_hours_went(run: History) -> dict[str, float]:
 
 
 def _seconds_before(start: Start, since: float | None) -> dict[str, float]:
-    """Return the seconds between the previous start, or the job's submission, and this start.
+    """Return the seconds from the previous start's end, or the job's submission, to this start.
 
-    All seconds are "between" if provenance.json has no start time of the job.
+    Keys are "between", "queue" and "startup" of HOURS. All seconds are "between" if
+    provenance.json has no start time of the job.
     """
     submitted, began = (number(start.job.get(f"{key}_time")) for key in ("submit", "start"))
     since = min(submitted or start.began, start.began) if since is None else since
@@ -120,7 +124,7 @@ def _seconds_of(start: Start) -> dict[str, float]:
 
 @dataclass
 class Spike:
-    """Consecutive logs with a loss far above earlier logs. `loss` is the highest of them."""
+    """Consecutive logs with a loss far above earlier logs. `loss`: the highest of these losses."""
 
     step: int
     last_step: int
@@ -164,10 +168,11 @@ def spikes(lines: Sequence[Line]) -> list[Spike]:
 
 
 def memory_by_rank(run: History) -> list[Point]:
-    """Return the memory of each rank as points, from a sample of log lines with the extremes.
+    """Return the memory of each rank as points.
 
-    A point has event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB
-    that the device had left, None if unknown.
+    Only a sample of the log lines is read, including the lowest and highest values. A point has
+    event, step, hours, rank (a text), key (DEVICE or HOST), gib, and `left`: the GiB that the
+    device had left, None if unknown.
     """
     key = DEVICE if any(DEVICE in line for line in run.trained[-1:]) else HOST
     points: list[Point] = []
@@ -185,7 +190,7 @@ def memory_by_rank(run: History) -> list[Point]:
 
 
 def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]:
-    """Read `memory_by_rank` of these lines from metrics.jsonl."""
+    """Return the ranks' values for each of these log lines, read again from metrics.jsonl."""
     with (run.path / FILE_NAME).open("rb") as file:
         whole = [read_line(file.readline()) for line in lines if file.seek(line["at"]) >= 0]
     return [(line or {}).get("memory_by_rank", []) for line in whole]

@@ -50,10 +50,11 @@ class Start:
 
     entry: the start's element of `starts` in provenance.json, {} if missing. began: the time in
     `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
-    done: the step from which it resumed, -1 for a new run. ended: its last heartbeat or log line.
-    error: why it ended (from the job's verdict.txt, .lock or the job's log). lost_steps: number of
-    steps that a later start repeated. Each line has `hours` (running time of all starts until
-    then), `lost` (whether a later start repeated its step) and `at` (its offset in metrics.jsonl).
+    done: the step from which it resumed, -1 for a new run. ended: time of the last heartbeat or log
+    line. error: why it ended (from the job's verdict.txt, .lock or the job's log). lost_steps:
+    number of steps that a later start repeated. Each line has `hours` (running time of all starts
+    until then), `lost` (whether a later start repeated its step) and `at` (its offset in
+    metrics.jsonl).
     """
 
     began: float
@@ -104,9 +105,10 @@ class Page:
 class History:
     """The content of a run directory.
 
-    refused: the newest start's file in .lock, if it failed the checks and the run has earlier
-    starts. lines: those of metrics.jsonl, without `lost` ones. first_lines: its beginning.
-    checkpoints: committed ones, newest first. nonfinite: contents of nonfinite-step-N.json files.
+    refused: the file in .lock of the newest start, if this start failed the checks and an earlier
+    start passed them. lines: lines of metrics.jsonl that are not `lost`. first_lines: the beginning
+    of metrics.jsonl. checkpoints: committed checkpoints, newest first. nonfinite: contents of the
+    files nonfinite-step-N.json.
     """
 
     path: Path
@@ -131,7 +133,7 @@ class History:
 
     @cached_property
     def trained(self) -> list[Line]:
-        """The training logs that were not rolled back."""
+        """The training logs without `lost` lines."""
         return [line for line in self.lines if line["event"] == "train"]
 
     @cached_property
@@ -236,7 +238,7 @@ def unix_s(text: Any) -> float | None:
 def _read_journal(
     path: Path, whole: bool, damaged: list[str], missing: list[str]
 ) -> tuple[list[Line], list[Line], int]:
-    """Return the first lines, all lines (unless `whole`: the last), and how many were damaged."""
+    """Return (first lines, all lines or the last lines if not `whole`, number of damaged lines)."""
     try:
         size, tail = path.stat().st_size, TAIL_BYTES
         lines, count = read_lines(path, last=None if whole else tail, ranks=False)
@@ -261,10 +263,10 @@ def _read_journal(
 def _read_owners(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[RunOwner], RunOwner | None]:
-    """Return the owners in .lock (newest first), and the newest start if it was refused, else None.
+    """Return (starts in .lock, newest first; the newest start if it was refused, or None).
 
     A refused start released its lock in the phase "starting" and is not in provenance.json. The
-    list of owners contains a refused start only if the run has no other start.
+    list contains a refused start only if the run has no other start.
     """
     begun = (unix_s(entries[-1]["time"]) or 0.0) if entries else 0.0
     owners = list(run_owners(path))
@@ -305,8 +307,7 @@ def _grouped(lines: Sequence[Line], entries: Sequence[Mapping[str, Any]]) -> lis
 def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Start]:
     """Yield each start with the fields `owner`, `ended` and `lost_steps`; mark its lost lines.
 
-    A start acquires the run lock before it writes to provenance.json. Add a start that died in
-    between.
+    Also yield a start that acquired the run lock but died before it wrote to provenance.json.
     """
     if owners and all(start.began + 1 < owners[0].since for start in starts):
         starts = [*starts, Start(owners[0].since, {})]

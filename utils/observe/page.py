@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_directories(named: Sequence[Path], *, compare: bool) -> list[Path]:
-    """Return the run directories in `named`, and those directly inside its other folders.
+    """Return the runs in `named`, and for each other folder in `named` the runs directly inside.
 
     With `compare` and a single named run, return all runs in its parent folder. Raises
     ConfigurationError if a path is no run and contains no run.

@@ -36,8 +36,8 @@ class RunStatus:
     because: the reason for `state`. evaluations: newest loss and step of each split. left_s:
     training time left, without waiting in the queue. memory_left_gib: on the fullest GPU. slowest:
     the slowest rank, and the share of each step that other ranks wait for it. error: why the last
-    start failed. pages: files on its hang or lack of memory. advice: what the user can do next.
-    damaged: files that could not be read. skipped_lines: count of damaged lines in metrics.jsonl.
+    start failed. pages: files on this failure (hang, out of memory). advice: what the user can do
+    next. damaged: unreadable files. skipped_lines: number of damaged lines in metrics.jsonl.
     refused: why the newest start failed its checks; `state` is then that of an earlier start.
     """
 

@@ -78,7 +78,7 @@ class Planner:
     """A predictor of memory and speed on `gpus`, with a run's own settings or changed ones.
 
     document_tokens: the length of the document that contains a token, averaged over all tokens.
-    products: the counts for FLOPs per token. has_experts: whether the model has experts.
+    products: numbers from which FLOPs per token follow. has_experts: whether the model has experts.
     """
 
     setup: Setup
@@ -138,11 +138,11 @@ class Planner:
 
     @property
     def room(self) -> int:
-        """The bytes up to which a prediction fits, as for activation_checkpointing: auto."""
+        """The bytes per GPU that a prediction may have, as for `activation_checkpointing: auto`."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield settings that fit, by strategy and recomputation; small micro-batches first.
+        """Yield settings that fit into `room`, by strategy, recomputation and micro-batch size.
 
         DeepSpeed's strategies are tried only if the run uses one of them.
         """

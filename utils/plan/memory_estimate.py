@@ -27,7 +27,8 @@ class MemoryEstimate:
     """Bytes on each device at the peak of a step.
 
     activations: all other tensors at the peak, such as layers' inputs for the backward pass,
-    logits, gathered weights. counted: False if most of these are missing. fault: a warning, or "".
+    logits, gathered weights. counted: False if most activations are missing. fault: a
+    warning, or "".
     """
 
     weights: int
@@ -52,8 +53,9 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one training device with the activation checkpointing `choice`.
 
-    micro_batch: sequences in place of the setting, which still decides on gradient accumulation. If
-    the architecture cannot run without data, activations are left out and `fault` says why.
+    micro_batch: sequences per forward pass, if other than in the settings. Whether gradients are
+    accumulated follows from the settings alone. If the architecture cannot run without data,
+    activations are left out and `fault` says why.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -106,7 +108,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
 def most_alive(
     stretches: list[Stretch], shards: int, *, held: int, copied: float = 0.0
 ) -> tuple[int, int]:
-    """Return the peak bytes without weights and optimizer, and the gradients' bytes at the peak.
+    """Return (peak bytes without weights and optimizer states, bytes of gradients at this peak).
 
     When a layer's backward pass ends, a rank keeps one of `shards` parts of the layer's gradients.
     To be summed over ranks, gradients are copied into a buffer of `copied` times their bytes, which

@@ -161,7 +161,10 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return (usable free bytes for this rank, bytes of its GPU); None if unknown or no GPU."""
+    """Return (usable free bytes for this rank, bytes of its GPU).
+
+    Without a GPU, the GPU's bytes are None. If the device is unknown, both are None.
+    """
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total

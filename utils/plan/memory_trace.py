@@ -81,7 +81,10 @@ class Setup:
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """The type of weights in a pass. FSDP and ZeRO gather them in autocast's type."""
+        """The type of weights during a forward or backward pass.
+
+        FSDP and ZeRO gather weights in autocast's type.
+        """
         sharded = self.launch.strategy.startswith(("fsdp", "zero"))
         return self.autocast if sharded and self.autocast is not None else self.dtype
 
@@ -354,9 +357,9 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
 
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
-    """Return the parts of a step with all layers: layers of a kind repeat those of the first one.
+    """Return the parts of a step of all layers: each layer repeats those of the first of its kind.
 
-    The end of autocast is one part for all layers: it frees autocast's copies of all their weights.
+    The end of autocast is a single part, which frees autocast's copies of all layers' weights.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

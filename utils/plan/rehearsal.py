@@ -105,7 +105,7 @@ def _tiny_model(
 
 @contextmanager
 def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[None]:
-    """Turn an exception in the with block into a line of `problems` that shows these settings."""
+    """Turn an exception in the with block into a line of `problems` about the settings `names`."""
     try:
         yield
     except Exception as error:

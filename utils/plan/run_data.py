@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run. weights: the sources' shares; None if they follow the sizes."""
+    """The datasets of a run. weights: the share of each source; None: in proportion to its size."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
@@ -96,7 +96,8 @@ def load_run_data(
 ) -> RunData:
     """Open, check and pack every split. Raises ConfigurationError with the problems of all splits.
 
-    fine_tuning: each document needs a token to train on. Otherwise long documents are split.
+    In fine-tuning each document needs a token to train on, and `on_overlong` decides about long
+    documents. In pretraining long documents are split.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
@@ -156,7 +157,8 @@ def _prompts(
 ) -> "Sequence[Prompt]":
     """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
 
-    The prompts are chats if a dataset in `examples` has a chat template, or names no tokenizer.
+    The prompts are chats if a dataset in `examples` was made with a chat template, or does not say
+    how it was made (names no tokenizer).
     """
     run = settings.run
     if not run.sample_prompts:
@@ -225,7 +227,7 @@ def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None)
 def plan_steps(
     settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
 ) -> GlobalBatchSampler:
-    """Return the sampler of each step's sequences, and add the arithmetic to `report`.
+    """Return the sampler of each step's sequences; add lines on batch and run sizes to `report`.
 
     Raises ConfigurationError if the global batch does not divide into micro-batches of all ranks,
     if the data is smaller than one global batch, or if profile_steps come after the last step.

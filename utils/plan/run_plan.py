@@ -243,7 +243,7 @@ def precision_line(
 
 
 def save_interval(training: TrainingArguments, total_steps: int) -> int | None:
-    """Return the steps between two checkpoints, or None if only stopping a run saves one."""
+    """Return the steps between two checkpoints, or None if no checkpoint is saved regularly."""
     if training.save_strategy == "epoch":
         return math.ceil(total_steps / max(1, math.ceil(training.num_train_epochs)))
     steps = training.save_steps

@@ -172,7 +172,7 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     """Yield a temporary directory to write into; then complete it and rename it to `directory`.
 
     Adds the tokenizer and the model card, and sets the permissions of files. The tokenizer has the
-    chat template of training, without the marks that only training needs.
+    chat template of training, without {% generation %}, which only training needs.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that ended during its export

@@ -62,8 +62,8 @@ def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     """Check that checkpoints fit, writing nothing; return a text with the free space for the log.
 
     A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
-    checkpoint. Space that `make_room` may free counts as free. Raises StorageError if there is too
-    little space, ConfigurationError if ``output_dir`` is a file.
+    checkpoint. Space that `make_room` may free counts as free. Raises StorageError for too little
+    space or a directory that is not writable, ConfigurationError if ``output_dir`` is a file.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigurationError(f"--output_dir {output_dir} is a file: name a directory.")

@@ -222,7 +222,8 @@ def _contents(
 
     An input without a known digest has {}. The digests of the model's configuration are always at
     model_config, and those of its weights at model_name_or_path, even if another setting names the
-    model. use_cpu and bf16 have the numbers of `CHANGED_SUMS` that apply to this start.
+    model. use_cpu and bf16 have the number of the last change of sums before this start (see
+    `CHANGED_SUMS`), or {} if such changes do not concern its launch.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     held = {

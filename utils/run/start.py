@@ -78,8 +78,8 @@ WEIGHT_FILES = (
 class Run:
     """The run in output_dir, new or resumed. `finished`: no step is left and final/ exists.
 
-    `facts`: values for provenance.json, which are digests of the inputs and the settings that this
-    start changed. `weights_from`: the weights directory of --init_from, None if not loaded now.
+    `facts`: values for provenance.json: script, digests of inputs, changed settings.
+    `weights_from`: the weights directory of --init_from; None if this start does not load it.
     """
 
     run_id: str
