@@ -1,7 +1,8 @@
 """The model of a run, from its configuration to its layers.
 
 config                  reads a configuration strictly; fits the embedding to the tokenizer
-weights, stages         load published weights, in 4 bits if asked; find those of an earlier run
+weights                 loads published weights, in 4 bits if asked, or draws random weights
+stages                  finds the weights of an earlier run (--init_from)
 adapters                LoRA's adapters; freezes weights that get no gradient
 architecture            class, text model, experts and image towers of an architecture; xLSTM
 probe                   a small random model of the same architecture, for checks

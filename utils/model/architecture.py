@@ -97,7 +97,7 @@ def is_multimodal(model_config: PretrainedConfig) -> bool:
 
 
 def text_model_config(model_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the text part's configuration, or None if AutoModelForCausalLM loads another part."""
+    """Return the text part's configuration if AutoModelForCausalLM loads this part; else None."""
     found: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if found is None or found.config_class is not model_config.sub_configs.get("text_config"):
         return None

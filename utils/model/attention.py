@@ -98,9 +98,10 @@ def attention_choices(
     `requested` is --attn_implementation: an attention of transformers, or a kernel that is then
     registered for `packed_varlen`. `needs` is the result of `observe_attention`. `dtype` is the
     type that training computes in. `whole_rows`: no sequence has more than one document. The
-    fallbacks are then sdpa or eager without document boundaries, because no token sees the padding
-    at the end. Without `whole_rows` the fallbacks use a block mask, and are only offered if nothing
-    is requested. Raises ConfigurationError if the requested attention cannot run.
+    fallbacks are then sdpa or eager without document boundaries: the padding comes after the
+    document, so no token of the document sees it. Without `whole_rows` the fallbacks use a block
+    mask, and are only offered if nothing is requested. Raises ConfigurationError if the requested
+    attention cannot run.
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)

@@ -271,8 +271,9 @@ def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> 
 def fit_embedding(
     settings: RunSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Enlarge the configuration's vocabulary size for new tokens to a multiple (64, or as set).
+    """Enlarge the configuration's vocabulary size for new tokens, and round it up to a multiple.
 
+    The multiple is 64 or `pad_embeddings_to_multiple_of`, which rounds up without new tokens too.
     Some published tokenizers have more tokens than their model has embedding rows (Gemma 3 1B).
     These tokens do not count as new. Data that uses them is refused.
     """
@@ -292,7 +293,7 @@ def fit_embedding(
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, new: list[int], rows: int) -> None:
-    """Resize the embedding to `rows`. Set rows added or in `new` to the mean of the other rows."""
+    """Resize the embedding to `rows`. Set added rows and rows `new` to the mean of the others."""
     weight: Any = model.get_input_embeddings().weight
     before = getattr(weight, "ds_shape", weight.shape)[0]  # under ZeRO-3 the tensor is empty
     if rows != before:

@@ -80,7 +80,7 @@ class LossOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LossHeadChoice:
-    """How to compute the loss: "fused" (logits of some tokens at a time) or "logits" (of all)."""
+    """How to compute the loss: "fused" makes logits of some tokens at a time, "logits" of all."""
 
     name: str
     reason: str  # for the log
@@ -173,7 +173,7 @@ def _head_losses(
 def _sums_by_source(
     losses: torch.Tensor, positions: torch.Tensor | None, sources: torch.Tensor | None, length: int
 ) -> torch.Tensor | None:
-    """Return the sum and the number of each data source's losses (N,), float64 (2, sources)."""
+    """Return the sum and the number of losses of each data source, float64 (2, sources)."""
     if sources is None or positions is None:
         return None
     own = sources.index_select(1, positions // length)

@@ -242,7 +242,7 @@ def _cut_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _cut_heads(config: PretrainedConfig) -> None:
-    """Keep one or two key/value heads with the query heads that the limits of width allow."""
+    """Keep one or two key/value heads, with as many query heads as the width limits allow."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return
@@ -257,7 +257,7 @@ def _cut_heads(config: PretrainedConfig) -> None:
 
 
 def _cut_states(config: PretrainedConfig) -> None:
-    """Fit recurrent layers to the hidden size. Models without attention first get a smaller one."""
+    """Fit recurrent layers to the hidden size; first reduce it for models without attention."""
     attends = getattr(config, "num_attention_heads", None)
     if not attends:
         config.hidden_size = min(config.hidden_size, 2 * WIDTH)

@@ -52,7 +52,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Quantized(NamedTuple):
-    """The names of the layers in 4 bits, their total number of weights, and the largest layer's."""
+    """The layers in 4 bits by name, their number of weights, and that of the largest layer."""
 
     layers: list[str]
     weights: int
@@ -276,7 +276,7 @@ def quantized_loading(
 ) -> dict[str, Any]:
     """Return the arguments of from_pretrained for 4 bits; empty if nothing is quantized.
 
-    Quantized layers compute in the type of mixed precision, or without it in `dtype`.
+    Quantized layers compute in the mixed-precision type, or in `dtype` without mixed precision.
     """
     if found is None:
         return {}

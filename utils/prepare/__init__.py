@@ -9,5 +9,6 @@ chats       chat_templates.py renders chats, chat_turns.py finds where turns sta
             chat_masks.py checks which text is trained on
 tokenize    tokenizer.py loads the tokenizer, tokenization.py and encoding.py give ids and masks;
             encoding.py also reads the prompts for samples during training
-write       units.py runs the work units into workspace.py, pipeline.py assembles the datasets
+write       units.py prepares the work units, workspace.py stores their files, pipeline.py assembles
+            the datasets
 """

@@ -81,7 +81,7 @@ class ChatMasks:
         return MaskedChat(text, trained_spans, not without_thinking.isdisjoint(trained))
 
     def _check_spans(self, chat: MarkedChat, turn: int, spans: Sequence[Span], text: str) -> None:
-        """Raise UnusableRowError if `spans` lack a part of `turn` or have words of other turns."""
+        """Raise UnusableRowError if `spans` lack a part of the turn or have other turns' words."""
         words = [chat.indices[number] for number in chat.marks_of.get(turn, ())]
         # The generation prompt may already have the tags that begin a text, such as <think>.
         start = spans[0][0] if spans else 0
@@ -115,9 +115,9 @@ def _spans_of_blocks(
 ) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn of `turns`.
 
-    Marks surround the text of each message (see chat_templates.py). A block with marks inside
-    belongs to their turn. For a block without marks, find the last message with a mark before the
-    block: the block belongs to the next turn after this message.
+    Marks surround the text of each message (see chat_templates.py). A block belongs to the first
+    turn with marks inside the block. If no turn has marks there, find the last message with a mark
+    before the block. The block belongs to the next turn after this message.
     """
     own: dict[int, list[Span]] = {turn: [] for turn in turns}
     for start, stop in blocks:

@@ -39,10 +39,10 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """A tokenizer's chat template, which renders chats as strings.
 
-    date: the date (YYYY-MM-DD) that the template prints as today's date. Some templates read
-    message contents as strings, others as lists of parts. Some read the arguments of tool calls as
-    objects, others as JSON strings. This class renders short chats to find the form that the
-    template reads, and `adapted` converts messages to this form.
+    Some templates read message contents as strings, others as lists of parts. Some read the
+    arguments of tool calls as objects, others as JSON strings. This class renders short chats to
+    find the form that the template reads, and `adapted` converts messages to this form.
+    date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", date: str | None = None):
@@ -164,7 +164,7 @@ LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prin
 
 
 class Mark(NamedTuple):
-    """One mark: its index in the plain rendering, the index of its message and its kind."""
+    """One mark: its index in the plain rendering, its message's index, and the kind of the text."""
 
     at: int
     message: int  # NO_MESSAGE: the repeated name of a call, for example with the call's result

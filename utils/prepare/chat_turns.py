@@ -4,7 +4,8 @@
 
 start   Compare the text before the turn's words with the template's generation prompt. The shared
         part, apart from blanks, is the header (<|im_start|>assistant). It is not trained on. Some
-        templates end every chat with a header, the "standing header", even without a request.
+        templates end every chat with a header, the "standing header", even if no generation
+        prompt is requested.
 end     Compare the text behind the turn's words with the text that the template prints there if
         the chat ends with this turn. The shared part, up to its last special token, is trained on.
         Tool calls end like answers, or with a token that is printed once after all calls
@@ -60,7 +61,8 @@ class TurnDelimiter:
     def spans(self, chat: MarkedChat, turns: Sequence[int]) -> tuple[dict[int, list[Span]], str]:
         """Return each turn's span in the plain rendering, and a text to append to the rendering.
 
-        This text ends the last turn; "" if the template itself does. Raises UnusableRowError.
+        The text ends the last turn; it is "" if the template itself prints an end. Raises
+        UnusableRowError.
         """
         spans: dict[int, list[Span]] = {}
         closing, last = "", 0
@@ -125,7 +127,7 @@ class TurnDelimiter:
     def _header_like_prompt(
         self, chat: MarkedChat, turn: int, gap: str, bare: str, prompt: str
     ) -> int:
-        """Return the end in `gap` of the header that `prompt` has as well; -1 if not found."""
+        """Return the index in `gap` where the header shared with `prompt` ends; -1 if not found."""
         closed = self._end_of_last_message(chat, turn, gap, bare)
         reply, _, _ = self._followed_by(chat, turn, {"role": ASSISTANT}).partition(PROBE)
         if prompt == closed:
@@ -150,9 +152,10 @@ class TurnDelimiter:
         return shared if not closed and bare.strip() and common == len(bare) else -1
 
     def _header_before_difference(self, gap: str, prompt: str, closed: str, reply: str) -> int:
-        """Return the end of the header in `gap` if `prompt` differs only after the header; else -1.
+        """Return the index in `gap` where the header ends, if `prompt` has the same one; else -1.
 
-        For example, `gap` ends in <think></think>, and `prompt` in <think> and a line break.
+        The two differ behind the header. For example, `gap` ends in <think></think>, and `prompt`
+        in <think> and a line break.
         closed: the text that ends the previous message. reply: the text in front of a reply.
         """
         shared, _ = _common_ignoring_blanks(gap, prompt)
@@ -185,7 +188,7 @@ class TurnDelimiter:
         return text.rstrip().removesuffix(header) if ends else text
 
     def _standing_header(self, chat: MarkedChat) -> str:
-        """Return the standing header without the start that user messages share; "" if none."""
+        """Return the standing header, without a start that user messages also have; "" if none."""
         key = bool(chat.chat.tools), repr(chat.chat.template_options)
         if key in self._standing_headers:
             return self._standing_headers[key]
@@ -321,7 +324,7 @@ class TurnDelimiter:
     # --- renderings
 
     def _text_if_continued(self, chat: MarkedChat, turn: int) -> str:
-        """Return the text between the last turn and a next message; "" if the template refuses."""
+        """Return the text between messages[turn] and a next message; "" if the template refuses."""
         answer = {"role": "user"}
         if calls := chat.chat.messages[turn].get("tool_calls"):
             name, number = calls[-1]["function"].get("name", ""), calls[-1].get("id", PROBE_ID)
@@ -341,7 +344,7 @@ class TurnDelimiter:
 
     @staticmethod
     def _endings(chat: MarkedChat, messages: Sequence[Message]) -> tuple[str, str] | None:
-        """Return (text behind `messages`, the same with generation prompt); None if refused."""
+        """Return texts behind `messages` without and with generation prompt; None if refused."""
         try:
             return chat.behind_words(messages), chat.behind_words(messages, generation_prompt=True)
         except Exception:  # the template refuses an empty chat, or a chat that ends with these

@@ -248,8 +248,8 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
 class GigatokenEncoder:
     """An encoder with gigatoken (optional: pip install gigatoken).
 
-    Creating one raises ImportError if gigatoken is not installed, and one of several errors for a
-    tokenizer that gigatoken does not know.
+    The constructor raises ImportError if gigatoken is not installed, and any Exception if gigatoken
+    does not know the tokenizer.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):

@@ -99,7 +99,7 @@ def misreading(given: Mapping[str, Any], source: Source) -> str:
 
 
 def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
-    """Yield (kind of document, renaming of columns with known names), the most likely first."""
+    """Yield (kind of document, renaming) for known names of columns, the most likely first."""
     spelled = {name.lower(): name for name in fields}
     is_preference = "chosen" in fields
     answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS

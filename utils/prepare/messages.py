@@ -70,7 +70,7 @@ def are_messages(value: Any) -> bool:
 def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     """Return the messages in `value`, in the form that chat templates read.
 
-    `column` is the name of the column for the message of UnusableRowError, which this may raise.
+    Raises UnusableRowError if a message is faulty; the error's text names `column`.
     """
     value = decoded(value)
     if isinstance(value, Mapping):
@@ -107,9 +107,10 @@ def role_word(message: Mapping[str, Any]) -> str:
 def check_answers(
     messages: Sequence[Mapping[str, Any]], first_trained: int = 0, column: str = "the chat"
 ) -> None:
-    """Raise UnusableRowError unless messages[first_trained:] have answers that are not empty.
+    """Raise UnusableRowError if messages[first_trained:] have no answer, or an empty one.
 
-    An empty answer would train only the end token. column: the messages' name in the error.
+    Answers with `weight: 0` may be empty; others would then train only the end token. column: the
+    name of the messages in the error.
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:

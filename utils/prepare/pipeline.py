@@ -104,7 +104,7 @@ def prepare(arguments: PreparationArguments) -> None:
 def finished_counts(
     plan: PreparationPlan, workspace: Workspace, shards: int
 ) -> dict[int, UnitCounts]:
-    """Return the counts of all work units. Raises ConfigurationError with incomplete shards."""
+    """Return all work units' counts. Raises ConfigurationError if shards are incomplete."""
     found = {unit.index: workspace.counts_of(unit.index) for unit in plan.units}
     counts = {index: count for index, count in found.items() if count is not None}
     missing = Counter(index % shards for index in found.keys() - counts.keys())

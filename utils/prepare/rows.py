@@ -163,7 +163,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Rename fields by (old, new) pairs. A renamed field replaces a field with the new name."""
+    """Rename fields by (old, new) pairs. A field that already has a new name is left out."""
     ours = dict(columns)
     taken = set(ours.values())
     return {
@@ -184,7 +184,7 @@ class _Row(dict[str, Any]):
         return repr(self._theirs.get(name, name))
 
     def either(self, *names: str) -> tuple[str, Any]:
-        """Return (name, value) of the first column that is set, of two with the same meaning.
+        """Return (name, value) of the first column that is set; both columns mean the same.
 
         Returns (names[0], None) if both are empty. Raises UnusableRowError if they differ.
         """
@@ -304,7 +304,7 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str, Any]]:
-    """Prepend the row's system text. UnusableRowError if the messages begin with another one."""
+    """Prepend the row's system text. UnusableRowError if the messages have a different one."""
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages

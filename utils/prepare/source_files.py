@@ -158,7 +158,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A reader of zstd files with windows up to 2 GiB (`zstd --long=31`); pyarrow's: 128 MiB."""
+    """A reader of zstd files with windows up to 2 GiB (`zstd --long=31`); pyarrow has 128 MiB."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)
@@ -246,10 +246,10 @@ def _holds_records(path: str) -> bool:
 def _files_of_one_split(
     given: str, paths: list[str], split: str, is_named: bool, remarks: Remarks
 ) -> list[str]:
-    """Return the paths of `split`; all paths if their names do not show several splits.
+    """Return the paths of `split`, or all paths if their names show fewer than two splits.
 
-    Raises ValueError if `split` is missing. With a glob pattern, only a split that the user named
-    must exist.
+    A split that the user named (`is_named`) must exist, else ValueError is raised. Any other split
+    may be missing from the paths of a glob pattern: all of these paths are then returned.
     """
     if paths == [given]:
         return paths
@@ -296,7 +296,7 @@ def _split_name(path: str, given: str) -> str:
 
 
 def _files_of_one_format(given: str, paths: list[str], remarks: Remarks) -> list[str]:
-    """Choose one format of a split that is published in several: Parquet, else the first one."""
+    """Return the paths of one format, if there are several formats: Parquet, else the first."""
     by_suffix: dict[str, list[str]] = {}
     for path in paths:
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)

@@ -52,7 +52,7 @@ SourceFiles = Sequence[tuple[Source, Sequence[SourceFile]]]
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Consecutive file parts of a source. source: its index. max_tokens: the limit to write."""
+    """Consecutive file parts of source number `source`; at most `max_tokens` tokens are written."""
 
     index: int
     split: str

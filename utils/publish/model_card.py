@@ -60,7 +60,7 @@ def write_model_card(
 
 
 def public(text: str) -> str:
-    """Replace absolute paths in a text by relative ones, or by names outside this directory.
+    """Shorten absolute paths: to relative ones in the working directory, to names elsewhere.
 
     >>> public("sft_train.py --train_data /home/me/data/chats=0.5 --output_dir runs/mine")
     'sft_train.py --train_data chats=0.5 --output_dir runs/mine'

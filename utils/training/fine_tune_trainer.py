@@ -50,7 +50,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
 
 
 def _new_vectors(adapters: Any, model: Any, new: list[int]) -> dict[str, list[int]]:
-    """Return {layer: ids of new tokens} for embedding and head, unless LoRA trains them whole."""
+    """Return {embedding or head: ids of new tokens}, without layers that LoRA trains whole."""
     layers = [model.get_input_embeddings()]
     if model.get_output_embeddings().weight is not layers[0].weight:  # it is not tied
         layers.append(model.get_output_embeddings())

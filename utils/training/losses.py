@@ -94,7 +94,10 @@ class ExpertBalance:
     def begin_step(
         self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
     ) -> None:
-        """Count the global batch's tokens, and its assignments if needed; collective over ranks."""
+        """Count the global batch's tokens; collective over ranks.
+
+        If the step has several micro-batches, count the tokens of each expert as well.
+        """
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
         self.tokens = reduce(torch.full((), tokens, device=self.args.device), reduction="sum")
@@ -104,7 +107,7 @@ class ExpertBalance:
             self.counted = reduce(own, reduction="sum")
 
     def weighted(self, outputs: Any) -> torch.Tensor:
-        """Return a micro-batch's part of the loss, times the number of ranks, as DDP averages."""
+        """Return a micro-batch's part of the loss, times the number of ranks: DDP divides by it."""
         assert self.tokens is not None, "begin_step comes first"
         assignments = self.counted
         if assignments is None:

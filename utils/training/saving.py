@@ -51,7 +51,7 @@ EXTRA_SAVES = "extra_saves"  # key of our values in a checkpoint's trainer_state
 
 
 class RestoreAtBegin(TrainerCallback):
-    """A callback that calls `restore(loader)` after Trainer resets its sums, before all others."""
+    """The first of the callbacks, which calls `restore(loader)` after Trainer resets its sums."""
 
     def __init__(self, restore: Callable[[TrainLoader], None]):
         self.restore = restore
@@ -64,8 +64,8 @@ class RestoreAtBegin(TrainerCallback):
 class SavingTrainer(Trainer):
     """A Trainer that commits each checkpoint by a manifest file and resumes from it bit for bit.
 
-    extra_saves  steps whose save was not scheduled (a stop, a SAVE file, save_minutes). Such a
-                 checkpoint cannot become the best one.
+    extra_saves  steps whose save was not scheduled (a stop, a SAVE file, save_minutes). The
+                 checkpoints of these steps cannot become the best one.
     """
 
     # PackedTrainer sets these before Trainer's constructor.
@@ -102,9 +102,9 @@ class SavingTrainer(Trainer):
         """Evaluate. Request a checkpoint if the step is the best or if training ends early.
 
         Trainer sets `skip_scheduler` for an evaluation before the first step. Early stopping and
-        the choice of the best step ignore its metrics, unless the run resumes at a step whose
-        evaluation was prevented by a stop. That step has a checkpoint already, so none is
-        requested. Raises NotFiniteError if an earlier step diverged.
+        the choice of the best step ignore the metrics of such an evaluation. They are only used if
+        the run resumes at a step whose evaluation a stop prevented. No checkpoint is requested
+        then, because the step has one. Raises NotFiniteError if an earlier step diverged.
         """
         self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
         self.callbacks.guard.settle()
@@ -160,7 +160,7 @@ class SavingTrainer(Trainer):
         checkpoints.commit(step, tokens=sum(values["tokens"].values()))
 
     def _name_best_checkpoint(self) -> None:
-        """Record the checkpoint of the best step in Trainer's state, if it exists."""
+        """Record the best step's checkpoint in Trainer's state, if the checkpoint exists."""
         state, best = self.state, self.state.best_global_step
         if not best:
             return
@@ -170,7 +170,7 @@ class SavingTrainer(Trainer):
             state.best_model_checkpoint = str(directory)
 
     def log_best_checkpoint(self) -> None:
-        """Log the best checkpoint. Warn if the best step has none, so final/ is of another step."""
+        """Log the best checkpoint. If the best step has none, warn: final/ is of another step."""
         state, best = self.state, self.state.best_model_checkpoint
         if not state.best_global_step:
             return

@@ -213,7 +213,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and wait for the last save. If memory runs out, write a page that explains it."""
+        """Train, and wait for the last save. If memory runs out, write a file that explains it."""
         gc.freeze()  # else each full collection scans all imported objects, 0.25 s
         with memory_page(self):
             try:
