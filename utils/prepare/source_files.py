@@ -158,7 +158,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
 
 
 class _ZstdStream(io.RawIOBase):
-    """A reader of zstd files with windows up to 2 GiB (`zstd --long=31`); pyarrow has 128 MiB."""
+    """A reader of zstd files with windows up to 2 GiB (pyarrow: 128 MiB), from `zstd --long=31`."""
 
     def __init__(self, path: str):
         self._blocks = _zstd_blocks(path)

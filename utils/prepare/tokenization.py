@@ -278,9 +278,10 @@ def _empty(document: TextDocument | CompletionDocument) -> BadRow:
 def token_mask(chat: MaskedChat, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens are trained on: bool, (tokens,).
 
-    offsets: each token's start and stop in characters, (tokens, 2). A token across the start of a
-    span is not trained on if its part inside the span is blank. Any other token across the start
-    or the end is trained on if its part outside is blank; else UnusableRowError is raised.
+    offsets: each token's start and stop in characters, (tokens, 2). Tokens inside the spans of
+    `chat` are trained on. A token across an edge of a span is trained on if its part outside is
+    blank, otherwise UnusableRowError is raised. One exception: if the part of a token inside the
+    start of a span is blank, the token is not trained on.
     """
     mask = np.zeros(len(offsets), dtype=bool)
     starts, stops = offsets.T
