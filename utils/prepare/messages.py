@@ -70,7 +70,7 @@ def are_messages(value: Any) -> bool:
 def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     """Return the messages in `value`, in the form that chat templates read.
 
-    Raises UnusableRowError, which names `column`, for a faulty message or if there is none.
+    Raises UnusableRowError if `value` has no message or a faulty one. The error names `column`.
     """
     value = decoded(value)
     if isinstance(value, Mapping):
