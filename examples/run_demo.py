@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.callbacks.journal import read_journal  # noqa: E402 - the scripts' folder is not ROOT
+from utils.host.journal_file import read_journal  # noqa: E402 - the scripts' folder is not ROOT
 from utils.host.machine import cpu_fact  # noqa: E402
 
 COMMANDS = {

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain
 import sft_train
-from utils.config import launch_settings
+from utils.config import precision
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_mapping
 from utils.data.token_dataset import describe_split
@@ -68,15 +68,17 @@ def test_other_weights_under_the_adapters_are_refused(
 def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, monkeypatch, capfd):
     """A run that chose bf16 on one CPU must not silently continue in float32 on another CPU."""
     run, longer = tmp_path / "run", {"max_steps": 2, "save_steps": 1}
-    monkeypatch.setattr(launch_settings, "has_amx", lambda: True)
+    monkeypatch.setattr(precision, "has_amx", lambda: True)
     assert pretrain.main(pretraining(run, bf16="null", max_steps=1, save_steps=1)) == 0
     said = "mixed precision bf16 (this CPU computes bf16 fast; --bf16 false for float32)"
     assert said in capfd.readouterr().out
     values = load_mapping((run / "config.yaml").read_text())
     assert (values["bf16"][0], values["use_cpu"][0]) == (True, True)
-    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda: False)
     with pytest.raises(ConfigurationError, match=r"its bf16 is true, now it is false"):
-        pretrain.main(pretraining(run, bf16="null", **longer))
-    # If bf16 is set explicitly, the run resumes in bf16 on the other CPU.
-    assert pretrain.main(pretraining(run, bf16=True, use_cpu=True, **longer)) == 0
-    assert "resuming from" in capfd.readouterr().out
+        pretrain.main(pretraining(run, bf16="false", **longer))
+    # The same command resumes the run on the other CPU, in bf16.
+    assert pretrain.main(pretraining(run, bf16="null", **longer)) == 0
+    shown = capfd.readouterr().out
+    assert "settings: bf16 true (as this run began); a new run here has false" in shown
+    assert "resuming from" in shown

@@ -9,7 +9,8 @@ settings          the settings of a run: overruled ones are reset, missing ones 
 rules             rules by which one setting makes another ineffective or contradicts it
 refusals          checks that refuse settings which cannot work
 strategy          the accelerate config of `--strategy`; the GPUs of `--assume`
-launch_settings   settings of accelerate that are refused or overruled; the choice of bf16
+launch_settings   settings of accelerate that are refused or overruled
+precision         the choice of bf16 and activation_checkpointing if the user sets neither
 display           --help and --print_config
 errors            exit codes, errors that a user can repair, lists of log lines
 """

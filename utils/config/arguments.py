@@ -220,17 +220,18 @@ class _ChangedDefaults:
     ddp_find_unused_parameters: bool | None = setting(
         False, "let DDP look for parameters without gradient (conditional layers)"
     )
-    # SFTConfig would turn bf16 on if it is not set. On a GPU the user decides.
+    # SFTConfig would turn bf16 on if it is not set, on an old GPU or a slow CPU too.
     bf16: bool | None = setting(
         None,
-        "bfloat16 mixed precision; null: as in the accelerate config, or else on if a CPU with "
-        "AMX or AVX512-BF16 trains",
+        "bfloat16 mixed precision; null: as in the accelerate config, or else on if a GPU of "
+        "compute capability 8.0 or newer trains, or a CPU with AMX or AVX512-BF16",
     )
     # transformers has true (here: full) or false: RunPlan.training_arguments passes a boolean.
     activation_checkpointing: bool | str | None = setting(
         None,
         "what the backward pass computes again to save memory: none, selective (all but products "
-        "and attention), full (whole layers), or auto: as little as the memory allows",
+        "and attention), full (whole layers), or auto: as little as the memory allows; null: auto "
+        "on a GPU of compute capability 8.0 or newer, otherwise none",
         choices=("none", "selective", "full", "auto", True, False),
     )
     resume_from_checkpoint: str | bool | None = setting(

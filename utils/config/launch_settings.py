@@ -1,4 +1,4 @@
-"""Settings of accelerate that are refused or overruled; the choice of bf16 if it is null.
+"""Settings of accelerate that are refused or overruled.
 
 `accelerate launch` passes its config file and flags to the processes as environment variables, so
 one table of variables covers files, flags and the environment.
@@ -12,11 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import Given, SettingValues, is_true
+from utils.config.declarations import SettingValues, is_true
 
-FAST_BF16 = "this CPU computes bf16 fast"
-BY_LAUNCH = "the accelerate config says so"
-NODE_UNKNOWN = "bf16 where a CPU with AMX or AVX512-BF16 trains"  # a dry run cannot see the node
 # Variables of MPI launchers and srun. accelerate/utils/environment.py takes them for a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
@@ -185,70 +182,6 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
     for key, size in parallel.items():
         if _several(str(size)):
             yield f"{file}: {key} {size} is not supported; {_OTHERS}"
-
-
-def settle_precision(values: SettingValues) -> None:
-    """Choose `bf16` if it is null; add a note if settings overrule the accelerate config.
-
-    The run's config.yaml stores the choice, so a run that resumes on another CPU computes the same.
-    bf16 on a CPU also sets `use_cpu`, which TrainingArguments demands.
-    """
-    by_launch = values.environment.get(PRECISION_VARIABLE, "no")
-    use_cpu = Given(True, "ACCELERATE_USE_CPU")
-    settles_device = is_true("ACCELERATE_USE_CPU", values.environment)
-    if values["bf16"] is None:
-        settles_device, use_cpu = True, Given(True, values.source("use_cpu"))
-        bf16, why = _open_precision(values, by_launch)
-        values.given["bf16"] = Given(bf16, why)
-        if why == BY_LAUNCH and not bf16:
-            values.given["fp16"] = Given(True, why)
-    if values["bf16"] and settles_device and _computes_on_cpu(values):
-        values.given["use_cpu"] = use_cpu  # otherwise TrainingArguments refuses bf16
-    if by_launch in ("bf16", "fp16") and not values[by_launch]:
-        shown = values.shown("fp16" if values["fp16"] else "bf16")
-        written = f"mixed_precision {by_launch} of the accelerate config"
-        values.notes.append(f"{written} has no effect: {shown}")
-
-
-def _open_precision(values: SettingValues, by_launch: str) -> tuple[bool, str]:
-    if values["fp16"]:
-        return False, values.shown("fp16")
-    if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
-        return by_launch == "bf16", BY_LAUNCH
-    if values["dtype"] not in (None, "float32"):
-        return False, values.shown("dtype")
-    if not _computes_on_cpu(values):
-        unknown = values["dry_run"] and not values["assume"]
-        return False, NODE_UNKNOWN if unknown else "default"
-    return has_fast_bf16(), FAST_BF16 if has_fast_bf16() else "default"
-
-
-def _computes_on_cpu(values: SettingValues) -> bool:
-    """Return whether the run trains on a CPU; False if unknown, as for a dry run."""
-    import torch
-
-    sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
-    if any(is_true(name, values.environment) for name in sharding):
-        return False  # sharding needs GPUs
-    if values.on_cpu:
-        return True
-    if values["dry_run"] or torch.accelerator.is_available():
-        return False
-    return values.world_size == 1
-
-
-def has_fast_bf16() -> bool:
-    """Return whether this CPU has instructions for fast bf16 matrix products."""
-    import torch
-
-    return has_amx() or torch.cpu._is_avx512_bf16_supported()
-
-
-def has_amx() -> bool:
-    """Return whether this CPU has AMX (bf16 tile products), and the system allows AMX."""
-    import torch
-
-    return bool(torch.cpu._is_amx_tile_supported())
 
 
 @contextmanager

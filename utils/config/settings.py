@@ -20,7 +20,8 @@ from utils.config.arguments import (
 )
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues
-from utils.config.launch_settings import launch_for_libraries, let_recipe_decide, settle_precision
+from utils.config.launch_settings import launch_for_libraries, let_recipe_decide
+from utils.config.precision import settle_precision
 from utils.config.refusals import (
     BEST_MODEL_JUDGES,
     FINE_TUNING_CHECKS,

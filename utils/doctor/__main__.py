@@ -247,7 +247,7 @@ def check_kernels() -> Iterator[Finding]:
 
 def check_host() -> Iterator[Finding]:
     """Check memory, cores and shared memory."""
-    from utils.config.launch_settings import has_fast_bf16
+    from utils.config.precision import has_fast_bf16
     from utils.host.machine import cpu_fact, memory_room_bytes
 
     room = memory_room_bytes() / 2**30

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from utils.config.launch_settings import has_amx
+from utils.config.precision import has_amx
 from utils.host.machine import cpu_fact
 
 # torch's names of precisions: exact float32 products, or oneDNN's products.

@@ -258,7 +258,7 @@ def forecast_line(planner: Planner, recomputed: str, total_steps: int) -> str:
     """Return the forecast as text: tokens per second with these settings, duration of the run."""
     gpus, settings = planner.gpus, planner.setup.settings
     if gpus.flops is None:
-        return f"forecast: no speed, the GPUs are known by their memory alone ({gpus})"
+        return f"forecast: no speed, only the memory of {gpus} is known"
     speed = planner.tokens_per_s(planner.setup, recomputed)
     step_tokens = settings.run.global_batch_size * settings.data.sequence_length
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""

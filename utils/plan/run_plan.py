@@ -13,7 +13,7 @@ from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
-from utils.config.launch_settings import BY_LAUNCH, FAST_BF16, NODE_UNKNOWN
+from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler
 from utils.host.foreign import naming
@@ -221,12 +221,10 @@ def precision_line(
     hint = ""
     if settings.run.assume:
         device = "cuda"
-    if mixed != "no" and why in (FAST_BF16, BY_LAUNCH):
+    if mixed != "no" and why in (FAST_CPU, BY_LAUNCH):
         hint = f" ({why}; --bf16 false for float32)"
-    elif why == NODE_UNKNOWN:
-        hint = f" ({why})"
     elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
-        hint = " (--bf16 true is several times as fast on a GPU)"
+        hint = " (--fp16 true is several times as fast on this GPU)"
     computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
     parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]
     if states is not None:

@@ -36,6 +36,7 @@ from utils.checkpoints.record import RunRecord
 from utils.checkpoints.store import BackgroundWriter, Checkpoints, remove_leftovers
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
 from utils.config.launch_settings import strategy_variables
+from utils.config.precision import CHOSEN
 from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
@@ -166,15 +167,15 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
 
 
 def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if the value of bf16 differs between ranks; all ranks call this."""
-    answers = gathered((settings.values["bf16"], settings.values.shown("bf16")))
-    for host, (bf16, shown) in zip(launch.hosts, answers, strict=True):
-        if bf16 != answers[0][0]:
-            raise UnfitClusterError(
-                f"the ranks would compute in different types: {answers[0][1]} on "
-                f"{launch.hosts[0]}, {shown} on {host}: set bf16 yourself, or take nodes of one "
-                "kind."
-            )
+    """Raise UnfitClusterError if ranks chose different values of CHOSEN; all ranks call this."""
+    for name in CHOSEN:
+        answers = gathered((settings.values[name], settings.values.shown(name)))
+        for host, (value, shown) in zip(launch.hosts, answers, strict=True):
+            if value != answers[0][0]:
+                raise UnfitClusterError(
+                    f"the ranks would compute differently: {answers[0][1]} on {launch.hosts[0]}, "
+                    f"{shown} on {host}: set {name} yourself, or take nodes of one kind."
+                )
 
 
 def start_run(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_lines import BOTH, parse, problems_of
 
-from utils.config import launch_settings
+from utils.config import precision
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import dump_yaml
 from utils.config.rules import RULES
@@ -234,10 +234,10 @@ def test_a_recipe_for_gpus_runs_on_a_cpu_that_was_asked_for_by_the_launch(
     [
         ({}, {}, True),
         ({"dtype": "bfloat16"}, {}, False),  # weights in bfloat16 already compute in bfloat16
-        (DRY, {}, False),  # on a login node, for unknown nodes
+        (DRY, {}, True),  # on a login node, for a GPU of unknown kind
+        (DRY | {"dtype": "bfloat16"}, {}, False),
         ({"use_cpu": None}, {"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}, False),
-        # A launcher's processes are only on the CPU if a setting says so.
-        (DRY, {"WORLD_SIZE": "2"}, False),
+        (DRY, {"WORLD_SIZE": "2"}, True),
         (DRY, {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}, True),
         # The accelerate config only decides if the settings do not.
         ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, True),
@@ -257,10 +257,10 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
     overruled = "mixed_precision bf16 of the accelerate config has no effect: bf16 false (--bf16)"
     assert (overruled in settings.values.notes) is (by_launch and not bf16)
     if bf16:
-        why = launch_settings.BY_LAUNCH if by_launch else launch_settings.FAST_BF16
-        assert settings.values.source("bf16") == why
+        on_cpu = precision.FAST_CPU if settings.values.on_cpu else precision.FAST_GPU
+        assert settings.values.source("bf16") == (precision.BY_LAUNCH if by_launch else on_cpu)
     # The stored settings, used as a recipe, give the same settings again on any machine.
-    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda: False)
     (tmp_path / "config.yaml").write_text(dump_yaml(settings.resolved))
     again = parse_pretraining(["--config", "config.yaml"], "")
     assert again.resolved == settings.resolved
@@ -270,6 +270,74 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
     assert parse().training.mixed_precision == "no"
     # With an accelerator the user decides, unless the run is to be on the CPU.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(launch_settings, "has_fast_bf16", lambda: True)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda: True)
     assert parse(use_cpu="true").resolved["bf16"] is True
     assert parse(**DRY).resolved["bf16"] is False
+
+
+A100, V100 = (8, 0), (7, 0)
+
+
+@pytest.mark.usefixtures("no_accelerator")
+@pytest.mark.parametrize(
+    ("capability", "changes", "bf16", "recomputed"),
+    [
+        (A100, {}, True, "auto"),
+        (V100, {}, False, None),
+        (None, {"assume": "8xH100-80GB"}, True, "auto"),
+        (V100, {"assume": "8x48GB"}, True, "auto"),
+        (A100, {"assume": "8xV100-32GB"}, False, None),
+        (A100, {"bf16": "false"}, False, "auto"),
+        (A100, {"fp16": "true"}, False, "auto"),
+        (A100, {"dtype": "bfloat16"}, False, "auto"),
+        (A100, {"dtype": "bfloat16", "use_peft": "true"}, True, "auto"),
+        (A100, {"activation_checkpointing": "none"}, True, "none"),
+        (A100, {"activation_offloading": "true"}, True, None),
+        (A100, {"use_cpu": "true"}, False, None),
+    ],
+)
+def test_a_gpu_that_multiplies_in_bf16_does_so_by_default(
+    capability, changes, bf16, recomputed, monkeypatch
+):
+    monkeypatch.setattr(precision, "gpu_capability", lambda: capability)
+    script = parse_fine_tuning if "activation_offloading" in changes else parse_pretraining
+    values = parse(script, **DRY | changes).values
+    assert (values["bf16"], values["activation_checkpointing"]) == (bf16, recomputed)
+    chosen = {"bf16": (bf16, "true", "--bf16 false"),
+              precision.RECOMPUTED: (recomputed == "auto", "auto", f"--{precision.RECOMPUTED} none")}
+    shown = {name: each[1:] for name, each in chosen.items() if each[0] and name not in changes}
+    told = ", ".join(f"{name} {value}" for name, (value, _) in shown.items())
+    off = " ".join(flag for _, flag in shown.values())
+    line = [f"{told}: {precision.FAST_GPU} (off: {off})"] if shown else []
+    assert [note for note in values.notes if precision.FAST_GPU in note] == line
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch, tmp_path):
+    """A run that began on a CPU or an old GPU must not become another run on a new GPU."""
+    monkeypatch.setattr(precision, "gpu_capability", lambda: A100)
+    run = tmp_path / "runs" / "x"
+    run.mkdir(parents=True)
+
+    def chosen(**changes):
+        values = parse(**DRY | changes).values
+        notes = [note for note in values.notes if "as this run began" in note]
+        return (values["bf16"], values["activation_checkpointing"]), notes
+
+    (run / "config.yaml").write_text("bf16: false\nactivation_checkpointing: null\n")
+    (run / "provenance.json").write_text('{"starts": []}')
+    assert chosen() == ((True, "auto"), []), "no start came to a run"
+    (run / "provenance.json").write_text('{"starts": [{}]}')
+    kept, notes = chosen()
+    assert kept == (False, None)
+    assert notes == [
+        "bf16 false (as this run began); a new run here has true",
+        "activation_checkpointing null (as this run began); a new run here has auto",
+    ]
+    elsewhere = {"output_dir": "runs/y", "resume_from_checkpoint": "runs/x/checkpoint-3"}
+    assert chosen(**elsewhere)[0] == (False, None)
+    assert chosen(bf16="true", activation_checkpointing="full") == ((True, "full"), [])
+    assert chosen(output_dir="runs/y") == ((True, "auto"), [])
+    (run / "provenance.json").write_text('{"starts": [{"changed": {"bf16": true}}]}')
+    monkeypatch.setattr(precision, "gpu_capability", lambda: V100)
+    assert chosen()[0] == (True, None), "a change that was accepted stays"

@@ -76,7 +76,7 @@ def test_a_dry_run_sees_the_launch_it_is_about_and_leaves_the_process_alone():
     assert described(*words) == (8, "fsdp2")
     settings = parse(*words)
     assert settings.training.per_device_train_batch_size == 1, "8 sequences divide over 8 ranks"
-    assert settings.resolved["bf16"] is False, "on a GPU it is the user's to turn on"
+    assert settings.resolved["bf16"] is True, "the assumed GPUs have it"
     assert os.environ == before
 
 

@@ -62,7 +62,7 @@ def test_torchs_own_optimizer_stays_where_it_keeps_what_is_asked_for(changes, st
 
 def test_float32_that_nobody_chose_is_spoken_of_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    hint = " (--bf16 true is several times as fast on a GPU)"
+    hint = " (--fp16 true is several times as fast on this GPU)"
     # An explicit false needs no warning.
     for bf16, device, said in (("null", "cuda", hint), ("null", "cpu", ""), ("false", "cuda", "")):
         line = precision_line(parsed(bf16=bf16, use_cpu="false"), LlamaConfig(), None, device)

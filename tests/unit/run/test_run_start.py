@@ -45,16 +45,20 @@ LAUNCH = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("n1", "n2"), d
 
 
 def settings(bf16: bool, shown: str) -> SimpleNamespace:
-    values = type("Values", (dict,), {"shown": lambda _, name: {"bf16": shown}[name]})
-    return SimpleNamespace(values=values(bf16=bf16))
+    values = type("Values", (dict,), {"shown": lambda _, name: {"bf16": shown}.get(name, name)})
+    return SimpleNamespace(values=values(bf16=bf16, activation_checkpointing=None))
 
 
 def test_hosts_that_decide_differently_are_refused(monkeypatch):
     amx, no_amx = (True, "bf16 True (fast)"), (False, "bf16 False (slow)")
-    monkeypatch.setattr(startup, "gathered", lambda value: [value, no_amx])
+    other = {True: no_amx, False: no_amx, None: ("auto", "activation_checkpointing auto")}
+    monkeypatch.setattr(startup, "gathered", lambda value: [value, other[value[0]]])
     message = r"bf16 True \(fast\) on n1, bf16 False \(slow\) on n2"
     with pytest.raises(UnfitClusterError, match=message):
         startup.check_same_precision(settings(*amx), LAUNCH)
+    with pytest.raises(UnfitClusterError, match="activation_checkpointing auto on n2: set activ"):
+        startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
+    other[None] = (None, "activation_checkpointing")
     startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
 
 

@@ -1,0 +1,159 @@
+"""The choice of bf16 and activation_checkpointing if the user sets neither.
+
+config.yaml stores the choice, and later starts keep it: a run that moves to another machine
+computes the same.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from utils.config.declarations import Given, SettingValues, checked_value, is_true, shown
+from utils.config.launch_settings import PRECISION_VARIABLE
+from utils.config.recipes import load_file
+from utils.config.strategy import assumed_gpus
+
+BY_LAUNCH = "the accelerate config says so"
+FAST_CPU = "this CPU computes bf16 fast"
+FAST_GPU = "the default on a GPU of compute capability 8.0 or newer"
+# Sources that a later start replaces by the choice of the first start.
+BY_MACHINE = ("default", FAST_CPU, FAST_GPU)
+RECOMPUTED = "activation_checkpointing"
+CHOSEN = ("bf16", RECOMPUTED)
+
+
+def settle_precision(values: SettingValues) -> None:
+    """Choose `bf16` and `activation_checkpointing` if they are null, with a note for the log.
+
+    Also add a note if settings overrule the accelerate config. bf16 on a CPU sets `use_cpu`, which
+    TrainingArguments demands.
+    """
+    by_launch = values.environment.get(PRECISION_VARIABLE, "no")
+    use_cpu = Given(True, "ACCELERATE_USE_CPU")
+    settles_device = is_true("ACCELERATE_USE_CPU", values.environment)
+    choices = {}
+    if values["bf16"] is None:
+        settles_device, use_cpu = True, Given(True, values.source("use_cpu"))
+        choices["bf16"] = _open_precision(values, by_launch)
+        if choices["bf16"] == Given(False, BY_LAUNCH):
+            values.given["fp16"] = Given(True, BY_LAUNCH)
+    if values[RECOMPUTED] is None and not values.get("activation_offloading"):
+        on_gpu = trains_on_fast_gpu(values)
+        choices[RECOMPUTED] = Given("auto", FAST_GPU) if on_gpu else Given(None, "default")
+    _choose(values, choices)
+    if values["bf16"] and settles_device and _computes_on_cpu(values):
+        values.given["use_cpu"] = use_cpu  # or Trainer refuses bf16
+    if by_launch in ("bf16", "fp16") and not values[by_launch]:
+        name = values.shown("fp16" if values["fp16"] else "bf16")
+        written = f"mixed_precision {by_launch} of the accelerate config"
+        values.notes.append(f"{written} has no effect: {name}")
+
+
+def _choose(values: SettingValues, choices: dict[str, Given]) -> None:
+    """Set the choices. The run in output_dir keeps its own values instead of the machine's."""
+    before = settings_of_run(values)
+    for name, choice in choices.items():
+        values.given[name] = choice
+        if before is None or choice.source not in BY_MACHINE:
+            continue
+        old = bool(before[name]) if name == "bf16" else before[name]
+        if old != choice.value:
+            values.given[name] = Given(old, "as this run began")
+            values.notes.append(f"{values.shown(name)}; a new run here has {shown(choice.value)}")
+    by_default = [name for name in choices if values.source(name) == FAST_GPU]
+    if by_default:
+        chosen = ", ".join(f"{name} {shown(values[name])}" for name in by_default)
+        off = {"bf16": "--bf16 false", RECOMPUTED: f"--{RECOMPUTED} none"}
+        without = " ".join(off[name] for name in by_default)
+        values.notes.append(f"{chosen}: {FAST_GPU} (off: {without})")
+
+
+def settings_of_run(values: SettingValues) -> dict[str, Any] | None:
+    """Return CHOSEN as they are in force in the run that this start resumes; None for a new run."""
+    places = [Path(str(values["output_dir"]))]
+    named = values["resume_from_checkpoint"]
+    if isinstance(named, str):
+        places += [Path(named), Path(named, "run"), Path(named).parent]
+    for place in places:
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            settings = {name: value for name, (value, _) in load_file(place / "config.yaml").items()}
+            starts = json.loads((place / "provenance.json").read_text(encoding="utf-8"))["starts"]
+            for start in starts:
+                settings |= start.get("changed") or {}
+            if starts:
+                return {
+                    name: checked_value(values.declared[name], settings.get(name))
+                    for name in CHOSEN
+                }
+    return None
+
+
+def _open_precision(values: SettingValues, by_launch: str) -> Given:
+    """Return the value for `bf16: null` in this launch, with the reason."""
+    if values["fp16"]:
+        return Given(False, values.shown("fp16"))
+    if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
+        return Given(by_launch == "bf16", BY_LAUNCH)
+    on_gpu = trains_on_fast_gpu(values)
+    # PEFT keeps adapters in float32. Without mixed precision they would multiply in float32.
+    adapters = on_gpu and values["use_peft"] and values["dtype"] in ("auto", "bfloat16")
+    if values["dtype"] not in (None, "float32") and not adapters:
+        return Given(False, values.shown("dtype"))
+    if on_gpu:
+        return Given(True, FAST_GPU)
+    if _computes_on_cpu(values) and has_fast_bf16():
+        return Given(True, FAST_CPU)
+    return Given(False, "default")
+
+
+def trains_on_fast_gpu(values: SettingValues) -> bool:
+    """Return whether GPUs with fast bf16 train. A login node is assumed to submit to such GPUs."""
+    import torch
+
+    if values["assume"]:
+        with suppress(ValueError):  # check_strategy reports it
+            return assumed_gpus(values["assume"]).bf16
+        return False
+    if _computes_on_cpu(values):
+        return False
+    if (capability := gpu_capability()) is not None:
+        return capability >= (8, 0)
+    return bool(values["dry_run"]) and not torch.accelerator.is_available()
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Return the lowest compute capability of the visible GPUs; None if there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+
+
+def _computes_on_cpu(values: SettingValues) -> bool:
+    """Return True if the run is known to train on a CPU. On a login node this is not known."""
+    import torch
+
+    sharding = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+    if any(is_true(name, values.environment) for name in sharding):
+        return False  # sharding needs GPUs, and is refused without them
+    if values.on_cpu:
+        return True
+    if values["dry_run"] or torch.accelerator.is_available():
+        return False
+    return values.world_size == 1
+
+
+def has_fast_bf16() -> bool:
+    """Return whether this CPU multiplies bf16 matrices several times as fast as float32 ones."""
+    import torch
+
+    return has_amx() or torch.cpu._is_avx512_bf16_supported()
+
+
+def has_amx() -> bool:
+    """Return whether this CPU has AMX, which multiplies tiles in bf16, and the system allows it."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
