@@ -77,7 +77,8 @@ def settings_of_run(values: SettingValues) -> dict[str, Any] | None:
         places += [Path(named), Path(named, "run"), Path(named).parent]
     for place in places:
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            settings = {name: value for name, (value, _) in load_file(place / "config.yaml").items()}
+            entries = load_file(place / "config.yaml")
+            settings = {name: value for name, (value, _) in entries.items()}
             starts = json.loads((place / "provenance.json").read_text(encoding="utf-8"))["starts"]
             for start in starts:
                 settings |= start.get("changed") or {}

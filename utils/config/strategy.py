@@ -242,8 +242,8 @@ def assumed_gpus(text: str) -> AssumedGpus:
     known = {name.lower(): name for name in (*GPUS, *OLDER_GPUS)}
     if asked.lower() not in known:
         raise ValueError(
-            f"{asked} is not known here: take one of {', '.join(known.values())}, or give its memory alone, "
-            f"{text[: found.start(3)]}{found[4]}GB, for a prediction without speed"
+            f"{asked} is not known here: take one of {', '.join(known.values())}, or give its "
+            f"memory alone, {text[: found.start(3)]}{found[4]}GB, for a prediction without speed"
         )
     name = known[asked.lower()]
     if name in OLDER_GPUS:
