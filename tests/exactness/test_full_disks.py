@@ -6,6 +6,7 @@ run that was killed in a save resumes on every disk that was large enough for th
 
 import functools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def tried(scene: Scene, disk) -> tuple[str, list[str]]:
     if ending.exit_code == ExitCode.DONE:
         return "ended well", wrong + scene.differences(run)
     before = committed(run)
-    end = "ended with 74" if "preflight: " in ending.output else "refused with 74"
+    trained = re.search(r"step +\d+/\d+", ending.output)
+    end = "ended with 74" if trained else "refused with 74"
     disk.resize(PLENTY_KIB, PLENTY_FILES)
     return end, wrong + scene.started_again(run, before)
 

@@ -77,4 +77,6 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, 
     }  # fmt: skip
     status = read_status(run, {})
     assert (status.state, status.step, status.saved_step) == ("finished", 200, 200)
-    assert (status.advice, status.error) == (f"python chat.py {run}", None)
+    assert status.error is None
+    upload = f"python -m utils.publish.hub {run} OWNER/NAME"
+    assert status.advice == f"python chat.py {run}; upload: {upload}"

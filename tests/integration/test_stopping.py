@@ -49,7 +49,8 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been(
     shown = capsys.readouterr().out
     assert shown.count("stopping after") == 1
     assert f"stopping after step {at}: {reason.format(run=run)}" in shown
-    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}; the same command" in shown
+    assert f"stopped at step {at} of 8 with {run}/checkpoint-{at}\n" in shown
+    assert "  next: resume: python " in shown.splitlines()[-1]
     assert "time limit: ends at" in shown
     assert (run / f"checkpoint-{at}").is_dir()
     assert not (run / "STOP").exists()

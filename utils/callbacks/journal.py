@@ -5,6 +5,7 @@ utils/host/journal_file.py reads the file.
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -91,7 +92,8 @@ class Journal(TrainerCallback):
             if "slowest_rank" in logs:
                 line["slowest_host"] = self.memory.by_rank[logs["slowest_rank"]]["host"]
         self.write(line)
-        logger.info("%s", readable_line(line, self.limit_s()))
+        if line["event"] != "stopped":  # finish_run logs it, with the checkpoint
+            logger.info("%s", readable_line(line, self.limit_s()))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -130,6 +132,7 @@ _FIGURES = {
     "memory_free_gib": "{:.1f} free",
     "train_loss": "mean loss {:.4f}",
 }
+_SHOWN_NAN = ("loss", "grad_norm")  # NaN means a fault there; elsewhere there is no figure
 SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
 SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
@@ -154,7 +157,7 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
     figures = [
         text.format(line[prefix + key]) + (fullest_rank(line) if "peak" in key else "")
         for key, text in _FIGURES.items()
-        if prefix + key in line
+        if prefix + key in line and (key in _SHOWN_NAN or math.isfinite(line[prefix + key]))
     ]
     return "  ".join([begin, *figures, *ending])
 

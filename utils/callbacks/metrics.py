@@ -100,14 +100,13 @@ class Throughput(TrainerCallback):
                 error,
             )
             return
-        peak, known = peak_flops(device), "peak unknown, so no MFU"
-        if peak is not None:
+        line = f"model: {self.flops_per_token / 1e9:.3g} GFLOPs a token"
+        if (peak := peak_flops(device)) is not None:
             self.mfu_per_rate = self.flops_per_token / peak
-            known = f"MFU of {torch.cuda.get_device_name(device)}'s {peak / 1e12:g} TFLOP/s in bf16"
-        logger.info(
-            "model: %.3g GFLOPs a token (a token's document has %s tokens on average); %s",
-            self.flops_per_token / 1e9, f"{seen:,.0f}", known,
-        )  # fmt: skip
+            card = torch.cuda.get_device_name(device)
+            logger.info("%s; MFU: the share of %s's %g TFLOP/s in bf16", line, card, peak / 1e12)
+        else:
+            logger.debug("%s; no MFU: the device's peak is not known", line)
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.config.declarations import Given, SettingValues, checked_value, is_true, shown
+from utils.config.declarations import Given, SettingValues, is_true, shown
 from utils.config.launch_settings import PRECISION_VARIABLE
 from utils.config.recipes import load_file
 from utils.config.strategy import assumed_gpus
@@ -54,40 +54,35 @@ def _choose(values: SettingValues, choices: dict[str, Given]) -> None:
     """Set the choices. The run in output_dir keeps its own values instead of the machine's."""
     before = settings_of_run(values)
     for name, choice in choices.items():
-        values.given[name] = choice
-        if before is None or choice.source not in BY_MACHINE:
-            continue
-        old = bool(before[name]) if name == "bf16" else before[name]
-        if old != choice.value:
-            values.given[name] = Given(old, "as this run began")
+        old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
+        kept = before and choice.source in BY_MACHINE and old != choice.value
+        values.given[name] = Given(old, "as this run began") if kept else choice
+        if kept:
             values.notes.append(f"{values.shown(name)}; a new run here has {shown(choice.value)}")
-    by_default = [name for name in choices if values.source(name) == FAST_GPU]
-    if by_default:
-        chosen = ", ".join(f"{name} {shown(values[name])}" for name in by_default)
-        off = {"bf16": "--bf16 false", RECOMPUTED: f"--{RECOMPUTED} none"}
-        without = " ".join(off[name] for name in by_default)
-        values.notes.append(f"{chosen}: {FAST_GPU} (off: {without})")
+    chosen = [
+        f"{name} {shown(values[name])}" for name in choices if values.source(name) == FAST_GPU
+    ]
+    if chosen:
+        off = f"off: --bf16 false, --{RECOMPUTED} none"
+        values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off})")
 
 
-def settings_of_run(values: SettingValues) -> dict[str, Any] | None:
-    """Return CHOSEN as they are in force in the run that this start resumes; None for a new run."""
+def settings_of_run(values: SettingValues) -> dict[str, Any]:
+    """Return the settings in force of the run that this start resumes; empty for a new run."""
     places = [Path(str(values["output_dir"]))]
     named = values["resume_from_checkpoint"]
     if isinstance(named, str):
         places += [Path(named), Path(named, "run"), Path(named).parent]
     for place in places:
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            entries = load_file(place / "config.yaml")
-            settings = {name: value for name, (value, _) in entries.items()}
-            starts = json.loads((place / "provenance.json").read_text(encoding="utf-8"))["starts"]
+            text = (place / "provenance.json").read_text(encoding="utf-8")
+            starts = json.loads(text)["starts"]
+            entries = load_file(place / "config.yaml").items()
+            settings = {name: value for name, (value, _) in entries if starts}
             for start in starts:
                 settings |= start.get("changed") or {}
-            if starts:
-                return {
-                    name: checked_value(values.declared[name], settings.get(name))
-                    for name in CHOSEN
-                }
-    return None
+            return settings
+    return {}
 
 
 def _open_precision(values: SettingValues, by_launch: str) -> Given:

@@ -210,10 +210,9 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
     found = dataset.statistics
     if found.documents < FEW_DOCUMENTS or found.loss_tokens < FEW_LOSS_TOKENS:
         logger.warning(
-            f"{name}: {found.documents:,} documents with {found.loss_tokens:,} loss tokens are few "
-            f"for a held-out split: below {FEW_DOCUMENTS} documents or {FEW_LOSS_TOKENS:,} loss "
-            "tokens the noise of its loss is larger than most effects of a setting, so hold out "
-            "more before you compare runs by it"
+            f"{name}: a small held-out split ({found.documents:,} documents, {found.loss_tokens:,} "
+            f"tokens with a loss): below {FEW_DOCUMENTS} or {FEW_LOSS_TOKENS:,} its loss is too "
+            "noisy to compare runs"
         )
 
 

@@ -50,6 +50,12 @@ def replace_text(path: Path, text: str, *, exact: bool = False) -> None:
         raise
 
 
+def from_here(path: str | Path) -> Path:
+    """Return a path as a log shows it: relative to the working directory if it is below it."""
+    absolute = Path(path).absolute()
+    return absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else Path(path)
+
+
 def paths_inside(
     folder: Path, names: Iterable[Any], listed_in: str | Path, *, links: bool = False
 ) -> dict[str, Path]:

@@ -46,6 +46,14 @@ _NOISY = (
     "huggingface_hub",
 )
 
+# Lines of libraries about which a user can do nothing: logger, words of the message.
+_NEEDLESS = (
+    # PEFT imports bitsandbytes, which then asks for a package that training never uses.
+    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit"),
+    ("DeepSpeed", "to CPU."),  # on every machine without a GPU
+    ("py.warnings", "`is_gradient_checkpointing` is deprecated"),  # by PEFT at every start
+    ("py.warnings", "torch.distributed is disabled, unavailable or unin"),  # EMA, one process
+)
 _SWITCHES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # otherwise TRL reports each trainer to the Hub
     "DO_NOT_TRACK": "1",
@@ -75,11 +83,11 @@ class LineFormatter(logging.Formatter):
         return f"{self.formatTime(record, '%H:%M:%S')}  {_origin()}{level}{record.message}"
 
 
-def configure_logging() -> None:
+def configure_logging(*, debug: bool = False) -> None:
     """Send log lines to stdout with secrets masked: all of rank 0, only warnings of other ranks.
 
     Libraries log warnings on rank 0, and only errors on other ranks, where warnings would repeat.
-    Calling again has no effect.
+    debug: also show Stoker's own lines of level DEBUG. Calling again has no effect.
     """
     rank = global_rank()
     install_redaction()
@@ -89,16 +97,14 @@ def configure_logging() -> None:
     others = [known for known in root.handlers if not isinstance(known.formatter, LineFormatter)]
     root.handlers[:] = [*others, handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    if debug and rank == 0:
+        logging.getLogger("utils").setLevel(logging.DEBUG)
     library_level = logging.WARNING if rank == 0 else logging.ERROR
     for name in (*_NOISY, "py.warnings"):
         logging.getLogger(name).setLevel(library_level)
     # transformers has its own handler, and reads this variable when it is first imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if rank == 0 else "error")
     logging.captureWarnings(True)
-    # PEFT causes this warning at every start with adapters.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    # torch gives this warning when a single process saves EMA weights.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
     # Leave out the source line, so that a warning is one line.
     warnings.formatwarning = lambda message, category, filename, lineno, *_: (
         f"{category.__name__}: {message} ({filename}:{lineno})"
@@ -121,16 +127,18 @@ def configure_environment() -> None:
         # lock is free.
         os.register_at_fork(before=sys._current_frames)
     _stay_offline_in_jobs()
-    # PEFT imports bitsandbytes, which then asks for a package that training never uses.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # DeepSpeed logs this on every machine without a GPU.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "to CPU." not in record.getMessage())
+    for name, words in _NEEDLESS:
+        logging.getLogger(name).addFilter(partial(_lacks, words))
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the collectives of hang.txt
     # torch's default is in /tmp, which a job loses.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+
+
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
 
 
 def configure_hub() -> None:

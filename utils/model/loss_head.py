@@ -218,7 +218,7 @@ def choose_loss_head(
     """
     problem = None
     if requested != "logits":
-        proved = "proved equal"
+        proved = ""
         if adapted:
             problem = "LoRA trains the last layer or rows of new tokens"
         else:
@@ -226,9 +226,9 @@ def choose_loss_head(
                 problem = _problem(model_config, device or CPU)
             except ProbeError as error:
                 problem = None if device is None else error.problems[0]
-                proved = "to be proved where the run trains"
+                proved = "; tested where the run trains"
         if problem is None:
-            reason = f"last layer and cross-entropy in one, some tokens at a time; {proved}"
+            reason = f"last layer and cross-entropy in one, some tokens at a time{proved}"
             return LossHeadChoice("fused", f"{requested}: fused, {reason}", router)
     if requested == "fused":
         raise ConfigurationError(f"--loss_head fused: {problem}; use auto")

@@ -174,7 +174,7 @@ def advice(run: History, end: End, job: Job | None) -> str:
     if end is End.QUEUED and job:
         return f"squeue --start --job={job.id} tells when it may start, scancel {job.id} ends it"
     if end.word == "finished":
-        return f"python chat.py {where}"
+        return f"python chat.py {where}; upload: python -m utils.publish.hub {where} OWNER/NAME"
     before = ""
     if any(page.name.startswith("out-of-memory") for page in pages_of_a_failure(run, end)):
         before = "change what the page says helps most, then "

@@ -20,7 +20,7 @@ from utils.host.journal_file import counted, duration
 from utils.host.redaction import redact
 from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
-from utils.observe.endings import end_of_run, end_of_start, run_in_words, start_in_words
+from utils.observe.endings import advice, end_of_run, end_of_start, run_in_words, start_in_words
 from utils.observe.history import History, read_run
 
 FILE_NAME = "report.html"
@@ -90,9 +90,19 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
 def write_at_the_end(output_dir: Path) -> None:
     """Write report.html when a run ends. Only log a failure, because the training is done."""
     try:
-        logger.info("report: %s", write_pages([output_dir], None, None))
+        write_pages([output_dir], None, None)
     except Exception as error:
         logger.warning("the report was not written (%r): python report.py %s", error, output_dir)
+
+
+def log_next_step(output_dir: Path) -> None:
+    """Log as the last line what the user types next: chat, or the command that resumes."""
+    try:
+        run = read_run(output_dir, whole=False)
+        page = f"; report: {output_dir / FILE_NAME}" if (output_dir / FILE_NAME).is_file() else ""
+        logger.info("next: %s%s", advice(run, end_of_run(run), None), page)
+    except Exception as error:
+        logger.warning("%s: the run cannot be read (%r)", output_dir, error)
 
 
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:

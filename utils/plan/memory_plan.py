@@ -88,8 +88,10 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     choice, reason = choose(requested, predicted, room, margin)
     needed, weights = predicted[choice].total, predicted[choice].weights
     all_parameters, trained = setup.parameters
-    report.say(f"memory: {all_parameters:,} parameters, {trained:,} trained; {predicted[choice]}")
-    report.say(f"activation checkpointing: {reason}")
+    share = "all" if trained == all_parameters else f"{trained:,}"
+    report.say(f"memory: {all_parameters:,} parameters, {share} trained; {predicted[choice]}")
+    if requested != "none" or settings.values.rank(RECOMPUTED) > 0:
+        report.say(f"activation checkpointing: {reason}")
     if room is not None and needed > room:
         problem = (
             f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room) / GIB:.1f} "

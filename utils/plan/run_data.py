@@ -33,6 +33,7 @@ from utils.data.tokenizers import (
     load_tokenizer,
     tokenizer_sha256,
 )
+from utils.host.atomic_files import from_here
 from utils.host.collectives import on_rank_0
 from utils.launch.processes import LaunchFacts
 from utils.model.config import compare_with_model, new_token_ids
@@ -208,13 +209,12 @@ def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None)
     """
     found = dataset.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length
-    trained = "every token trained on"
-    if dataset.loss_mask is not None:
-        trained = f"{found.loss_tokens / found.tokens:.1%} of them trained on ({dataset.loss_mask})"
     line = (
-        f"{dataset.path}: {found.documents:,} documents, {found.tokens:,} tokens in "
-        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled), {trained}"
+        f"{from_here(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
+        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled)"
     )
+    if dataset.loss_mask is not None:
+        line += f", {found.loss_tokens / found.tokens:.1%} of them trained on"
     if treated := [f"{count:,} {what}" for what, count in plan.counts.items() if count]:
         line += f"; documents {', '.join(treated)}"
     if plan.left_out_tokens:

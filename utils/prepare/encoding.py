@@ -216,11 +216,12 @@ PROBES = (
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
     """Return "gigatoken" or "tokenizers". For `auto` this is gigatoken if it can be used.
 
-    Gigatoken cannot tokenize chats, and must give the tokenizer's ids on difficult texts. Logs the
-    choice. Raises ConfigurationError if gigatoken is required and cannot be used.
+    Gigatoken cannot tokenize chats, and must give the tokenizer's ids on difficult texts. Logs a
+    hint if it is not installed. Raises ConfigurationError if it is required and cannot be used.
     """
     if wanted == "tokenizers":
         return wanted
+    advice = "pip install gigatoken"
     try:
         if document_format == "messages":
             raise ValueError("the mask of a chat needs the offsets of characters")
@@ -231,17 +232,17 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
             if not np.array_equal(ids, exact):
                 raise ValueError(f"gigatoken gives other ids for the text {text[:80]!r}")
     except ImportError:
-        problem = "gigatoken, which is many times faster, is not installed (pip install gigatoken)"
+        problem = f"gigatoken, which is many times faster, is not installed ({advice})"
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         problem = f"gigatoken cannot be used: {str(error).splitlines()[0]}"
     else:
-        logger.info("tokenizing with gigatoken, which gives the tokenizer's ids on difficult texts")
         return "gigatoken"
     if wanted == "gigatoken":
         raise ConfigurationError(
             f"tokenizer_backend: {problem}; use --tokenizer_backend tokenizers"
         )
-    logger.info("tokenizing with the tokenizer itself: %s", problem)
+    if advice in problem:
+        logger.info("tokenizing with the tokenizer itself: %s", problem)
     return "tokenizers"
 
 

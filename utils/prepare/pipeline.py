@@ -18,6 +18,7 @@ from utils.config.preparation import TRAIN, PreparationArguments, check_preparat
 from utils.data.arrow_columns import TOKENS, ListColumn, loss_mask_among, open_columns
 from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
+from utils.host.atomic_files import from_here
 from utils.prepare.encoding import choose_backend
 from utils.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from
 from utils.prepare.units import UnitWorker, run_units
@@ -98,7 +99,10 @@ def prepare(arguments: PreparationArguments) -> None:
         tokenizer.save_pretrained(partial_name(folder))
         partial_name(folder).replace(folder)
     workspace.remove()
-    logger.info("written: %s", ", ".join(map(str, sorted(output_dir.iterdir()))))
+    evaluated = "".join(f" {output_dir / split}" for split in plan.splits if split != TRAIN)
+    flags = f"--train_data {output_dir / TRAIN}" + (evaluated and f" --eval_data{evaluated}")
+    script = "pretrain.py" if plan.settings.document_format == "text" else "sft_train.py"
+    logger.info("next: python %s %s, with a recipe and your other settings", script, flags)
 
 
 def finished_counts(
@@ -124,13 +128,14 @@ def log_counts(
 ) -> None:
     """Log the documents and tokens of each source, and the rows and columns left out."""
     template = tokenizer.get_chat_template() if plan.needs_chat_template else ""
-    for _, group in groupby(plan.units, lambda unit: unit.source):
-        units = list(group)
-        path = units[0].parts[0].file.path
-        own = sum((counts[unit.index] for unit in units), UnitCounts())
+    sources = [list(group) for _, group in groupby(plan.units, lambda unit: unit.source)]
+    totals = [sum((counts[unit.index] for unit in units), UnitCounts()) for units in sources]
+    feeding = Counter(split for own in totals for split in own.documents)
+    for units, own in zip(sources, totals, strict=True):
+        path = from_here(units[0].parts[0].file.path)
         if unread := list_unread(own.unread, template):
             logger.info("from %s: not read: %s", path, unread)
-        if len(units) < len(plan.units):
+        if any(feeding[split] > 1 for split in own.documents):  # else it is the split's own line
             written = [
                 f"{split} {number:,} documents, {own.tokens[split]:,} tokens"
                 for split, number in own.documents.items()
@@ -138,7 +143,8 @@ def log_counts(
             logger.info("from %s: %s", path, "; ".join(written) or "nothing")
     total = sum(counts.values(), UnitCounts())
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(total.dropped.items()))
-    logger.info("dropped: %s", dropped or "none")
+    if dropped:
+        logger.info("dropped: %s", dropped)
     for example in total.examples:
         logger.info("  dropped %s", example)
     for name, number in total.notes.items():
@@ -196,12 +202,10 @@ def assemble_split(
     if split != TRAIN:
         warn_of_small_split(split, dataset)
     lengths = figures["length_percentiles_tokens"]
+    share = f", {figures['loss_token_share']:.1%} of them trained on" if is_chat else ""
     logger.info(
-        f"{split}: {documents:,} documents, {tokens:,} tokens, as counted while tokenizing; "
-        f"fingerprint {dataset.fingerprint[:16]}; {figures['loss_token_share']:.1%} loss "
-        f"tokens, {figures['bytes_per_token']:.2f} bytes/token; tokens a document: p1 "
-        f"{lengths['p1']:,}, p50 {lengths['p50']:,}, p99 {lengths['p99']:,}, max "
-        f"{lengths['max']:,}"
+        f"{split}: {documents:,} documents, {tokens:,} tokens{share}; tokens a document: median "
+        f"{lengths['p50']:,}, 99% have at most {lengths['p99']:,}, the longest {lengths['max']:,}"
     )
 
 

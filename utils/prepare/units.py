@@ -73,9 +73,9 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
             shown = time.monotonic()
             seconds = max(shown - start, 1e-9)
             logger.info(
-                f"{done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB, {documents:,} "
-                f"documents, {tokens:,} tokens ({documents / seconds:,.0f} documents/s, "
-                f"{tokens / seconds:,.0f} tokens/s, {seconds:.0f} s)"
+                f"{done_bytes / total_bytes:.0%} tokenized: {documents:,} documents, {tokens:,} "
+                f"tokens in {seconds:.1f} s ({documents / seconds:,.0f} documents/s, "
+                f"{tokens / seconds:,.0f} tokens/s)"
             )
 
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
+from utils.host.atomic_files import from_here
 from utils.prepare.hints import misreading, naming_hint
 from utils.prepare.hub_datasets import HubCache, cached_files
 from utils.prepare.records import FilePart, cut_file, read_records
@@ -146,8 +147,6 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
         seed=arguments.seed,
         template_date=None if document_format == "text" else arguments.template_date or day,
     )
-    size_mib = sum(unit.size for unit in units) / 2**20
-    remarks.inform(f"{document_format}: {size_mib:.1f} MiB in {len(units):,} work units")
     return PreparationPlan(sources, units, settings, is_chat, cache.commits, remarks.lines)
 
 
@@ -355,6 +354,6 @@ def _check_first_record(
     used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
     remarks.inform(
-        f"{source.split}: {path}: {read.row_format}, from {', '.join(used)}"
+        f"{source.split}: {from_here(path)}: {read.row_format}, from {', '.join(used)}"
         + (f"; not used: {', '.join(unused)}" if unused else "")
     )

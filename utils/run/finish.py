@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from utils.data.loader import source_names
 from utils.host.run_lock import leave_run_lock, wait_until_left
 from utils.launch.processes import LaunchFacts
 from utils.model.finished_model import name_of
-from utils.observe.page import FILE_NAME, write_at_the_end
+from utils.observe.page import FILE_NAME, log_next_step, write_at_the_end
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
 from utils.publish.evaluate import evaluate_at_the_end
@@ -65,8 +66,6 @@ def run_callbacks(
     source_losses, sources = None, [dataset.path for dataset in data.train.datasets]
     if len(sources) > 1 and plan.loss_head.name == "fused":
         source_losses = SourceLosses(source_names(sources), settings.training)
-    elif len(sources) > 1:
-        logger.info("loss/NAME is left out: loss_head logits tells no token's loss from another's")
     progress = Progress()
     stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
     memory = MemoryMonitor(plan.memory.sequence_bytes)
@@ -126,9 +125,7 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
     if trainer.callbacks.stop.stopped:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
-        logger.info(
-            "stopped at step %d of %d %s; the same command resumes it", step, state.max_steps, kept
-        )
+        logger.info("stopped at step %d of %d %s", step, state.max_steps, kept)
         return ExitCode.STOPPED
     trainer.log_best_checkpoint()
     loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
@@ -159,4 +156,6 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
         if launch.rank == 0 and tasks:
             evaluate_at_the_end(output_dir, tasks)
     leave_run_lock(output_dir)
+    if launch.rank == 0 and (code == ExitCode.DONE or "SLURM_JOB_ID" not in os.environ):
+        log_next_step(output_dir)  # the job script requeues a stopped job, or says what to do
     return code

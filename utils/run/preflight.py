@@ -52,10 +52,8 @@ def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: Lau
         if launch.rank == 0:
             mark.unlink(missing_ok=True)
     if launch.rank == 0:
-        logger.info(
-            "preflight: %d host(s), %d rank(s) can write to %s, %s",
-            len(first_ranks), launch.world_size, output_dir, room,
-        )  # fmt: skip
+        level = logging.INFO if len(first_ranks) > 1 else logging.DEBUG
+        logger.log(level, "%d host(s) can write to %s, %s", len(first_ranks), output_dir, room)
 
 
 def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:

@@ -96,7 +96,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     In a dry run, the result is taken from WORLD_SIZE and accelerate's environment variables. Raises
     ConfigurationError, for example if the processes are not connected.
     """
-    configure_logging()
+    configure_logging(debug=settings.values["log_level"] in ("debug", "detail"))
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     load_env_file()

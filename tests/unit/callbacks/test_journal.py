@@ -134,6 +134,8 @@ FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
          "step    1/8000  loss     nan"),
         ({"event": "eval", "split": "a", "step": 5, "eval_a_loss": 3.2, "eval_a_perplexity": 24.53},
          60, "eval a  loss  3.2000  perplexity 24.53  (step 5)"),
+        ({"event": "eval", "split": "a", "step": 5, "eval_a_loss": math.nan,
+          "eval_a_perplexity": math.inf}, 60, "eval a  loss     nan  (step 5)"),
         ({"event": "summary", "step": 800, "train_runtime": 271.0, "train_loss": 2.5},
          60, "finished at step 800 after 4m31s  mean loss 2.5000"),
         (SLOWEST | {"slowest_cost": 0.03}, None, SHARES),

@@ -303,14 +303,16 @@ def test_a_gpu_that_multiplies_in_bf16_does_so_by_default(
     script = parse_fine_tuning if "activation_offloading" in changes else parse_pretraining
     values = parse(script, **DRY | changes).values
     assert (values["bf16"], values["activation_checkpointing"]) == (bf16, recomputed)
-    chosen = {
-        "bf16": (bf16, "true", "--bf16 false"),
-        precision.RECOMPUTED: (recomputed == "auto", "auto", f"--{precision.RECOMPUTED} none"),
-    }
-    shown = {name: each[1:] for name, each in chosen.items() if each[0] and name not in changes}
-    told = ", ".join(f"{name} {value}" for name, (value, _) in shown.items())
-    off = " ".join(flag for _, flag in shown.values())
-    line = [f"{told}: {precision.FAST_GPU} (off: {off})"] if shown else []
+    told = [
+        f"{name} {value}"
+        for name, value, chosen in (
+            ("bf16", "true", bf16),
+            (precision.RECOMPUTED, "auto", recomputed == "auto"),
+        )
+        if chosen
+    ]
+    off = f"(off: --bf16 false, --{precision.RECOMPUTED} none)"
+    line = [f"{', '.join(told)}: {precision.FAST_GPU} {off}"] if told else []
     assert [note for note in values.notes if precision.FAST_GPU in note] == line
 
 

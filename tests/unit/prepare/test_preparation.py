@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -302,8 +303,14 @@ def test_the_script_prepares_reports_and_refuses(tmp_path, source, prepare, toke
     command += ["--tokenizer_name_or_path", tokenizer]
     first = run(*command, "--sources", source)
     assert first.returncode == 0, first.stderr
-    for part in ("documents/s", "tokens/s", "loss tokens", "p50", "[[0 ", "dropped: none"):
+    for part in ("documents/s", "tokens/s", "tokens a document: median", "[[0 "):
         assert part in first.stderr
+    last = (
+        f"next: python pretrain.py --train_data {tmp_path}/out/train, with a recipe and your other"
+    )
+    assert last in first.stderr.splitlines()[-1]
+    assert not re.search(r"\bMiB|unknown|\bnan\b|\binf\b|dropped|gigatoken", first.stderr)
+    assert max(len(line.replace(str(tmp_path), "")) for line in first.stderr.splitlines()) <= 160
     here = prepare("here", sources=[source]) / "tokenizer"
     assert samples.data_bytes(here) == samples.data_bytes(tmp_path / "out" / "tokenizer")
     again = run(*command, "--sources", source)

@@ -215,7 +215,7 @@ def test_a_small_held_out_split_is_named(tmp_path, prepare, caplog, documents, w
     out = prepare("out", sources=[texts], eval_sources=[f"test={held_out}"])
     assert len(open_token_dataset(out / "test")) == documents
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert any("test:" in line and "few for a held-out split" in line for line in said) == warned
+    assert any("test: a small held-out split (" in line for line in said) == warned
     assert not any("train:" in line for line in said)
 
 
@@ -250,7 +250,7 @@ def test_what_gigatoken_cannot_do_the_tokenizer_does(make, document_format, reas
     assert choose_backend("auto", make(), document_format) == "tokenizers"
     with pytest.raises(ConfigurationError, match=f"{reason}.*--tokenizer_backend tokenizers"):
         choose_backend("gigatoken", make(), document_format)
-    assert "tokenizing with the tokenizer itself" in caplog.text
+    assert not caplog.messages, "a user can do nothing about it"
 
 
 def test_a_gigatoken_with_other_ids_is_not_used(monkeypatch):
