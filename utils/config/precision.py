@@ -16,7 +16,7 @@ from utils.config.strategy import assumed_gpus
 
 BY_LAUNCH = "the accelerate config says so"
 FAST_CPU = "this CPU computes bf16 fast"
-FAST_GPU = "the default on a GPU of compute capability 8.0 or newer"
+FAST_GPU = "the default on GPUs from compute capability 8.0"
 # Sources that a later start replaces by the choice of the first start.
 BY_MACHINE = ("default", FAST_CPU, FAST_GPU)
 RECOMPUTED = "activation_checkpointing"

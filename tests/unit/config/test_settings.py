@@ -276,6 +276,7 @@ def test_precision_that_is_left_open(changes, environment, bf16, monkeypatch, tm
 
 
 A100, V100 = (8, 0), (7, 0)
+LORA = {"dtype": "bfloat16", "use_peft": "true", "model_config": None, "model_name_or_path": "m"}
 
 
 @pytest.mark.usefixtures("no_accelerator")
@@ -290,7 +291,7 @@ A100, V100 = (8, 0), (7, 0)
         (A100, {"bf16": "false"}, False, "auto"),
         (A100, {"fp16": "true"}, False, "auto"),
         (A100, {"dtype": "bfloat16"}, False, "auto"),
-        (A100, {"dtype": "bfloat16", "use_peft": "true"}, True, "auto"),
+        (A100, LORA, True, "auto"),
         (A100, {"activation_checkpointing": "none"}, True, "none"),
         (A100, {"activation_offloading": "true"}, True, None),
         (A100, {"use_cpu": "true"}, False, None),
@@ -300,8 +301,7 @@ def test_a_gpu_that_multiplies_in_bf16_does_so_by_default(
     capability, changes, bf16, recomputed, monkeypatch
 ):
     monkeypatch.setattr(precision, "gpu_capability", lambda: capability)
-    script = parse_fine_tuning if "activation_offloading" in changes else parse_pretraining
-    values = parse(script, **DRY | changes).values
+    values = parse(parse_fine_tuning, **DRY | changes).values
     assert (values["bf16"], values["activation_checkpointing"]) == (bf16, recomputed)
     told = [
         f"{name} {value}"
