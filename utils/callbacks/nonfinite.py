@@ -94,9 +94,9 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement.begin_turn(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Wait for all copies and check them, and the weights of `model` if given. Collective.
+        """Wait until all losses and gradient norms are on the host, and check them on all ranks.
 
-        Raises NotFiniteError.
+        Also check the weights of `model`, if given. Collective. Raises NotFiniteError.
         """
         if self.agreement is None:
             return  # training has ended, and all steps are checked

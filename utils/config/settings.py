@@ -131,9 +131,9 @@ def leave_out_old_keywords(values: SettingValues) -> None:
 def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
-    A smaller micro-batch gives the same training. A given micro-batch is replaced only if the
-    global batch has a stronger source, or is a multiple of the micro-batch but not of
-    micro-batch x ranks.
+    A smaller micro-batch with more accumulation trains the same. A given micro-batch is replaced
+    only in two cases: the global batch overrides it (a flag overrides a recipe), or the global
+    batch is a multiple of the micro-batch but not of micro-batch x ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size

@@ -220,9 +220,10 @@ class RunLock:
         )
 
     def _wait_for_the_last_owner(self) -> int:
-        """Wait until the last owner ended or was silent for WATCH_S; return its number, or 0.
+        """Wait until the last owner has ended, or gave no heartbeat for WATCH_S.
 
-        Raises ConfigurationError if the owner gives a heartbeat.
+        Return the number of the owner's file, 0 if the directory had no owner. Raises
+        ConfigurationError if the owner gives a heartbeat.
         """
         seen: RunOwner | None = None
         number, owner = _newest(self.folder)

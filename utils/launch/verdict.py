@@ -242,12 +242,13 @@ def _likelihood(note: Note) -> int:
 
 
 def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
-    """Return a text on the ranks that a hung run waits for; `hosts` has one host per rank.
+    """Return a text that names the ranks that a hung run waits for.
 
-    If ranks ended, the text names the first of them. Otherwise the text names all ranks without a
-    note, which are frozen or gone. If every rank hangs and left a note, the ranks with the fewest
-    Trainer events (`Note.beats`) are at fault. The text names those that do not wait for other
-    ranks; if all wait, all are named.
+    `notes` are the reports that ranks left about their end or hang. `hosts` has one host per rank.
+    If a rank reported its end, the text names the first such rank. Otherwise the text names the
+    ranks without a report, which are frozen or gone. If every rank reported a hang, the text names
+    the ranks with the fewest Trainer events (`Note.beats`). Of these, it leaves out the ranks that
+    wait for others, unless all of them wait.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
         first = ended[0]

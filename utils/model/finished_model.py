@@ -101,7 +101,7 @@ class PublishedFiles:
 
 
 def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
-    """Read the processor files and kernel names of the base model. All ranks must call this."""
+    """Read the base model's processor files and its kernel names (xLSTM). All ranks must call."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
     found = {name: path.read_bytes() for name, path in paths.items() if path is not None}

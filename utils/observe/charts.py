@@ -252,8 +252,9 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
 def draw_picture(
     charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw the first five charts by step, and under the first a time bar of the starts.
+    """Draw the first five charts by step.
 
+    If a run was started more than once, a bar under the first chart shows when each start ran.
     The suffix of `path` selects the format (.png, .pdf, .svg). Raises ConfigurationError if
     matplotlib is not installed or the file cannot be written.
     """

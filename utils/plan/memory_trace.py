@@ -117,10 +117,13 @@ class Stretch:
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
     """Count a step's memory with the activation checkpointing `choice`; compute nothing.
 
-    Returns the parts of the step in their order; the bytes of weights that a rank gathers at a time
-    if they are sharded (two layers, and everything outside the layers); and a warning, or "", if
-    compiled layers are counted as not compiled. Raises one of MISFITS if the model cannot run
-    without data.
+    Returns three values:
+    1. The parts of the step in their order.
+    2. The bytes of sharded weights that a rank gathers at a time: two layers, and everything
+       outside the layers.
+    3. A warning if compiled layers are counted as not compiled, else "".
+
+    Raises one of MISFITS if the model cannot run without data.
     """
     fault = ""
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.

@@ -1,4 +1,4 @@
-"""Advice for rows of unknown format: --columns flags that were tried on the row first."""
+"""Advice for rows of unknown format: flags `--columns theirs=ours` that rename columns."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -83,7 +83,11 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return each rank's sum over the steps not logged yet, and the number of these steps."""
+        """Return what a checkpoint stores of the load-balancing loss; collective over ranks.
+
+        This is each rank's sum over the steps that are not logged yet, and the number of these
+        steps. Return {} if there are none.
+        """
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
