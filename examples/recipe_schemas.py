@@ -20,10 +20,11 @@ from utils.config.arguments import (  # noqa: E402 - the folder is not ROOT
     RunArguments,
 )
 from utils.config.declarations import NOTHING, Declaration, declared_settings  # noqa: E402
+from utils.config.own_code import OwnCode  # noqa: E402
 from utils.config.preparation import PreparationArguments  # noqa: E402
 
 FOLDER = ROOT / "recipes" / "schema"
-OF_A_RUN = (RunArguments, DataArguments, ModelArguments)
+OF_A_RUN = (RunArguments, DataArguments, ModelArguments, OwnCode)
 CLASSES: dict[str, tuple[type, ...]] = {
     "pretrain": (*OF_A_RUN, PretrainConfig),
     "sft": (*OF_A_RUN, FineTuneConfig),

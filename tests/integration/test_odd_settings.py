@@ -19,11 +19,12 @@ import sft_train
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
 from utils.config.declarations import Declaration, declared_settings
 from utils.config.errors import ExitCode
+from utils.config.own_code import OwnCode
 from utils.launch.script import _run
 
 pytestmark = pytest.mark.slow
 
-DECLARED = declared_settings((RunArguments, DataArguments, ModelArguments, FineTuneConfig))
+DECLARED = declared_settings((RunArguments, DataArguments, ModelArguments, OwnCode, FineTuneConfig))
 # Settings that all cases use, or that start something elsewhere.
 LEFT_OUT = {
     *("dry_run", "assume", "suggest", "output_dir", "train_data", "model_name_or_path"),

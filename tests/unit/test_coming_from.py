@@ -8,6 +8,7 @@ from test_repository import ROOT
 
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
 from utils.config.declarations import declared_settings, other_names
+from utils.config.own_code import OwnCode
 from utils.config.preparation import (
     ENTRY_KEYS,
     PreparationArguments,
@@ -20,9 +21,9 @@ from utils.importing.toolkits import LEFT, TOOLKITS
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
 RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
-CLASSES = (RunArguments, DataArguments, ModelArguments, FineTuneConfig)
+CLASSES = (RunArguments, DataArguments, ModelArguments, OwnCode, FineTuneConfig)
 SETTINGS = {*declared_settings(CLASSES), *declared_settings((PreparationArguments,))}
-KNOWN = {"config", *ENTRY_KEYS, *SETTINGS}
+KNOWN = {"config", "extends", *ENTRY_KEYS, *SETTINGS}
 
 
 def names(cell: str) -> set[str]:

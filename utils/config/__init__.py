@@ -1,6 +1,7 @@
 """Settings: declarations, and values from flags and recipes (YAML files).
 
 arguments         the settings of pretrain.py and sft_train.py: fields, help, defaults
+own_code          the user's callbacks and loss, from files of this machine
 preparation       the settings of prepare_data.py
 declarations      name, type and default of a setting; values with sources; unknown names
 command_line      reads flags and recipes, and reports all faults in one error

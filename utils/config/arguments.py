@@ -131,9 +131,12 @@ class DataArguments:
     )
     packing: str = setting(
         "best_fit",
-        "best_fit keeps documents whole, concat puts them end to end, none gives each its own "
-        "sequence",
-        choices=("best_fit", "concat", "none"),
+        "best_fit keeps documents whole, in_order too and in their order, concat puts them end to "
+        "end, none gives each its own sequence",
+        choices=("best_fit", "in_order", "concat", "none"),
+    )
+    order: str = setting(
+        "shuffled", "shuffled by seed, or in the data's order", choices=("shuffled", "sequential")
     )
     on_overlong: str = setting(
         "error",
@@ -159,6 +162,9 @@ class ModelArguments(ModelConfig):
         "JSON or YAML file with a transformers configuration: start from random weights, not from "
         "model_name_or_path; with init_from, start from its weights",
     )
+    model_config_overrides: dict[str, Any] | None = setting(
+        None, "values over those of model_config; as a flag --model_config.num_hidden_layers 4"
+    )
     init_from: str | None = setting(
         None,
         "start from the weights of an earlier stage: directory of a run, checkpoint or model",
@@ -168,6 +174,8 @@ class ModelArguments(ModelConfig):
         "also start with Adam's state from init_from, which must be a checkpoint; the schedule is "
         "new",
     )
+    freeze: list[str] = setting([], "layers and weights to freeze: embed_tokens layers.0 mlp")
+    train_only: list[str] = setting([], "layers and weights to train, all others are frozen")
     pad_embeddings_to_multiple_of: int | None = setting(
         None,
         "round the number of rows of the embedding up to a multiple of this: 64 or 128 give "
@@ -188,7 +196,8 @@ class ModelArguments(ModelConfig):
         "auto",
         "attention kernel; auto takes the fastest available one that keeps packed documents apart",
         choices=(
-            *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3", "eager"),
+            *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3", "cudnn"),
+            *("flex_attention", "eager"),
         ),
     )
     loss_head: str = setting(
@@ -249,6 +258,9 @@ class _ChangedDefaults:
     hub_private_repo: bool | None = setting(True, "make a new model on the Hub private")
     # Batches have no columns besides the model's inputs.
     remove_unused_columns: bool = False
+    dataloader_num_workers: int | None = setting(
+        None, "processes that load data; null: on a GPU up to 2, if the rank has cores to spare"
+    )
     # Our HangWatch acts before torch if hang_timeout_s is at most 2000, and reports more.
     ddp_timeout: int = setting(7200, "seconds after which torch aborts a collective")
     # Evaluation only sums losses: logits of a 128k vocabulary must not be gathered.
@@ -377,11 +389,6 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"eval_data names {name!r} twice: {splits[name]} and {directory}")
         splits[name] = directory
     return splits
-
-
-def counted_ranks(number: int) -> str:
-    """Return "1 rank" or "8 ranks"."""
-    return f"{number} {'rank' if number == 1 else 'ranks'}"
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

@@ -1,5 +1,6 @@
 """Reader of settings from flags and recipes, with all faults in one error."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -8,6 +9,7 @@ from typing import Any
 
 from utils.config.declarations import (
     FLAGS_RANK,
+    REFUSED,
     Check,
     Declaration,
     Given,
@@ -15,18 +17,24 @@ from utils.config.declarations import (
     UnusableSettingError,
     checked_value,
     declared_settings,
+    other_names,
+    our_name,
     placeholder,
+    shown,
     unknown_name,
 )
 from utils.config.display import config_text, help_text
 from utils.config.errors import Answer, ConfigurationError
-from utils.config.recipes import read_recipes
+from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
 }
+
+# A word of Hydra's command lines, such as lr=3e-4, optimizer.lr=3e-4 or +experiment=small.
+_OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w./@]*=")
 
 # A function that resets settings to defaults or derives settings, with a line in `notes`.
 Settlement = Callable[[SettingValues], None]
@@ -60,6 +68,7 @@ def read_settings(
     entries, recipe_problems = read_recipes(flags.pop(CONFIG_FLAG, []))
     problems += recipe_problems
     complete = not problems  # a missing setting may be in a faulty file
+    entries = dict(without_sections(entries, declared))
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     for settlement in settle:
@@ -91,11 +100,18 @@ def _checked_values(
 ) -> SettingValues:
     """Return the given values in the types of the settings; add faults to `problems`."""
     values = SettingValues(declared, {})
-    for name, entry in entries.items():
+    # Whole mappings come first, then their single values.
+    for name, entry in sorted(entries.items(), key=lambda item: "." in item[0]):
         is_flag, value = entry.rank == FLAGS_RANK, entry.value
         place, written = ("", f"--{name}") if is_flag else (f"{entry.source}: ", name)
+        if mapping := mapping_of(name, declared):
+            path = name.partition(".")[2].split(".")
+            values.given[mapping] = with_value(values.given.get(mapping), path, entry)
+            continue
         if name not in declared:
-            problems.append(place + unknown_name(written, [*declared, CONFIG_FLAG]))
+            known = [*declared, CONFIG_FLAG] if is_flag else [*declared]
+            typed = _as_typed(our_name(name, known), entry, declared)
+            problems.append(place + unknown_name(written, known, typed))
             values.unusable.add(name)
             continue
         try:
@@ -108,18 +124,74 @@ def _checked_values(
     return values
 
 
+def without_sections(
+    entries: Mapping[str, Given], declared: Mapping[str, Declaration]
+) -> Iterator[tuple[str, Given]]:
+    """Yield the entries with a section, as `optimizer: {lr: 1}`, replaced by `optimizer.lr: 1`."""
+    for name, entry in entries.items():
+        is_value = name in declared and f"{name}_overrides" not in declared
+        answered = name in REFUSED or not other_names().get(name, "x").isidentifier()
+        if isinstance(entry.value, dict) and entry.value and not (is_value or answered):
+            inner = entry.value.items()
+            parts = {f"{name}.{key}": replace(entry, value=value) for key, value in inner}
+            yield from without_sections(parts, declared)
+        else:
+            yield name, entry
+
+
+def mapping_of(name: str, declared: Mapping[str, Declaration]) -> str:
+    """Return the setting that holds `lr_scheduler_kwargs.min_lr` or `model_config.KEY`, or ""."""
+    head, dot, _ = name.partition(".")
+    found = (each for each in (head, f"{head}_overrides") if each in declared)
+    return next((each for each in found if dot and dict in declared[each].origins), "")
+
+
+def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Given:
+    """Return a mapping with one more value at `path`. A mapping of a stronger source stays."""
+    if mapping is not None and mapping.rank > entry.rank:
+        return mapping
+    value = entry.value
+    if entry.rank == FLAGS_RANK:
+        parsed = [scalar(word) for word in value]
+        value = parsed[0] if len(parsed) == 1 else parsed or True
+    inner = whole = dict(mapping.value) if mapping and isinstance(mapping.value, dict) else {}
+    for section in path[:-1]:
+        before = inner.get(section)
+        inner[section] = dict(before) if isinstance(before, dict) else {}
+        inner = inner[section]
+    inner[path[-1]] = value
+    return Given(whole, entry.source, entry.rank)
+
+
+def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
+    """Return an unknown setting's value as it is typed after `ours`; "" if it does not fit."""
+    value, is_flag = entry.value, entry.rank == FLAGS_RANK
+    with suppress(ValueError):
+        if ours in declared:
+            value = value_of_words(declared[ours], value) if is_flag else value
+            value = checked_value(declared[ours], value)
+        return f"{'' if is_flag else ':'} {shown(value)}"
+    return ""
+
+
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return {flag: words after the flag} and faults; `--a-b=word` is the same as `--a_b word`."""
+    """Return {flag: words after the flag} and faults; `--a-b=word` is the same as `--a_b word`.
+
+    Hydra's `a.b=word` is the same as `--a.b word`, except after a flag other than --config.
+    """
     flags: dict[str, list[str]] = {}
     problems = []
+    name = ""
     words: list[str] | None = None
     for word in argv:
-        if word.startswith("--"):
-            option, equals, attached = word.removeprefix("--").partition("=")
+        is_override = (words is None or name == CONFIG_FLAG) and _OVERRIDE.match(word)
+        if word.startswith("--") or is_override or re.fullmatch("-[a-z]", word):
+            option, equals, attached = word.lstrip("-").partition("=")
             name, words = option.replace("-", "_"), [attached] if equals else []
             if name in flags:
                 problems.append(f"--{name} is given twice")
             flags[name] = words
+            words = None if is_override else words
         elif words is not None:
             words.append(word)
         else:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -165,8 +165,10 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
             return None if NoneType in origins else declaration.default
         raise ValueError(f"it cannot be null; leave it out for {declaration.default}")
     if choices is not None:
-        if any(type(value) is type(choice) and value == choice for choice in choices):
-            return value
+        # --log_level DEBUG means debug.
+        word = value.lower() if isinstance(value, str) and value not in choices else value
+        if any(type(word) is type(choice) and word == choice for choice in choices):
+            return word
         raise ValueError(f"expected one of {', '.join(map(shown, choices))}; got {got}")
     types = declaration.types
     if dict in origins:  # transformers' `dict | str` may be a file name; here only JSON is allowed
@@ -204,6 +206,11 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(shown, value)) or "null"
     return f"{value:.12g}" if isinstance(value, float) else json.dumps(value, default=str)
+
+
+def counted_ranks(number: int) -> str:
+    """Return "1 rank" or "8 ranks"."""
+    return f"{number} {'rank' if number == 1 else 'ranks'}"
 
 
 def placeholder(declaration: Declaration) -> str:
@@ -321,10 +328,17 @@ def other_names() -> dict[str, str]:
     return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
 
 
-def unknown_name(written: str, known: Iterable[str]) -> str:
+def our_name(name: str, known: Collection[str]) -> str:
+    """Return our name for another toolkit's setting, such as lr or optimizer.lr; "" if unknown."""
+    plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
+    ours = other_names().get(plain, plain)
+    return ours if ours.partition(".")[0] in known else ""
+
+
+def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
     """Return the message on an unknown setting: why it is refused, or a name that may be meant.
 
-    `written` is "--lr" on a command line and "lr" in a recipe.
+    `written` is "--lr" on a command line and "lr" in a recipe. `value` follows our name for it.
     """
     known, name = list(known), written.removeprefix("--")
     dashes = written.removesuffix(name)
@@ -335,12 +349,12 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
         return f"unknown setting {written}: give --{switch} false"
     answers = {each: f"{dashes}{each} cannot be set here: {why}" for each, why in REFUSED.items()}
     for other, ours in other_names().items():
-        if ours in known:
+        if ours.partition(".")[0] in known:
             answers[other] = f"here it is {dashes}{ours}"
         elif not ours.isidentifier():
             answers[other] = ours
-    plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
-    exact = answers.get(plain)
+    plain, ours = name.rpartition(".")[2], our_name(name, known)
+    exact = f"here it is {dashes}{ours}{value}" if ours else answers.get(plain)
     answers |= {each: f"did you mean {dashes}{each}?" for each in known}
     near = get_close_matches(plain, answers, n=1, cutoff=0.9)
     near = near or get_close_matches(plain, known, n=1, cutoff=0.8)

@@ -65,6 +65,8 @@ PAGES = {
     "tokenizer_name_or_path model_name_or_path lora_modules_to_save use_dora models offline_dir",
     "docs/exactness.md": "init_optimizer full_determinism router_aux_loss_coef",
     "docs/scope.md": "model_config init_from",
+    "docs/own-code.md": "callbacks loss order freeze train_only",
+    "docs/coming-from.md": "model_config_overrides",
 }
 LIBRARIES = {
     "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer",

@@ -9,6 +9,7 @@ from typing import Any
 from utils.config.command_line import read_settings
 from utils.config.declarations import setting
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import source_of
 
 TRAIN = "train"
 # Variables of a chat template that each chat sets.
@@ -54,8 +55,8 @@ class PreparationArguments:
     format: str = setting(
         "auto",
         "what a record holds: text, messages, sharegpt (conversations), alpaca (instruction, "
-        "output) or prompt_completion; auto decides by the first record's columns",
-        choices=FORMATS,
+        "output) or prompt_completion; auto decides by the first record's columns; "
+        "my_module:my_format is your own function of a record",
     )
     columns: list[str] = setting(
         [],
@@ -195,13 +196,15 @@ class Source:
 
     split: "train", or the name of the evaluation split that is written. from_split: the split to
     read from a folder with several splits; None: the split named `split`. columns: pairs (name in
-    the files, our name). subset, revision and max_files are for datasets of the Hub.
+    the files, our name). own_format: the user's function for records. subset, revision and
+    max_files are for datasets of the Hub.
     """
 
     paths: tuple[str, ...]
     split: str
     from_split: str | None = None
     format: str = "auto"
+    own_format: str = ""
     columns: tuple[tuple[str, str], ...] = ()
     filters: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
@@ -265,7 +268,8 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
         paths=tuple(map(str, paths)),
         split=given.get("name") or "" if is_evaluation else "train",
         from_split=given.get("split"),
-        format=given["format"],
+        format="auto" if ":" in given["format"] else given["format"],
+        own_format=given["format"] if ":" in given["format"] else "",
         columns=_columns_of(given.get("columns", arguments.columns)),
         filters=tuple(given["filter"].items()),
         weight=given["weight"],
@@ -276,7 +280,9 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
 
 def _check_values(given: Mapping[str, Any]) -> None:
     weight = given["weight"]
-    if given["format"] not in FORMATS:
+    if ":" in given["format"]:
+        source_of(given["format"])
+    elif given["format"] not in FORMATS:
         raise ValueError(f"format {given['format']!r} is none of {', '.join(FORMATS)}")
     if type(weight) not in (int, float) or not 0 < weight <= 1000:
         raise ValueError(

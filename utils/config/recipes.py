@@ -76,6 +76,14 @@ def load_mapping(text: str) -> dict[str, tuple[Any, int]]:
     return {key.value: (values[key.value], key.start_mark.line + 1) for key, _ in root.value}
 
 
+def scalar(word: str) -> Any:
+    """Return a word of a command line as a recipe would read it: 8, 0.5, true, [1, 2] or text."""
+    try:
+        return load_mapping(f"value: {word}")["value"][0]
+    except YamlError:
+        return word
+
+
 def load_file(path: Path) -> dict[str, tuple[Any, int]]:
     """Return {key: (value, line)} of a YAML file. Raises YamlError; the message has the path."""
     try:

@@ -16,10 +16,12 @@ from utils.config.declarations import (
     Check,
     SettingValues,
     UnusableSettingError,
+    other_names,
     shown,
     unknown_name,
 )
 from utils.config.launch_settings import check_launch_settings
+from utils.config.own_code import source_of
 from utils.config.strategy import check_strategy
 
 # Settings that need a metric_for_best_model.
@@ -33,6 +35,8 @@ READERS: dict[str, Callable[[Any], object]] = {
     "profile_steps": profiled_steps,
     "train_data": train_sources,
     "eval_data": eval_splits,
+    "callbacks": lambda entries: [source_of(entry) for entry in entries],
+    "loss": source_of,
 }
 
 
@@ -48,7 +52,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Yield faults of output_dir, model, hub_model_id, use_peft, accept_changes and debug."""
+    """Yield faults of output_dir, model, hub_model_id, use_peft and accept_changes."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -66,10 +70,23 @@ def check_run(values: SettingValues) -> Iterator[str]:
         if name not in values:
             source = values.source("accept_changes")
             yield f"accept_changes ({source}): {unknown_name(name, values)}"
+
+
+def check_debug(values: SettingValues) -> Iterator[str]:
+    """Refuse transformers' debugger with settings that it cannot read, and other words."""
     if DEBUGGER in values["debug"]:
         for name, needed in DEBUGGED.items():
             if values[name] != needed:
                 yield f"{values.shown('debug')} needs --{name} {shown(needed)}"
+    elif values["debug"]:
+        yield f"{values.shown('debug')}: {other_names()['debug']}"
+
+
+def check_order(values: SettingValues) -> Iterator[str]:
+    """Refuse best_fit, which takes documents out of their order, with `order: sequential`."""
+    if values["order"] == "sequential" and values["packing"] == "best_fit":
+        given = values.shown("packing")
+        yield f"{given} does not keep {values.shown('order')}: give packing: in_order"
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
@@ -247,6 +264,8 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_forms,
     check_run,
+    check_debug,
+    check_order,
     check_strategy,
     check_launch_settings,
     check_precision,

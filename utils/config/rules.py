@@ -67,9 +67,10 @@ CONTRADICTIONS: Rules = (
     ("model_name_or_path", _is_given, "model_config init_from init_optimizer"),
     ("init_from", _is_given, "model_name_or_path"),
     ("init_from", _is(None), "init_optimizer"),
+    ("model_config", _is(None), "model_config_overrides"),
     ("model_config", _is_given, "model_name_or_path"),
     ("use_peft", _is(False), LORA),
-    ("use_peft", _is(True), "init_optimizer"),
+    ("use_peft", _is(True), "init_optimizer freeze train_only"),
     # The types in which weights are stored and used.
     ("bf16", _is(True), "fp16 stochastic_rounding"),
     ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),

@@ -14,13 +14,13 @@ from utils.config.arguments import (
     ModelArguments,
     PretrainConfig,
     RunArguments,
-    counted_ranks,
     eval_splits,
     fitting_micro_batch,
 )
 from utils.config.command_line import read_settings
-from utils.config.declarations import Check, SettingValues
+from utils.config.declarations import Check, SettingValues, counted_ranks
 from utils.config.launch_settings import launch_for_libraries, let_recipe_decide
+from utils.config.own_code import OwnCode
 from utils.config.precision import settle_precision
 from utils.config.refusals import (
     BEST_MODEL_JUDGES,
@@ -40,7 +40,7 @@ from utils.config.strategy import describe_launch
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The parsed settings of a run: one object each for run, data, model and training.
+    """The parsed settings of a run: one object each for run, data, model, training and own code.
 
     values: every setting by name, with its source. resolved: the values as plain data. script: file
     name of the script. The objects do not change later: RunPlan has the derived values.
@@ -50,6 +50,7 @@ class RunSettings:
     data: DataArguments
     model: ModelArguments
     training: TrainingArguments
+    own_code: OwnCode
     values: SettingValues
     resolved: dict[str, Any]
     script: str
@@ -75,9 +76,9 @@ def _parse(
     settle = (
         *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled),
         *(leave_out_old_keywords, derive_batch_sizes, derive_evaluation, derive_best_model),
-        *(settle_precision, let_recipe_decide, leave_out_moot),
+        *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
     )
-    classes = (RunArguments, DataArguments, ModelArguments, training_class)
+    classes = (RunArguments, DataArguments, ModelArguments, OwnCode, training_class)
     values = read_settings(
         classes, argv, settle, (check_contradictions, *checks), script, description
     )
@@ -86,12 +87,14 @@ def _parse(
     instead: dict[str, Any] = {"use_cpu": True, "tf32": None} if without_gpu else {}
     if values["dry_run"] or "LOCAL_RANK" not in values.environment:
         instead["ddp_backend"] = None  # with a backend accelerate would look for other processes
+    if values["dataloader_num_workers"] is None:
+        instead["dataloader_num_workers"] = 0  # RunPlan derives the number
     with launch_for_libraries(values):
         training = values.build(training_class, **instead)
     run, data = values.build(RunArguments), values.build(DataArguments)
-    model = values.build(ModelArguments)
+    model, own_code = values.build(ModelArguments), values.build(OwnCode)
     resolved = {name: values.written(name) for name in values}
-    return RunSettings(run, data, model, training, values, resolved, script)
+    return RunSettings(run, data, model, training, own_code, values, resolved, script)
 
 
 def rename_checkpointing(values: SettingValues) -> None:
@@ -150,6 +153,12 @@ def derive_batch_sizes(values: SettingValues) -> None:
     if 0 < smaller < micro and may_change:
         why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)
+
+
+def derive_packing(values: SettingValues) -> None:
+    """Derive `packing: in_order` for `order: sequential`; best_fit would change the order."""
+    if values["order"] == "sequential" and values.rank("packing") == 0:
+        values.derive("packing", "in_order", values.shown("order"))
 
 
 def derive_evaluation(values: SettingValues) -> None:

@@ -27,6 +27,8 @@ SUBMITTING = "STOKER_SUBMITTING"  # set if slurm/submit.sh started the dry run
 AUTO = "auto"
 FOLDER = Path("accelerate_configs")
 NAMES = ("single_gpu", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "cpu")
+# Names of the strategies in other toolkits.
+FOREIGN = {"ddp": "multi_gpu", "dp": "multi_gpu", "single": "single_gpu", "deepspeed": "zero2"}
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
@@ -107,7 +109,8 @@ def choose_config(
         several = FOLDER / ("cpu.yaml" if on_cpu else "multi_gpu.yaml")
         return read_config(alone if processes == 1 else several, "the number of processes")
     if strategy.value not in NAMES and not (_ROOT / strategy.value).is_file():
-        near = get_close_matches(strategy.value.lower(), (AUTO, *NAMES), n=1)
+        name = strategy.value.lower()
+        near = [FOREIGN[name]] if name in FOREIGN else get_close_matches(name, (AUTO, *NAMES), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigurationError(
             f"{shown}: no such strategy or file: {hint}take one of {', '.join((AUTO, *NAMES))}, or "

@@ -90,9 +90,14 @@ class SampleOrder:
     """
 
     def __init__(
-        self, per_source: Sequence[int], seed: int, weights: Sequence[float] | None = None
+        self,
+        per_source: Sequence[int],
+        seed: int,
+        weights: Sequence[float] | None = None,
+        shuffled: bool = True,
     ):
         """`per_source` has the number of sequences of each source."""
+        self.shuffled = shuffled
         self.per_source = np.array(per_source, dtype=np.int64)
         self.first_of_source = np.cumsum(self.per_source) - self.per_source
         self.total = int(self.per_source.sum())
@@ -157,6 +162,8 @@ class SampleOrder:
 
     def _shuffled(self, ordinals: np.ndarray, count: int, source: int) -> np.ndarray:
         epochs, positions = np.divmod(ordinals, count)
+        if not self.shuffled:
+            return positions
         return permute(positions, count, derive_keys(self.seed, source, epochs))
 
 

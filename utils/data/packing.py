@@ -79,6 +79,7 @@ def plan_packing(
     """Return a plan for packing documents of these lengths; equal arguments give equal plans.
 
     packing      best_fit: best-fit decreasing; documents that fit a sequence are not cut
+                 in_order: documents that fit are not cut, and stay in their order
                  concat: documents in order, cut at the end of a sequence
                  none: one document, or piece of a split document, per sequence
     on_overlong  for documents longer than a sequence: error, truncate, drop, or split into pieces
@@ -111,8 +112,9 @@ def plan_packing(
     else:
         segments = _pieces(documents, used, sequence_length)
         offsets = np.arange(len(segments.document) + 1)
-        if packing == "best_fit":
-            sequence_of_piece = best_fit(segments.lengths, sequence_length)
+        if packing in ("best_fit", "in_order"):
+            pack = best_fit if packing == "best_fit" else in_order
+            sequence_of_piece = pack(segments.lengths, sequence_length)
             segments = segments.take(np.argsort(sequence_of_piece, kind="stable"))
             offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence_of_piece))])
     # Use 32 bits if they are enough: this takes half the memory.
@@ -160,6 +162,16 @@ def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) ->
     start = ranges(np.zeros_like(counts), counts) * stride
     stop = np.minimum(start + sequence_length, np.repeat(lengths, counts))
     return Segments(np.repeat(documents, counts), start, stop)
+
+
+def in_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the sequence of each piece; a piece that does not fit begins the next sequence."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    firsts = [0]  # the first piece of each sequence
+    while firsts[-1] < len(lengths):
+        before = ends[firsts[-1]] - lengths[firsts[-1]]
+        firsts.append(int(np.searchsorted(ends, before + capacity, side="right")))
+    return np.arange(len(firsts) - 1).repeat(np.diff(firsts))
 
 
 def _concatenated(

@@ -2,6 +2,7 @@
 
 atomic_files  atomic writes, checked file names, locked directories, the disk cache
 machine       host name, rank, processor and memory
+environment   inherited variables and the limit of open files
 redaction     tokens from .env; secrets masked in all output
 faults        recognizes errors of storage, memory and lost processes; finds their place in the code
 foreign       time and memory limits, and clear errors, while a library reads a user's files

@@ -80,6 +80,16 @@ PER_DOCUMENT = VarlenKernel(
 )
 
 
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
+) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return per_document_sdpa(query, key, value, documents, terms)
+
+
+CUDNN = VarlenKernel("cudnn", "cuDNN's SDPA of each document", frozenset({"dropout"}), _cudnn)
+
+
 def register_packed_varlen(kernel: VarlenKernel) -> None:
     """Register the attention `packed_varlen` in transformers, computed by `kernel`.
 
@@ -144,7 +154,8 @@ def find_kernels(
     """
     candidates = _cuda_kernels(dtype) if device_type == "cuda" else []
     usable, refusals = [], []
-    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT)]:
+    by_name = [(CUDNN.label, CUDNN)] if device_type == "cuda" and dtype in HALF_TYPES else []
+    for label, kernel in [*candidates, (PER_DOCUMENT.label, PER_DOCUMENT), *by_name]:
         if isinstance(kernel, str):
             refusals.append(f"{label}: {kernel}")
         elif missing := kernel.missing(needs):

@@ -8,6 +8,7 @@ architecture            class, text model, experts and image towers of an archit
 probe                   a small random model of the same architecture, for checks
 attention               chooses the kernel; proves that packed documents do not see each other
 loss_head               the last layer with its loss, and the experts' load-balancing term
+own_loss                a training loss from a file of the user
 compilation             activation checkpointing, and compilation of single layers
 flops                   model FLOPs per token and peaks of known GPUs, for MFU
 finished_model          generation settings and other files of final/

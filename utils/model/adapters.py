@@ -3,7 +3,7 @@
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,10 @@ class AdapterPlan:
 
 
 def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
-    """Return the model with LoRA's adapters. Without LoRA, only freeze weights without gradient."""
+    """Return the model with LoRA's adapters. Without LoRA, only freeze weights."""
     if not model.use_peft:
         freeze_unused(built)
+        freeze_asked(built, model)
         return built
     from peft import get_peft_model
     from trl import get_peft_config  # slow: imports datasets and pandas
@@ -155,6 +156,34 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
     return list(frozen)
 
 
+def freeze_asked(built: PreTrainedModel, model: ModelArguments) -> None:
+    """Freeze the weights that `freeze` names, and those that `train_only` leaves out.
+
+    Raises ConfigurationError for an entry without a match, and if no weight is left to train.
+    """
+    if not (model.freeze or model.train_only):
+        return
+    named = dict(built.named_parameters(remove_duplicate=False))  # a tied weight has several names
+    known = [*(name for name, _ in built.named_modules() if name), *named]
+    problems: list[str] = []
+    frozen = _matched("freeze", model.freeze, known, problems)
+    trained = _matched("train_only", model.train_only, known, problems) or [""]
+    kept = _weights_in(named, trained) - _weights_in(named, frozen)
+    for weight in named.values():
+        if weight not in kept:
+            weight.requires_grad_(False)
+    if not problems and not any(weight.requires_grad for weight in named.values()):
+        problems.append("--freeze and --train_only leave no weight to train.")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _weights_in(named: Mapping[str, nn.Parameter], layers: Sequence[str]) -> set[nn.Parameter]:
+    """Return the weights of these layers. The name "" is the whole model."""
+    inside = tuple(f"{layer}." if layer else "" for layer in layers)
+    return {weight for name, weight in named.items() if f"{name}.".startswith(inside)}
+
+
 def plan_adapters(model: ModelArguments, config: PreTrainedConfig) -> AdapterPlan | None:
     """Return the plan of the layers that LoRA adapts, or None if LoRA is off.
 
@@ -245,17 +274,17 @@ def _matched(
     problems: list[str],
     had_experts: bool = False,
 ) -> list[str]:
-    """Return the `known` names that end in a name of `asked`, or match `asked` as a pattern.
+    """Return the `known` names that end in a name of `asked`, or match one as a pattern.
 
-    Only a single string can be a pattern. Append to `problems` for each name without a match. With
+    Append to `problems` for each name without a match. With
     `had_experts`, an old name of an expert's layer (a key of FORMERLY) is not a problem.
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:
         own = [each for each in known if f".{each}".endswith(f".{name}")]
-        if not own and isinstance(asked, str):
+        if not own:
             with contextlib.suppress(re.error):
-                own = [each for each in known if re.fullmatch(asked, each)]
+                own = [each for each in known if re.fullmatch(name, each)]
         if not own and not (had_experts and name in FORMERLY):
             names = [each for each in _last_names(known) if not each.isdigit()]
             problems.append(

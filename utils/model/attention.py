@@ -38,6 +38,7 @@ MASK_COST = (
     "transformers builds a block mask from position_ids, whose memory grows with the square of the "
     "sequence length"
 )
+FLEX = "flex_attention"
 RUN_ANYWHERE = (NAME, "sdpa", "eager")
 OPEN = "open"  # in place of a kernel's name: the run trains on another machine and chooses there
 ONE_A_ROW = "set --packing none (one document a sequence, so that there is nothing to leak)"
@@ -105,7 +106,9 @@ def attention_choices(
     """
     name, class_name = requested or "auto", causal_lm_class(model_config).__name__
     own = own_attention(requested, model_config, needs)
-    if isinstance(needs, AttentionNeeds) and name not in ("sdpa", "eager"):
+    if name == FLEX:
+        first = _flex_attention(model_config, device_type)
+    elif isinstance(needs, AttentionNeeds) and name not in ("sdpa", "eager"):
         first = _choose_packed(name, device_type, dtype, needs, whole_rows)
     elif name == "auto":
         first = AttentionChoice(own, own, f"auto: {own}, as {needs}; {MASK_COST}")
@@ -127,6 +130,18 @@ def attention_choices(
         elif name == "auto" and kind != first.name:
             reason = f"auto: {kind}, as {class_name} needs its own masks; {MASK_COST}"
             yield AttentionChoice(kind, kind, reason, "flat" if recurrent else "packed")
+
+
+def _flex_attention(model_config: PretrainedConfig, device_type: str) -> AttentionChoice:
+    """Return transformers' FlexAttention; raises ConfigurationError if it cannot train here."""
+    model_class, why = causal_lm_class(model_config), ""
+    if device_type == "cpu":
+        why = "torch computes its gradients on a GPU only; leave it out for a CPU"
+    elif not model_class._supports_flex_attn:
+        why = f"transformers' {model_class.__name__} does not support it"
+    if why:
+        raise ConfigurationError(f"--attn_implementation {FLEX}: {why}.")
+    return AttentionChoice(FLEX, FLEX, f"{FLEX}: as requested; {MASK_COST}")
 
 
 def own_attention(

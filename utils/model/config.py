@@ -81,7 +81,7 @@ def load_model_config(
     with foreign(source, problem):
         with limits(source):
             if model.model_config is not None:
-                config = config_from_file(Path(source), tokenizer)
+                config = config_from_file(Path(source), tokenizer, model.model_config_overrides)
             else:
                 config = AutoConfig.from_pretrained(
                     source, revision=model.model_revision, trust_remote_code=False
@@ -140,8 +140,8 @@ def runnable(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a model's configuration file, JSON or YAML.
+def read_config_file(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a model's configuration file, JSON or YAML, with `overrides` (also of inner mappings).
 
     Raises ConfigurationError if the file cannot be read, has a key twice or has no model_type.
     """
@@ -161,7 +161,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
             f"{where} needs a model_type (for example `model_type: llama`) and that "
             "architecture's settings, as in a transformers config.json."
         )
-    return PreTrainedConfig._decode_special_floats(values)
+    return PreTrainedConfig._decode_special_floats(_overridden(values, overrides or {}))
+
+
+def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with `overrides`. A mapping changes the mapping of the same name."""
+    inner = {
+        name: _overridden(values[name], value)
+        for name, value in overrides.items()
+        if isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
+    }
+    return {**values, **overrides, **inner}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -171,14 +181,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def config_from_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Build a model's configuration from the file of --model_config.
+def config_from_file(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    overrides: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
+    """Build a model's configuration from the file of --model_config, with `overrides`.
 
     The tokenizer sets the vocabulary size and special tokens that the file leaves out. Raises
     ConfigurationError for an unknown model_type, and for keys without effect. In a file written by
     a library (a published config.json), such keys are only logged.
     """
-    values = read_config_file(path)
+    values = read_config_file(path, overrides)
     model_type = values["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise ConfigurationError(

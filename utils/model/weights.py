@@ -30,7 +30,7 @@ from utils.host.atomic_files import paths_inside
 from utils.host.collectives import on_every_rank, on_rank_0
 from utils.host.foreign import foreign, read_object
 from utils.kernels.cpu_products import align_weights
-from utils.model.adapters import freeze_unused, linear_and_experts
+from utils.model.adapters import freeze_asked, freeze_unused, linear_and_experts
 from utils.model.architecture import (
     add_input_hooks,
     causal_lm_class,
@@ -152,7 +152,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     """Return config.json's values, or None if a Hub commit or a checkpoint identifies the model."""
     model = settings.model
     if model.model_config is not None:
-        return read_config_file(Path(model.model_config))
+        return read_config_file(Path(model.model_config), model.model_config_overrides)
     continues = model.init_from is not None and not model.use_peft
     if continues and own_checkpoint(settings.training.output_dir) is not None:
         return None
@@ -230,6 +230,7 @@ def load_model(
         towers = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
         listed = ", ".join(dict.fromkeys(towers)) or "indexers of attention, poolers"
         logger.info("frozen: %s, which the loss does not reach", listed)
+    freeze_asked(made, model)
     return made
 
 

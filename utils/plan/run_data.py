@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from utils.config.arguments import (
-    counted_ranks,
     eval_splits,
     fitting_micro_batch,
     profiled_steps,
     token_count,
     train_sources,
 )
+from utils.config.declarations import counted_ranks
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
@@ -251,7 +251,9 @@ def plan_steps(
         # The last global batch is full: its missing sequences come from one more epoch.
         total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
     sampler = GlobalBatchSampler(
-        SampleOrder(data.train.per_source, training.seed, data.weights),
+        SampleOrder(
+            data.train.per_source, training.seed, data.weights, settings.data.order == "shuffled"
+        ),
         run.global_batch_size, micro_batch, launch.rank, ranks, total_steps,
     )  # fmt: skip
     report.say(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from utils.model.compilation import choose_compilation
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
+from utils.model.own_loss import check_own_loss
 from utils.model.probe import CPU, ProbeError
 from utils.model.weights import COMPUTED, Quantized, check_quantization, weights_dtype
 from utils.plan.forecast import forecast_line, make_planner, suggest
@@ -45,6 +47,7 @@ from utils.plan.run_data import RunData, plan_steps
 
 logger = logging.getLogger(__name__)
 
+DATA_WORKERS = 2  # batches are views of mapped files, so two processes keep a GPU supplied
 # Strategies that LowPrecisionAdamW supports: its weights are whole or sharded by rows.
 STRATEGIES = ("single", "ddp", "fsdp2")
 
@@ -76,6 +79,7 @@ class RunPlan:
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
     save_dtype: torch.dtype  # of the weights in final/
+    data_workers: int
     report: Report
 
     @property
@@ -92,6 +96,7 @@ class RunPlan:
             training,
             gradient_accumulation_steps=self.sampler.accumulation_steps,
             max_steps=self.total_steps,
+            dataloader_num_workers=self.data_workers,
             activation_checkpointing=checkpointing,
             gradient_checkpointing=checkpointing,
             run_name=tracker_name(training, run_id),
@@ -165,6 +170,7 @@ def plan_run(
         memory = plan_memory(setup, report)
         if planner is not None:
             report.say(forecast_line(planner, memory.choice, total_steps))
+        workers = choose_data_workers(settings, launch, report)
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
             report_run(settings, launch, total_steps, saved_bytes, report)
@@ -181,8 +187,20 @@ def plan_run(
         optimizer_states=states,
         checkpoint_bytes=saved_bytes,
         save_dtype=saved_dtype(settings, config, setup.dtype),
+        data_workers=workers,
         report=report,
     )
+
+
+def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Report) -> int:
+    """Return dataloader_num_workers: as given, or on a GPU up to 2 of the cores to spare."""
+    given = settings.values["dataloader_num_workers"]
+    if given is not None or launch.device == "cpu" or settings.run.dry_run:
+        return given or 0  # on a CPU the workers would take cores from the training
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = max(0, min(DATA_WORKERS, cores - 2))
+    report.say(f"data workers: {workers}, as this rank has {cores} cores (dataloader_num_workers)")
+    return workers
 
 
 def choose_optimizer_states(
@@ -350,7 +368,18 @@ def _loss_head(
     router = router_term(config, fine_tuning=fine_tuning, given=given)
     # PEFT puts new tokens' trained rows into its own layers, which the fused head bypasses.
     adapted = adapters is not None and (adapters.trains_head or has_new_tokens)
-    choice = choose_loss_head(settings.model.loss_head, config, adapted, router, device)
+    requested, own = settings.model.loss_head, settings.own_code.loss
+    if own:
+        check_own_loss(own)
+        if requested == "fused" or router is not None:
+            why = "a load-balancing loss" if router else settings.values.shown("loss_head")
+            raise ConfigurationError(
+                f"--loss {own} does not go with {why}: it gets the logits alone"
+            )
+        requested = "logits"
+    choice = choose_loss_head(requested, config, adapted, router, device)
+    if own:
+        choice = replace(choice, reason=f"{own} in training, cross-entropy in evaluations")
     report.say(f"loss: {choice.reason}")
     if has_experts(without_weights(config)):
         term = f"times {router.coefficient:g}" if router else "none: output_router_logits adds it"

@@ -3,9 +3,10 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from utils.config.own_code import load_own
 from utils.config.preparation import check_template_variables
 from utils.prepare.messages import are_messages, check_answers, messages_of, tool_calls_of
 from utils.prepare.values import (
@@ -92,6 +93,7 @@ class RowSettings:
     what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of each
     document; with 2.3, 30 % of the documents get a third copy. max_tokens: limit for the source.
     chat_template_kwargs: variables of the chat template, for rows that do not give them.
+    own_format: the user's function for records, with the digest of its file.
     """
 
     row_format: str
@@ -100,6 +102,8 @@ class RowSettings:
     weight: float = 1.0
     max_tokens: int | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    own_format: str = ""
+    own_sha256: str = ""
 
     @property
     def read_columns(self) -> list[str]:
@@ -160,6 +164,22 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
         return error.at(place)
     options = {**(rows.chat_template_kwargs or {}), **(fields["chat_template_kwargs"] or {})}
     return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
+
+
+def converted(record: Record, own_format: str) -> Record | BadRow:
+    """Return the record that the user's function makes of a record; None leaves a record out."""
+    if not own_format:
+        return record
+    function = load_own(own_format)
+    try:
+        made = function(dict(record.fields))
+        fields = None if made is None else dict(made)
+    except Exception as error:
+        fault = f"{own_format}: {type(error).__name__}: {error}"
+        return BadRow("own_format", fault, record.location)
+    if fields is None:
+        return BadRow(FILTERED, f"left out by {own_format}", record.location)
+    return replace(record, fields=fields, left_out=())
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from utils.prepare.rows import (
     CompletionDocument,
     Document,
     TextDocument,
+    converted,
     parse_document,
 )
 from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
@@ -252,7 +253,8 @@ def read_documents(
     rows = settings.sources[unit.source]
     read = set(rows.read_columns)
     for part in unit.parts:
-        for record in read_records(part, rows.read_columns):
+        for given in read_records(part, None if rows.own_format else rows.read_columns):
+            record = given if isinstance(given, BadRow) else converted(given, rows.own_format)
             if isinstance(record, BadRow):
                 yield record
                 continue

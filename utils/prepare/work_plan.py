@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import sha256_of
 from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
 from utils.host.atomic_files import from_here
 from utils.prepare.hints import misreading, naming_hint
@@ -27,6 +28,7 @@ from utils.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
+    converted,
     detect_formats,
     holds_chats,
     parse_document,
@@ -255,7 +257,8 @@ def _decide_formats(
             record = _first_record(parts, source, on_bad_row)
             read = RowSettings(
                 _row_format(record, source, wanted, on_bad_row), source.columns, source.filters,
-                source.weight, source.max_tokens, source.chat_template_kwargs,
+                source.weight, source.max_tokens, source.chat_template_kwargs, source.own_format,
+                sha256_of(source.own_format),
             )  # fmt: skip
             _check_first_record(record, read, source, on_bad_row, remarks)
         except ConfigurationError as error:
@@ -288,9 +291,10 @@ def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) ->
     text_column = RowSettings("text", source.columns).read_columns
     for part in parts:
         for record in read_records(part, text_column if part.file.kind == "text" else None):
-            if isinstance(record, Record):
-                return record
-            record.refuse(on_bad_row)
+            made = converted(record, source.own_format) if isinstance(record, Record) else record
+            if isinstance(made, Record):
+                return made
+            made.refuse(on_bad_row)
     raise ConfigurationError(f"{source.split}: empty source: no record in its files")
 
 

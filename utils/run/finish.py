@@ -35,7 +35,7 @@ from utils.publish.hub import push_at_the_end
 from utils.run.export import export_final
 from utils.run.start import Run
 from utils.run.trackers import end_wandb
-from utils.training.callbacks import Callbacks, DataEpochs
+from utils.training.callbacks import Callbacks, DataEpochs, OwnCallbacks
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
@@ -88,6 +88,7 @@ def run_callbacks(
         samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
         balance=balance,
         source_losses=source_losses,
+        own=OwnCallbacks(settings.own_code.callbacks),
     )
 
 

@@ -28,6 +28,7 @@ from utils.config.declarations import shown
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
+from utils.host.environment import inherited
 from utils.host.redaction import redacted
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
@@ -120,11 +121,11 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
 # Settings that determine the numbers of a run: the samples and their order, the trained weights and
 # their type, and the curve of the learning rate.
 IDENTITY = frozenset({
-    "train_data", "sequence_length", "packing", "on_overlong", "global_batch_size", "seed",
+    "train_data", "sequence_length", "packing", "order", "on_overlong", "global_batch_size", "seed",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
     "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
-    "bnb_4bit_quant_type", "use_bnb_nested_quant",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant", "loss",
 })  # fmt: skip
 # Settings that cannot change when a run resumes, even with --accept_changes, and why: "its
 # checkpoints ...". torch restores the optimizer's param_groups, so a new learning rate has no
@@ -137,7 +138,7 @@ IN_THE_CHECKPOINT = {
         "hold the optimizer's state as the old one has it": "optim optim_states",
         "hold other tensors than the run would have": "use_peft use_dora lora_r "
         "lora_target_modules lora_target_parameters lora_modules_to_save "
-        "pad_embeddings_to_multiple_of",
+        "pad_embeddings_to_multiple_of freeze train_only",
         "hold the best value of the old one, with which nothing else compares": ""
         "metric_for_best_model",
     }.items()
@@ -146,8 +147,10 @@ IN_THE_CHECKPOINT = {
 WEIGHTS = ("model_name_or_path", "init_from")
 # Settings that name files: a new value may name the same contents, so the contents are compared.
 NAMES_CONTENTS = (
-    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision",
+    "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision", "loss",
 )  # fmt: skip
+# Contents that a resumed run may change: the change is logged.
+HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
 # Increase NUMERICS when a new version of Stoker changes the last bits of some runs. Add the new
@@ -212,6 +215,8 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
         "base_weights": base_weights(settings),
         "numerics": NUMERICS,
         "versions": package_versions(),
+        "own_code": settings.own_code.digests(),
+        "environment": [] if settings.run.dry_run else redacted(inherited(os.environ)),
     }
 
 
@@ -233,6 +238,8 @@ def _contents(
         "model_name_or_path": weights.get("sha256", weights),
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
+        "environment": {"variables": " ".join(facts.get("environment") or ())},
+        **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
     # provenance.json has no `launch` of this start yet: assume that every changed sum affects it.
     any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}
@@ -322,7 +329,7 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
         if held and holds and keys and (impossible or name not in dangerous):
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
-            what, ask = f"{name}: {key}", name not in ("eval_data", "versions")
+            what, ask = f"{name}: {key}", name not in HARMLESS_CONTENTS
             yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
 
 

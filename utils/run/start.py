@@ -42,6 +42,7 @@ from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered, on_rank_0
+from utils.host.environment import report_environment
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, take_run_lock
@@ -100,8 +101,12 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     load_env_file()
+    report_environment()
     if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
         logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
+    if settings.training.log_level == "debug":  # NCCL reads these variables in the first collective
+        for name in ("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
+            os.environ.setdefault(name, "INFO")
     launch = _planned_launch(settings) if settings.run.dry_run else _launch(settings)
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):

@@ -1,10 +1,12 @@
 """The callbacks of a run and other helper objects of the trainer, as fields of a dataclass."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
@@ -18,9 +20,13 @@ from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.progress import Progress
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
+from utils.config.errors import ConfigurationError
+from utils.config.own_code import load_own
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
+
+OWN = "own_callbacks"  # in each checkpoint
 
 
 class Stateful(Protocol):
@@ -52,6 +58,28 @@ class DataEpochs(TrainerCallback):
             control.should_save |= args.save_strategy == SaveStrategy.EPOCH
 
 
+class OwnCallbacks:
+    """The user's callbacks. An ExportableState of transformers resumes with its attributes."""
+
+    def __init__(self, entries: Sequence[str]):
+        self.made: list[TrainerCallback] = []
+        for entry in entries:
+            made = load_own(entry)
+            if not (isinstance(made, type) and issubclass(made, TrainerCallback)):
+                raise ConfigurationError(f"--callbacks {entry}: no class of TrainerCallback.")
+            self.made.append(made())
+
+    def state(self) -> dict[str, Any]:
+        """Return the attributes that each callback exports, or None; those of rank 0 are saved."""
+        exported = [one.state() if isinstance(one, ExportableState) else None for one in self.made]
+        return {OWN: [each and each.get("attributes") for each in exported]} if exported else {}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the attributes of callbacks that export some."""
+        for callback, attributes in zip(self.made, saved.get(OWN, ()), strict=False):
+            vars(callback).update(attributes or {})
+
+
 @dataclass
 class Callbacks:
     """The callbacks of a run and other helper objects; None if the run does not need the object.
@@ -76,6 +104,7 @@ class Callbacks:
     samples: Samples
     balance: ExpertBalance | None
     source_losses: SourceLosses | None
+    own: OwnCallbacks
 
     def in_order(self) -> list[TrainerCallback]:
         """Return the callbacks in the order in which they act on an event of training.
@@ -84,7 +113,8 @@ class Callbacks:
         callbacks that measure how long evaluations and saves take.
         """
         order = [
-            self.epochs, self.watchdog, self.inherited, self.stop, self.early_stopping,
+            self.epochs, *self.own.made, self.watchdog, self.inherited, self.stop,
+            self.early_stopping,
             self.average, self.profiler, self.throughput, self.mixture, self.memory, self.guard,
             self.journal, self.live,
         ]  # fmt: skip
@@ -103,5 +133,6 @@ class Callbacks:
         """Return the objects that store values in each checkpoint."""
         everything: list[Stateful | None] = [
             self.stop, self.early_stopping, self.average, self.balance, self.source_losses,
+            self.own,
         ]  # fmt: skip
         return [each for each in everything if each is not None]

@@ -24,6 +24,7 @@ from utils.launch.processes import tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products
 from utils.model.finished_model import finished_generation
+from utils.model.own_loss import install_own_loss
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
 from utils.training.callbacks import Callbacks
@@ -49,8 +50,11 @@ class PackedTrainer(SavingTrainer):
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
         loss_head, self.batches = plan.loss_head, plan.attention.batches
-        self.fused_head = loss_head.name == "fused"
+        self.fused_head, own_loss = loss_head.name == "fused", settings.own_code.loss
+        self.used = {"loss_positions": self.fused_head or own_loss, "sources": self.fused_head}
         loss_head.install(model, self.compiled)  # before PEFT wraps it
+        if own_loss:
+            install_own_loss(model, own_loss)
         if plan.memory.choice == "selective":
             keep_products(model)
         if self.compiled:
@@ -108,9 +112,8 @@ class PackedTrainer(SavingTrainer):
     @override
     def _prepare_inputs(self, inputs: Batch) -> dict[str, Any]:
         """Move a micro-batch to the device and make the model's inputs there. No GPU sync."""
-        # Only the fused head uses loss_positions and sources. Only experts use sequence_tokens.
-        needed = dict.fromkeys(("loss_positions", "sources"), self.fused_head)
-        needed["sequence_tokens"] = self.callbacks.balance is not None
+        # Only experts use sequence_tokens.
+        needed = {**self.used, "sequence_tokens": self.callbacks.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         self.callbacks.progress.begin_batch(inputs)
         made = model_inputs(used, self.args.device)

@@ -60,6 +60,16 @@ def test_the_order_is_the_one_of_earlier_releases():
     assert digest(SampleOrder([40, 17, 1000], 9, [0.8, 0.2, 3])) == "eee85d7bac150bb1"
 
 
+def test_sequential_order_is_that_of_the_data_in_every_epoch():
+    plain = SampleOrder([2, 3], seed=42, shuffled=False)
+    assert stream(plain, 0, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    weighted = SampleOrder([4, 6], seed=42, weights=[0.75, 0.25], shuffled=False)
+    sources, numbers = located(weighted, np.arange(3 * BLOCK))
+    for source, rows in enumerate((4, 6)):
+        own = numbers[sources == source]
+        assert own.tolist() == [number % rows for number in range(len(own))]
+
+
 @given(rows=st.lists(st.integers(1, 60), min_size=1), seed=SEEDS, epoch=st.integers(0, 2**40))
 def test_without_weights_each_epoch_has_every_row_once(rows, seed, epoch):
     order = SampleOrder(rows, seed)

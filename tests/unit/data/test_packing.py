@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from utils.config.errors import ConfigurationError
 from utils.data.packing import best_fit, plan_packing
 
-PACKINGS = ("best_fit", "concat", "none")
+PACKINGS = ("best_fit", "in_order", "concat", "none")
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(lambda x: max(x) >= 2)
 ROW_LENGTH = st.integers(2, 24)
 
@@ -101,6 +101,18 @@ def test_plans_written_out():
     assert packed.one_document_each
     assert plan([8, 8], 8).one_document_each
     assert not plan([5, 8, 3], 8).one_document_each
+
+
+@given(LENGTHS, ROW_LENGTH)
+def test_in_order_keeps_documents_whole_and_in_their_order(lengths, row_length):
+    rows = rows_of(plan(lengths, row_length, "in_order"))
+    pieces = [piece for row in rows for piece in row]
+    assert pieces == [piece for row in rows_of(plan(lengths, row_length, "none")) for piece in row]
+    used = [sum(stop - start for _, start, stop in row) for row in rows]
+    assert max(used) <= row_length
+    for before, row in zip(used, rows[1:], strict=False):
+        _, start, stop = row[0]
+        assert before + stop - start > row_length, "its first piece fits the sequence before"
 
 
 def test_overlong_documents_can_be_truncated_but_not_to_nothing_to_learn():

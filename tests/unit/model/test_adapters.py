@@ -1,5 +1,6 @@
 """The layers that LoRA adapts by default in every model family, and refusals of wrong names."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,13 @@ from families import DENSE, EXPERTS, INSIDE, names, tiny_config, tiny_model
 from peft import PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
 from utils.model.adapters import (
+    freeze_asked,
     freeze_unused,
     linear_and_experts,
     load_adapter,
@@ -171,3 +173,29 @@ def test_the_size_of_an_adapter_is_judged_without_the_tokenizer_that_it_names(tm
     prompts.inference_mode = True
     prompts.save_pretrained(tmp_path)
     load_adapter(tiny_model(tiny_config("llama")), str(tmp_path), tmp_path / "adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("freeze", "train_only", "frozen"),
+    [
+        (["embed_tokens"], [], r"model\.embed_tokens\..*"),
+        (["layers.1"], [], r"model\.layers\.1\..*"),  # not layers.10
+        ([r"model\.layers\.[2-9]"], [], r"model\.layers\.[2-9]\..*"),
+        (["layers.1.mlp", "norm"], [], r"model\.(layers\.1\.mlp|norm)\..*"),
+        ([], ["lm_head", "layers.11"], r"(?!lm_head|model\.layers\.11\.).*"),
+        (["q_proj"], ["self_attn"], r"(?!.*self_attn).*|.*q_proj.*"),
+    ],
+)
+def test_named_layers_are_frozen(freeze, train_only, frozen):
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=12, num_attention_heads=2,
+        vocab_size=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    built = LlamaForCausalLM(config)
+    freeze_asked(built, ModelArguments(freeze=freeze, train_only=train_only))
+    for name, weight in built.named_parameters():
+        assert weight.requires_grad != bool(re.fullmatch(frozen, name)), name
+    tied = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "tie_word_embeddings": True}))
+    freeze_asked(tied, ModelArguments(train_only=["lm_head"]))
+    (trained,) = (name for name, weight in tied.named_parameters() if weight.requires_grad)
+    assert trained == "model.embed_tokens.weight", "it is the weight of the head, too"

@@ -407,13 +407,15 @@ NO_FLASH = (
         ("eager", LLAMA, {}, "eager", "eager: as requested; transformers builds a block mask"),
         (FLASH2, LLAMA, {}, FLASH2, "through FlashAttention 2"),
         (FLASH3, LLAMA, {}, FLASH3, "through FlashAttention 3"),
+        ("cudnn", LLAMA, {}, "cudnn", "through cuDNN's SDPA of each document"),
+        ("flex_attention", LLAMA, {}, "flex_attention", "flex_attention: as requested"),
     ],
 )
 def test_the_best_kernel_that_computes_what_the_model_needs_or_the_requested_one_is_taken(
     gpu, requested, config, machine, kernel, why
 ):
     choice = first_choice(requested, config, gpu, **machine)
-    assert choice.name == (kernel if kernel in ("sdpa", "eager") else NAME)
+    assert choice.name == (NAME if kernel not in ("sdpa", "eager", "flex_attention") else kernel)
     assert choice.kernel == kernel
     assert why in choice.reason
 
@@ -422,6 +424,11 @@ def test_the_best_kernel_that_computes_what_the_model_needs_or_the_requested_one
     ("requested", "config", "machine", "told"),
     [
         (FLASH2, LLAMA, {"device": "cpu"}, "cannot run on cpu here: it needs an NVIDIA GPU"),
+        ("cudnn", LLAMA, {"device": "cpu"}, "cannot run on cpu here: it needs an NVIDIA GPU"),
+        ("cudnn", LLAMA, {"dtype": FP32}, "flash kernels: computed in float32.: .*--bf16 true"),
+        ("flex_attention", LLAMA, {"device": "cpu"}, "computes its gradients on a GPU only"),
+        ("flex_attention", transformers.MambaConfig(hidden_size=64, num_hidden_layers=2), {},
+         "MambaForCausalLM does not support it"),
         (FLASH2, LLAMA, {"packages": ()}, r"no module named flash_attn.: it needs .* its package"),
         (FLASH3, LLAMA, {"capability": (8, 0)}, "not a Hopper GPU"),
         (FLASH2, LLAMA, {"dtype": FP32}, "flash kernels: computed in float32.: .*--bf16 true"),

@@ -329,3 +329,33 @@ def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
         f"changed since the last start in {runs.directory}:\n  strategy: auto -> fsdp2"
     ]
     assert {"assume", "suggest"} <= OF_THIS_START
+
+
+def test_a_changed_environment_is_one_line_with_old_and_new_value(runs, caplog):
+    first = {"environment": ["NCCL_IB_DISABLE=1", "ulimit -n=4096"]}
+    runs.start(facts=first)
+    runs.start(facts={"environment": ["ulimit -n=4096"]})
+    (line,) = warned(caplog)
+    assert line.splitlines()[1:] == [
+        "  environment: variables: NCCL_IB_DISABLE=1 ulimit -n=4096 -> ulimit -n=4096"
+    ]
+
+
+def test_own_code_is_compared_by_its_digest(runs, caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.py", "moved.py"):
+        (tmp_path / name).write_text("")
+
+    def code(loss, callback="cc"):
+        return {"own_code": {"loss": {"SHA-256": loss}, "callbacks": {"my:C": callback}}}
+
+    own = {"loss": "my:f", "callbacks": "my:C"}
+    runs.start(["loss"], facts=code("aa"), **own)
+    caplog.clear()
+    runs.start(facts=code("aa", "dd"), **own | {"loss": "moved:f"})
+    (line,) = warned(caplog)
+    assert line.splitlines()[1:] == [
+        "  loss: my:f -> moved:f (the same contents)", "  callbacks: my:C: cc -> dd",
+    ]  # fmt: skip
+    with pytest.raises(ConfigurationError, match="--accept_changes loss"):
+        runs.start(facts=code("bb", "dd"), **own | {"loss": "moved:f"})

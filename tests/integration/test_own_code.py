@@ -1,0 +1,147 @@
+"""Own callbacks, loss, order, frozen layers and data format: the examples of docs/own-code.md."""
+
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import prepare_data
+from utils.config.errors import ConfigurationError
+from utils.config.settings import parse_fine_tuning, parse_pretraining
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "own-code.md"
+EXAMPLES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
+FROZEN = {"freeze": ["embed_tokens", "layers.0"]}
+OWN = {"callbacks": "my_callbacks:LossAverage", "loss": "my_loss:focal", "order": "sequential"}
+
+
+@pytest.fixture
+def own_files(tmp_path, monkeypatch) -> Path:
+    """Write the files of the document into the working directory."""
+    (folder := tmp_path / "own").mkdir()
+    monkeypatch.chdir(folder)
+    for name, text in EXAMPLES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_run_with_own_code_resumes_bit_for_bit(pretrained, own_files, tmp_path, heldout, capsys):
+    settings = {**OWN, **FROZEN, **heldout}
+    whole = pretrained(tmp_path / "whole", **settings)
+    shown = capsys.readouterr().out
+    assert "packing in_order: order sequential (--order)" in shown
+    assert "loss: my_loss:focal in training, cross-entropy in evaluations" in shown
+    (counted,) = re.findall(r"memory: ([\d,]+) parameters, ([\d,]+) trained", shown)
+    everything, trained = (int(each.replace(",", "")) for each in counted)
+    first, last = (
+        load_file(whole / name / "model.safetensors") for name in ("checkpoint-3", "final")
+    )
+    same = {name for name, value in first.items() if torch.equal(value, last[name])}
+    assert same == {n for n in first if "embed_tokens" in n or ".layers.0." in n}
+    assert trained == everything - sum(first[name].numel() for name in same)
+    averages = [line["loss_average"] for line in tiny.train_lines(whole)]
+    expected, found = 0.0, []
+    for loss in tiny.losses(whole):
+        found.append(expected := 0.9 * expected + 0.1 * loss)
+    assert averages == pytest.approx(found)
+    cut = pretrained(tiny.copied(whole, tmp_path / "cut", step=3), **settings)
+    tiny.assert_same_run(cut, whole)
+    assert [line["loss_average"] for line in tiny.train_lines(cut)] == averages
+    recorded = tiny.starts(whole)[0]["own_code"]
+    assert recorded["callbacks"].keys() == {"my_callbacks:LossAverage"}
+    # An edited loss is refused, and other frozen layers cannot be accepted.
+    (own_files / "my_loss.py").write_text(EXAMPLES["my_loss.py"] + "\n")
+    again = tiny.copied(whole, tmp_path / "again", step=3)
+    with pytest.raises(ConfigurationError, match=r"loss: SHA-256 is .*--accept_changes loss"):
+        pretrained(again, **settings)
+    with pytest.raises(ConfigurationError, match="cannot resume: its freeze is embed_tokens layer"):
+        pretrained(again, **settings | {"freeze": "layers.0"})
+
+
+NLL = """
+from torch.nn.functional import cross_entropy
+
+def nll(logits, targets, positions):
+    assert positions.min() >= 1 and len(logits) == len(targets) == len(positions)
+    return cross_entropy(logits, targets, reduction="sum")
+
+def mean(logits, targets, positions):
+    return cross_entropy(logits, targets)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"use_peft": True, "lora_r": 4, "lora_dropout": 0}], ids=["full", "lora"]
+)
+def test_cross_entropy_as_an_own_loss_trains_as_before(kind, fine_tuned, own_files, tmp_path):
+    (own_files / "nll.py").write_text(NLL)
+    before = fine_tuned(tmp_path / "before", **kind, loss_head="logits")
+    accumulated = {"per_device_train_batch_size": 1, "loss": "nll.py:nll"}
+    after = fine_tuned(tmp_path / "after", **kind, **accumulated)
+    assert tiny.losses(after) == pytest.approx(tiny.losses(before), rel=1e-4)
+
+
+def test_what_cannot_work_is_refused_before_the_start(
+    pretraining, pretrained, fine_tuning, own_files, tmp_path
+):
+    (own_files / "nll.py").write_text(NLL)
+    for changes, said in (
+        ({"loss": "nll:mean"}, "--loss nll:mean: return a sum over tokens"),
+        ({"loss": "nll:nll", "loss_head": "fused"}, r"does not go with loss_head fused"),
+        ({"loss": "nll:gone"}, "nll:gone: AttributeError"),
+        ({"callbacks": "nll:nll"}, "--callbacks nll:nll: no class of TrainerCallback"),
+        ({"freeze": "layer.9"}, "--freeze layer.9: nothing in the model has this name"),
+        ({"train_only": "norm", "freeze": "model"}, "leave no weight to train"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            pretrained(tmp_path / "refused", **changes)
+    for parse, argv, said in (
+        (parse_pretraining, pretraining(tmp_path / "r", loss="no_such:f"), "there is no file no_s"),
+        (parse_pretraining, pretraining(tmp_path / "r", callbacks="torch"), "expected my_module:N"),
+        (parse_pretraining, pretraining(tmp_path / "r", order="sequential", packing="best_fit"),
+         "give packing: in_order"),
+        (parse_fine_tuning, fine_tuning(tmp_path / "r", use_peft=True, freeze="lm_head"),
+         "freeze lm_head .* has no effect: use_peft"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=said):
+            parse(argv, "")
+
+
+@pytest.fixture
+def characters(tmp_path) -> Path:
+    """Make a tokenizer whose ids are the codes of ASCII characters."""
+    vocabulary = {chr(code): code for code in range(1, 128)} | {"<eos>": 0}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+    fast.save_pretrained(tmp_path / "characters")
+    return tmp_path / "characters"
+
+
+def test_a_data_format_of_your_own(own_files, characters, tmp_path):
+    rows = [{"question": "why", "answers": ["so"], "rating": number % 4} for number in range(8)]
+    (own_files / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = tiny.flags(
+        sources="my.jsonl", format="my_format:question", output_dir=tmp_path / "data",
+        tokenizer_name_or_path=characters,
+    )  # fmt: skip
+    prepare_data.main(argv)
+    train = datasets.load_from_disk(tmp_path / "data" / "train")
+    text = "Question: why\nAnswer: so"
+    for row in train:
+        assert "".join(chr(token) for token in row["input_ids"] if token) == text
+        assert sum(row["completion_mask"]) >= len(" so")
+    assert len(train) == 2
+    faulty = own_files / "faulty_format.py"
+    faulty.write_text(EXAMPLES["my_format.py"].replace("['answers']", "['reply']"))
+    argv[argv.index("my_format:question")] = "faulty_format.py:question"
+    argv[argv.index(str(tmp_path / "data"))] = str(tmp_path / "other")
+    with pytest.raises(ConfigurationError, match=r"my\.jsonl.*KeyError: 'reply'"):
+        prepare_data.main(argv)

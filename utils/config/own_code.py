@@ -1,0 +1,67 @@
+"""The user's own Python code: callbacks, a loss, a data format; files of this machine alone."""
+
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from utils.config.declarations import setting
+from utils.config.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """Your own Python code: FILE.py:NAME, or MODULE:NAME in the working directory."""
+
+    callbacks: list[str] = setting(
+        [], "your own TrainerCallback classes, in this order: my_module:MyCallback, file.py:Other"
+    )
+    loss: str | None = setting(
+        None, "your own function for the training loss, a sum over tokens: my_module:my_loss"
+    )
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Return the SHA-256 of each file, for provenance.json."""
+        of_loss = {"SHA-256": sha256_of(self.loss)} if self.loss else {}
+        return {"callbacks": {each: sha256_of(each) for each in self.callbacks}, "loss": of_loss}
+
+
+def source_of(entry: str) -> tuple[Path, str]:
+    """Return the file and the name of `FILE.py:NAME` or `MODULE:NAME`. Raises ValueError."""
+    where, _, name = entry.rpartition(":")
+    path = Path(where if where.endswith(".py") else f"{where.replace('.', '/')}.py")
+    if not where or not name.isidentifier():
+        raise ValueError(f"{entry}: expected my_module:NAME or path/to/file.py:NAME")
+    if not path.is_file():
+        raise ValueError(f"{entry}: there is no file {path} in {Path.cwd()}")
+    return path, name
+
+
+def sha256_of(entry: str) -> str:
+    """Return the digest of an entry's file, or "" for no entry."""
+    return hashlib.sha256(source_of(entry)[0].read_bytes()).hexdigest() if entry else ""
+
+
+def load_own(entry: str) -> Any:
+    """Run the file of an entry and return the object it names. Raises ConfigurationError."""
+    path, name = source_of(entry)
+    try:
+        return getattr(_module(path.resolve()), name)
+    except Exception as error:
+        raise ConfigurationError(f"{entry}: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _module(path: Path) -> ModuleType:
+    """Run a Python file once, as a module that pickle and dataclasses find by its name."""
+    name = f"own_code_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "the file ends in .py"
+    assert spec.loader is not None, "it is a file"
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
