@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON line per training log, evaluation and save; a readable line in the log.
+"""Writer of training logs, evaluations and saves: JSON lines in metrics.jsonl, and log lines.
 
 utils/host/journal_file.py reads the file.
 """

@@ -121,7 +121,10 @@ class StopWatch(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Begin the first all-reduce of requests; make an evaluation that a stop postponed."""
+        """Begin the first all-reduce of the ranks' requests to stop or to save.
+
+        In a resumed run, let Trainer evaluate first if the stop came before a due evaluation.
+        """
         if state.global_step:
             args.eval_on_start = self.evaluation_due  # the user's value is not for resumed runs
             state.compute_steps(args, state.max_steps)  # Trainer keeps the checkpoint's *_steps

@@ -206,9 +206,10 @@ class Checkpoints:
         return self.work is not None and self.work.done() and self.work.exception() is not None
 
     def begin(self, step: int) -> bool:
-        """Wait for the previous save and make room; return False if this step is already committed.
+        """Wait for the previous save; delete old checkpoints if the next one needs the space.
 
-        Raises StorageError, or ConfigurationError if another job holds the run lock, on all ranks.
+        Return False if this step is already committed. Raises on all ranks: StorageError, or
+        ConfigurationError if another job holds the run lock.
         """
         self.begun = time.monotonic()
         self.finish()

@@ -156,7 +156,10 @@ def _tokens_used(
 
 
 def _pieces(documents: np.ndarray, lengths: np.ndarray, sequence_length: int) -> Segments:
-    """Cut documents into [0, T), [T - 1, 2T - 1), ... with T = sequence_length."""
+    """Cut documents into pieces [0, T), [T - 1, 2T - 1), ... with T = sequence_length.
+
+    A piece repeats the last token of the previous piece, so that no target is lost.
+    """
     stride = sequence_length - 1
     counts = (lengths - 1 + stride - 1) // stride
     start = ranges(np.zeros_like(counts), counts) * stride

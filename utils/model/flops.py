@@ -1,10 +1,10 @@
 """Model FLOPs per token and GPU peaks, for MFU.
 
 The convention is that of torchtitan, nanochat and benchmarks/hardware/flops.py. Each weight that
-multiplies a token counts 6 FLOPs, or 4 if it is frozen. The last layer counts once, even if it
-shares its weight with the embedding; the embedding does not count. Only the experts that a token is
-routed to count. Each attention layer adds 12 * heads * head_dim * T, as if no token were masked.
-Recomputed activations do not count.
+multiplies a token counts 6 FLOPs, or 4 if it is frozen. The LM head counts once, even if it shares
+its weight with the embedding; the embedding does not count. Of the experts, only those that compute
+a token count for it. Each attention layer adds 12 * heads * head_dim * T for a sequence of T
+tokens, as if no token were masked. Recomputed activations do not count.
 """
 
 import math

@@ -197,7 +197,10 @@ def _ranks_of(run: History, lines: Sequence[Line]) -> list[list[dict[str, Any]]]
 
 
 def memory_table(points: Sequence[Point]) -> list[Point]:
-    """Return a row per phase: the point with the most memory, and the ranks' median at its step."""
+    """Return the point with the most memory of each phase, and the median of the ranks at its step.
+
+    Return [] if only one rank was logged, in one phase.
+    """
     rows = []
     for event, phase in PHASES.items():
         if own := [point for point in points if point["event"] == event]:

@@ -38,11 +38,12 @@ class TurnDelimiter:
 
     Names in the code for the texts that the template prints around the words of messages:
 
-    gap        between the words of the previous message and those of the turn
-    following  between the words of the turn and those of the next message
+    gap        between the words of the previous message and the words of the turn
+    following  between the words of the turn and the words of the next message
     ended      behind the turn's words, if the turn is the last message of the chat
     continued  behind the turn's words, if another message follows
-    bare       behind the words of a chat's last message, without a generation prompt
+    bare       behind the words of the message before the turn, if the chat ends with that
+               message and there is no generation prompt
 
     stop: the tokenizer's EOS. added: a pattern of all added tokens, special or not.
     """

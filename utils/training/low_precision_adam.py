@@ -326,8 +326,9 @@ def round_into(
 ) -> None:
     """Round float32 values (rows, unit) into `part[name]`; overwrites `values`.
 
-    `random(bits)` returns int32 noise below 2**bits. Without it, values are rounded to the
-    nearest. Values that bfloat16 can hold do not change, including infinities and torch's NaNs.
+    A unit is a block of 8-bit codes, or one element. `random(bits)` returns int32 noise below
+    2**bits. Without it, values are rounded to the nearest. In bfloat16, values that it can hold
+    stay the same, including infinities and torch's NaNs.
     """
     kept, scales = part[name], part.get(name + SCALE)
     if scales is not None:
