@@ -37,8 +37,8 @@ from utils.model.loss_head import LossHeadChoice  # noqa: E402
 from utils.plan.forecast import (  # noqa: E402
     Planner,
     make_planner,
-    rough_duration,
-    rounded,
+    shown_durations,
+    shown_speeds,
     suggest,
 )
 from utils.plan.memory_estimate import GIB, count_parameters  # noqa: E402
@@ -72,6 +72,68 @@ def _qwen3(width: int, inner: int, layers: int, heads: int, *, tied: bool) -> di
     return _sizes("qwen3", (width, inner, layers, heads, 8, 151936), tied=tied, head_dim=128)
 
 
+def _qwen3_5(
+    sizes: tuple[int, ...], *, value_heads: int, kind: str = "qwen3_5_text", **more: Any
+) -> dict[str, Any]:
+    """Return a model in which three of four layers are gated DeltaNets."""
+    layers = (["linear_attention"] * 3 + ["full_attention"]) * (sizes[2] // 4)
+    return _sizes(
+        kind, sizes, head_dim=256, layer_types=layers, linear_num_key_heads=16,
+        linear_num_value_heads=value_heads, linear_key_head_dim=128, linear_value_head_dim=128,
+        **more,
+    )  # fmt: skip
+
+
+QWEN3_5_MOE = _qwen3_5(
+    (2048, 512, 40, 16, 2, 248320), value_heads=32, kind="qwen3_5_moe_text", num_experts=256,
+    num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+)  # fmt: skip
+
+
+def _gemma4(sizes: tuple[int, ...], local: int = 5, **more: Any) -> dict[str, Any]:
+    """Return a model in which each full-attention layer follows `local` layers with a window."""
+    layers = (["sliding_attention"] * local + ["full_attention"]) * (sizes[2] // (local + 1))
+    return _sizes(
+        "gemma4_text", (*sizes, 262144), tied=True, head_dim=256, global_head_dim=512,
+        layer_types=layers, **more,
+    )  # fmt: skip
+
+
+GEMMA4_SMALL = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
+GEMMA4_LARGE = {
+    "hidden_size_per_layer_input": 0, "sliding_window": 1024, "attention_k_eq_v": True,
+}  # fmt: skip
+EXPERTS_OF_MISTRAL4 = {
+    "n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048,
+    "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}  # fmt: skip
+EXPERTS_OF_GLM4_LITE = {
+    "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+    "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+    "v_head_dim": 256, "mlp_layer_types": ["dense"] + ["sparse"] * 46,
+}  # fmt: skip
+STATE_OF_NEMOTRON = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "chunk_size": 128, "mamba_head_dim": 64, "mamba_num_heads": 64, "n_groups": 8,
+    "ssm_state_size": 128, "moe_intermediate_size": 1856, "n_routed_experts": 128,
+    "moe_shared_expert_intermediate_size": 3712, "num_experts_per_tok": 6,
+}  # fmt: skip
+GRANITE_TINY = {
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_n_heads": 48,
+    "mamba_d_state": 128, "num_local_experts": 64, "num_experts_per_tok": 6,
+    "shared_intermediate_size": 1024, "position_embedding_type": "nope",
+}  # fmt: skip
+GRANITE_MICRO = {
+    "layer_types": ["attention"] * 40, "num_local_experts": 0, "num_experts_per_tok": 0,
+    "shared_intermediate_size": 8192, "position_embedding_type": "rope",
+}  # fmt: skip
+LFM = {
+    "layer_types": [
+        "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
+    ],
+    "block_ff_dim": 12288,
+}  # fmt: skip
 # The sizes of config.json on the Hub, typed; ten are checked by their numbers of parameters.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
@@ -85,13 +147,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "qwen3_moe", (2048, 6144, 48, 32, 4, 151936), head_dim=128, num_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=768,
     ),
-    "Qwen/Qwen3.5-4B": _sizes(
-        "qwen3_5_text", (2560, 9216, 32, 16, 4, 248320), tied=True, head_dim=256,
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, linear_num_key_heads=16,
-        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
-    ),
-    "meta-llama/Llama-3.2-1B-Instruct": _sizes("llama", (2048, 8192, 16, 32, 8, 128256), tied=True),
-    "meta-llama/Llama-3.2-3B-Instruct": _sizes("llama", (3072, 8192, 28, 24, 8, 128256), tied=True),
+    "Qwen/Qwen3-4B-Instruct-2507": _qwen3(2560, 9728, 36, 32, tied=True),
+    # Qwen3.5: the README and __init__ of torchtitan/models/qwen3_5. Qwen3.6 has the same sizes.
+    "Qwen/Qwen3.5-2B": _qwen3_5((2048, 6144, 24, 8, 2, 248320), value_heads=16, tied=True),
+    "Qwen/Qwen3.5-4B": _qwen3_5((2560, 9216, 32, 16, 4, 248320), value_heads=32, tied=True),
+    "Qwen/Qwen3.5-9B": _qwen3_5((4096, 12288, 32, 16, 4, 248320), value_heads=32),
+    "Qwen/Qwen3.5-27B": _qwen3_5((5120, 17408, 64, 24, 4, 248320), value_heads=48),
+    "Qwen/Qwen3.6-27B": _qwen3_5((5120, 17408, 64, 24, 4, 248320), value_heads=48),
+    "Qwen/Qwen3.5-35B-A3B": QWEN3_5_MOE,
+    "Qwen/Qwen3.6-35B-A3B": QWEN3_5_MOE,
     "meta-llama/Llama-3.1-8B-Instruct": _sizes("llama", (4096, 14336, 32, 32, 8, 128256)),
     "meta-llama/Llama-3.1-8B": _sizes("llama", (4096, 14336, 32, 32, 8, 128256)),
     "meta-llama/Llama-3.3-70B-Instruct": _sizes("llama", (8192, 28672, 80, 64, 8, 128256)),
@@ -115,13 +179,57 @@ MODELS: dict[str, dict[str, Any]] = {
         "gemma3_text", (3840, 15360, 48, 16, 8, 262208), tied=True, head_dim=256,
         sliding_window=1024,
     ),
-    "microsoft/phi-4": _sizes("phi3", (5120, 17920, 40, 40, 10, 100352)),
-    "allenai/OLMo-2-1124-7B-Instruct": _sizes("olmo2", (4096, 11008, 32, 32, 32, 100352)),
     "allenai/Olmo-3-7B-Instruct": _sizes(
         "olmo3", (4096, 11008, 32, 32, 32, 100278), sliding_window=4096
     ),
-    "mistralai/Mistral-Small-24B-Instruct-2501": _sizes(
-        "mistral", (5120, 32768, 40, 32, 8, 131072), head_dim=128, sliding_window=None
+    # Gemma 4: maxtext's checkpoint_conversion/utils/hf_model_configs.py.
+    "google/gemma-4-E2B-it": _gemma4(
+        (1536, 6144, 35, 8, 1), local=4, num_kv_shared_layers=20, use_double_wide_mlp=True,
+        **GEMMA4_SMALL,
+    ),
+    "google/gemma-4-E4B-it": _gemma4(
+        (2560, 10240, 42, 8, 2), num_kv_shared_layers=18, **GEMMA4_SMALL
+    ),
+    "google/gemma-4-26B-A4B-it": _gemma4(
+        (2816, 2112, 30, 16, 8), num_global_key_value_heads=2, enable_moe_block=True,
+        num_experts=128, top_k_experts=8, moe_intermediate_size=704, **GEMMA4_LARGE,
+    ),
+    "google/gemma-4-31B-it": _gemma4(
+        (5376, 21504, 60, 32, 16), num_global_key_value_heads=4, **GEMMA4_LARGE
+    ),
+    # Ministral 3: Megatron-Bridge's Ministral3ModelProvider3B, 8B and 14B.
+    "mistralai/Ministral-3-3B-Instruct-2512-BF16": _sizes(
+        "ministral3", (3072, 9216, 26, 32, 8, 131072), tied=True, head_dim=128
+    ),
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": _sizes(
+        "ministral3", (4096, 14336, 34, 32, 8, 131072), head_dim=128
+    ),
+    "mistralai/Ministral-3-14B-Instruct-2512-BF16": _sizes(
+        "ministral3", (5120, 16384, 40, 32, 8, 131072), head_dim=128
+    ),
+    # transformers' Mistral4Config and Glm4MoeLiteConfig, whose defaults are these models.
+    "axolotl-ai-co/Mistral-Small-4-119B-2603-BF16": _sizes(
+        "mistral4", (4096, 12288, 36, 32, 32, 131072), **EXPERTS_OF_MISTRAL4
+    ),
+    "zai-org/GLM-4.7-Flash": _sizes(
+        "glm4_moe_lite", (2048, 10240, 47, 20, 20, 154880), **EXPERTS_OF_GLM4_LITE
+    ),
+    # Nemotron and gpt-oss-120b: aiconfigurator's model_configs.
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _sizes(
+        "nemotron_h", (2688, 1856, 52, 32, 2, 131072), head_dim=128, **STATE_OF_NEMOTRON
+    ),
+    "LiquidAI/LFM2.5-1.2B-Instruct": _sizes(
+        "lfm2", (2048, 12288, 16, 32, 8, 65536), tied=True, **LFM
+    ),
+    "ibm-granite/granite-4.0-micro": _sizes(
+        "granitemoehybrid", (2560, 8192, 40, 40, 8, 100352), tied=True, **GRANITE_MICRO
+    ),
+    "ibm-granite/granite-4.0-h-tiny": _sizes(
+        "granitemoehybrid", (1536, 512, 40, 12, 4, 100352), tied=True, **GRANITE_TINY
+    ),
+    "openai/gpt-oss-120b": _sizes(
+        "gpt_oss", (2880, 2880, 36, 64, 8, 201088), head_dim=64, num_local_experts=128,
+        num_experts_per_tok=4, sliding_window=128,
     ),
     "openai/gpt-oss-20b": _sizes(
         "gpt_oss", (2880, 2880, 24, 64, 8, 201088), head_dim=64, num_local_experts=32,
@@ -185,15 +293,15 @@ def predicted_line(path: Path) -> str:
     found = planner.candidate(setup.launch.strategy, setup.micro_batch, choice)
     step_tokens = settings.run.global_batch_size * settings.data.sequence_length
     tokens = settings.training.max_steps * step_tokens
-    whole = f"{rough_duration(tokens / found.tokens_per_s)} for {tokens / 1e9:,.3g} B tokens"
-    a_billion = f"{rough_duration(1e9 / found.tokens_per_s)} for a billion tokens"
+    whole = f"{shown_durations(tokens, found.speeds)} for {tokens / 1e9:,.3g} B tokens"
+    a_billion = f"{shown_durations(1e9, found.speeds)} for a billion tokens"
     memory_line = f"{found.total_bytes / GIB:.0f} GiB a GPU"
     if not found.counted:
         memory_line = f"over {memory_line} without activations"
     gpus = replace(planner.gpus, nodes=1, per_node=planner.gpus.world_size)
     return (
         f"# Predicted on {gpus}: {memory_line}, "
-        f"{rounded(found.tokens_per_s):,} tokens/s, "
+        f"{shown_speeds(found.speeds)} tokens/s, "
         f"{whole if tokens > 0 else a_billion}.\n"
     )
 

@@ -93,6 +93,22 @@ def test_a_recipe_passes_a_dry_run_on_its_hardware(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("recipe", ["demo_cpu", "base/lora"])
+def test_my_chats_passes_a_dry_run_on_top_of(recipe, workspace, long_model, tmp_path, capsys):
+    path, mine = (ROOT / f"recipes/sft/{name}.yaml" for name in (recipe, "base/my_chats"))
+    content = yaml.safe_load(mine.read_text()) | {"model_name_or_path": ""}
+    sft_train.main(
+        [
+            *("--config", str(path), str(mine), "--dry_run"),
+            *stand_ins("sft_train.py", content, workspace, long_model),
+            *tiny.flags(sequence_length=64, global_batch_size=8, output_dir=tmp_path / "run"),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert "1 sequence x 64 tokens x 1 rank x 8 accumulation" in shown
+    assert "2 epochs" in shown
+
+
 def test_the_guides_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):
     guide, recipe = (ROOT / "docs" / "running.md").read_text(), tmp_path / "my_run.yaml"
     recipe.write_text(guide.split("```yaml")[1].split("```")[0])

@@ -25,15 +25,25 @@ PUBLISHED = {model.name: model for model in MODELS}
 # Prefix of a family's recipe names -> a model of the family.
 FAMILIES = {
     "gemma3": "google/gemma-3-4b-it",
+    "gemma4_26b": "google/gemma-4-26B-A4B",
+    "gemma4_31b": "google/gemma-4-31B-it",
+    "gemma4_e": "google/gemma-4-E2B-it",
+    "glm4_7_flash": "zai-org/GLM-4.7-Flash",
     "gpt_oss": "openai/gpt-oss-20b",
+    "granite4_h": "ibm-granite/granite-4.0-h-tiny",
+    "granite4_micro": "ibm-granite/granite-4.0-micro",
+    "lfm2_5": "LiquidAI/LFM2.5-1.2B-Instruct",
     "llama3": "meta-llama/Llama-3.1-8B-Instruct",
-    "mistral_small": "mistralai/Mistral-Small-24B-Instruct-2501",
-    "olmo2": "allenai/OLMo-2-1124-7B",
+    "ministral3": "mistralai/Ministral-3-8B-Instruct-2512-BF16",
+    "mistral_small4": "mistralai/Mistral-Small-4-119B-2603",
+    "nemotron3_nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B",
     "olmo3": "allenai/Olmo-3-1025-7B",
-    "phi4": "microsoft/phi-4",
     "qwen3": "Qwen/Qwen3-8B",
     "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3_5": "Qwen/Qwen3.5-27B",
+    "qwen3_5_35b_a3b": "Qwen/Qwen3.5-35B-A3B",
+    "qwen3_6": "Qwen/Qwen3.5-27B",
+    "qwen3_6_35b_a3b": "Qwen/Qwen3.5-35B-A3B",
     "smollm2": "HuggingFaceTB/SmolLM2-135M",
     "smollm3": "HuggingFaceTB/SmolLM3-3B",
 }
@@ -43,10 +53,13 @@ SMALL = {
 }  # fmt: skip
 ALWAYS = ("gemma3_4b_full", "qwen3_8b_qlora", "qwen3_8b_continued")
 TRIED = [
-    *("gemma3_4b_full", "gpt_oss_20b_full", "llama3_1_8b_full", "mistral_small_24b_full"),
-    *("olmo2_7b_full", "olmo3_7b_full", "phi4_14b_full", "qwen3_8b_full", "qwen3_30b_a3b_full"),
-    *("qwen3_5_4b_full", "smollm2_135m_full", "smollm3_3b_full"),
+    *("gemma3_4b_full", "gpt_oss_20b_full", "llama3_1_8b_full", "olmo3_7b_full"),
+    *("qwen3_8b_full", "qwen3_30b_a3b_full", "qwen3_5_4b_full", "smollm2_135m_full"),
+    *("smollm3_3b_full", "ministral3_8b_full", "lfm2_5_1_2b_full", "granite4_micro_full"),
     *("gemma3_12b_lora", "qwen3_30b_a3b_lora", "llama3_3_70b_qlora", "qwen3_8b_qlora"),
+    *("gemma4_26b_a4b_lora", "gemma4_31b_lora", "gemma4_e2b_full", "gemma4_e4b_lora"),
+    *("glm4_7_flash_lora", "granite4_h_tiny_lora", "mistral_small4_119b_lora"),
+    *("nemotron3_nano_lora", "qwen3_5_35b_a3b_lora", "qwen3_6_27b_lora", "qwen3_6_35b_a3b_lora"),
     "qwen3_8b_continued",
 ]
 

@@ -37,12 +37,11 @@ from utils.plan.run_data import accumulation_steps
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
 SHARES = {768: 0.3612, 1024: 0.4292, 2048: 0.4884, 4096: 0.5157}
 SOURCE = "shares of the peak as measured on an H200"
-# Not measured here: each of several GPUs reaches about this part of a single GPU's share. The
-# source is two rows of a table in MosaicML's llm-foundry (8 H100, FSDP, 2,048 tokens, nothing
-# recomputed): 46.4 % of the peak for 7 B parameters, 41.8 % for 1 B. The table counts attention as
-# if there were no causal mask. Counted as in this module, the two are 0.87 and 0.80 of the shares
-# above. The table's rows with recomputation are higher.
-SEVERAL = 0.87
+# Not measured here: each of several GPUs reaches this part of a single GPU's share, the lowest and
+# the highest of published speeds of models up to 30 B parameters on H100s. The lowest is
+# torchtitan's Llama 3.1 8B on 128 GPUs of 500 W, the highest MosaicML's 7 B on 8 GPUs.
+# tests/unit/plan/test_forecast.py lists ten speeds with their sources.
+SEVERAL = (0.68, 0.87)
 # Not measured: factors on the share for layers that are not compiled, for experts, and for float32
 # instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time: recomputation adds
 # a third of the time that norms and the like take in benchmarks/hardware/roofline.py.
@@ -62,14 +61,15 @@ USUAL = assumed_gpus("1xH100-80GB")
 class Candidate:
     """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    counted: whether the bytes include activations, which cannot be counted for some architectures.
+    speeds: the lowest and the highest prediction. counted: whether the bytes include activations,
+    which cannot be counted for some architectures.
     """
 
     strategy: str
     micro_batch: int
     recomputed: str
     total_bytes: int
-    tokens_per_s: float
+    speeds: tuple[float, float]
     counted: bool
 
 
@@ -99,11 +99,17 @@ class Planner:
         again = 2 * (products.forward - head) + 4 * unseen if recomputed == "full" else 0
         return products.flops(self.document_tokens) - 12 * unseen + again
 
-    def tokens_per_s(self, setup: Setup, recomputed: str) -> float:
+    def speeds(self, setup: Setup, recomputed: str) -> tuple[float, float]:
+        """Return the lowest and the highest predicted speed; for one GPU they are equal."""
+        slow, fast = (self.tokens_per_s(setup, recomputed, part) for part in SEVERAL)
+        return slow, fast
+
+    def tokens_per_s(self, setup: Setup, recomputed: str, several: float = SEVERAL[1]) -> float:
         """Return tokens per second of all GPUs together, padding included.
 
-        GPUs of unknown speed count as H100s. Raises ConfigurationError if the global batch does not
-        divide into micro-batches.
+        several: the part of its share that a GPU among several reaches. GPUs of unknown speed
+        count as H100s. Raises ConfigurationError if the global batch does not divide into
+        micro-batches.
         """
         gpus, known = self.gpus, self.gpus if self.gpus.flops else USUAL
         assert known.flops is not None
@@ -114,7 +120,7 @@ class Planner:
         width = setup.config.get_text_config(decoder=True).hidden_size
         share = float(np.interp(math.log(width), np.log([*SHARES]), [*SHARES.values()]))
         factors = (
-            (SEVERAL, gpus.world_size > 1),
+            (several, gpus.world_size > 1),
             (NOT_COMPILED, not setup.compiles),
             (OF_EXPERTS, self.has_experts),
             (FLOAT32, setup.autocast is None),
@@ -133,8 +139,8 @@ class Planner:
     def candidate(self, strategy: str, micro_batch: int, recomputed: str) -> Candidate:
         """Predict memory and speed. Raises ConfigurationError if the batch does not divide."""
         setup = changed(self.setup, {"strategy": strategy, ROWS: micro_batch})
-        speed, memory = self.tokens_per_s(setup, recomputed), estimate_memory(setup, recomputed)
-        return Candidate(strategy, micro_batch, recomputed, memory.total, speed, memory.counted)
+        speeds, memory = self.speeds(setup, recomputed), estimate_memory(setup, recomputed)
+        return Candidate(strategy, micro_batch, recomputed, memory.total, speeds, memory.counted)
 
     @property
     def room(self) -> int:
@@ -183,8 +189,8 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort by speed. Among nearly equal speeds prefer less sharding, then a larger micro-batch."""
     rest, ordered = list(candidates), []
     while rest:
-        fastest = max(one.tokens_per_s for one in rest)
-        near = [one for one in rest if one.tokens_per_s >= AS_FAST * fastest]
+        fastest = max(one.speeds[1] for one in rest)
+        near = [one for one in rest if one.speeds[1] >= AS_FAST * fastest]
         # candidates() yields strategies with less sharding first. max returns the first of equals.
         simplest = [one for one in near if one.strategy == near[0].strategy]
         best = max(simplest, key=lambda one: one.micro_batch)
@@ -240,16 +246,16 @@ def suggest(planner: Planner, report: Report) -> None:
         f"  activation_checkpointing: {best.recomputed}",
         "the best of each kind:",
         f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
-        f"{'tokens/s':>12}",
+        f"{'tokens/s':>22}",
     ]
     kinds: dict[tuple[str, str], Candidate] = {}
     for one in ordered:
         kinds.setdefault((one.strategy, one.recomputed), one)
     for one in [*kinds.values()][:LISTED]:
-        speed = f"{rounded(one.tokens_per_s):,}" if gpus.flops else "?"
+        speed = shown_speeds(one.speeds) if gpus.flops else "?"
         lines.append(
             f"  {FILES.get(one.strategy, one.strategy):<11} {one.micro_batch:>11} "
-            f"{one.recomputed:<13} {one.total_bytes / GIB:>9.1f} {speed:>12}"
+            f"{one.recomputed:<13} {one.total_bytes / GIB:>9.1f} {speed:>22}"
         )
     report.say("\n".join(lines))
 
@@ -259,14 +265,30 @@ def forecast_line(planner: Planner, recomputed: str, total_steps: int) -> str:
     gpus, settings = planner.gpus, planner.setup.settings
     if gpus.flops is None:
         return f"forecast: no speed, only the memory of {gpus} is known"
-    speed = planner.tokens_per_s(planner.setup, recomputed)
+    speeds = planner.speeds(planner.setup, recomputed)
     step_tokens = settings.run.global_batch_size * settings.data.sequence_length
+    seconds = " to ".join(dict.fromkeys(f"{step_tokens / speed:.2g}" for speed in speeds[::-1]))
+    published = ", and by others on several H100s" if gpus.world_size > 1 else ""
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
     return (
-        f"forecast: {rounded(speed):,} tokens/s on {gpus}, {step_tokens / speed:.2g} s a step, "
-        f"{rough_duration(total_steps * step_tokens / speed)} in all without evaluation and saves "
-        f"({SOURCE}{network})"
+        f"forecast: {shown_speeds(speeds)} tokens/s on {gpus}, {seconds} s a step, "
+        f"{shown_durations(total_steps * step_tokens, speeds)} in all without evaluation and saves "
+        f"({SOURCE}{published}{network})"
     )
+
+
+def shown_speeds(speeds: tuple[float, float]) -> str:
+    """Return the lowest and the highest speed as text, or one number if they are equal."""
+    return " to ".join(dict.fromkeys(f"{rounded(speed):,}" for speed in speeds))
+
+
+def shown_durations(tokens: float, speeds: tuple[float, float]) -> str:
+    """Return how long `tokens` take, as text: 3.6 to 4.6 hours."""
+    fast, slow = (rough_duration(tokens / speed) for speed in speeds[::-1])
+    number, _, unit = fast.partition(" ")
+    if fast == slow:
+        return slow
+    return f"{number if slow.endswith(unit) else fast} to {slow}"
 
 
 def rough_duration(seconds: float) -> str:

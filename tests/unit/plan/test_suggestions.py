@@ -17,6 +17,8 @@ from utils.plan.forecast import (
     forecast_line,
     make_planner,
     rough_duration,
+    shown_durations,
+    shown_speeds,
     suggest,
 )
 from utils.plan.memory_estimate import GIB, WORKSPACE_BYTES
@@ -71,7 +73,9 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
         f"  per_device_train_batch_size: {best.micro_batch}",
         f"  activation_checkpointing: {best.recomputed}",
     ]
-    assert re.fullmatch(rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+", lines[6])
+    assert re.fullmatch(
+        rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+ to [\d,]+", lines[6]
+    )
     assert planner.setup.settings.run.global_batch_size == 16
     # Pasted into the recipe, the settings have the same prediction as in the table.
     again = plan(200, per_device_train_batch_size=best.micro_batch)
@@ -114,13 +118,17 @@ def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
     line = forecast_line(planner, "none", 10)
     assert "no speed, the GPUs are known by their memory alone" in line
     line = forecast_line(plan(40_000), "none", 100)
-    assert re.search(r"forecast: [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line)
+    assert re.search(
+        r"forecast: [\d,]+ to [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line
+    )
 
 
 def test_of_two_as_fast_the_simpler_comes_first():
     rows = [
-        Candidate("ddp", 1, "none", GIB, 100.0, True), Candidate("ddp", 2, "none", GIB, 99.0, True),
-        Candidate("fsdp2", 4, "none", GIB, 100.5, True), Candidate("ddp", 4, "full", 1, 80.0, True),
+        Candidate("ddp", 1, "none", GIB, (1.0, 100.0), True),
+        Candidate("ddp", 2, "none", GIB, (1.0, 99.0), True),
+        Candidate("fsdp2", 4, "none", GIB, (1.0, 100.5), True),
+        Candidate("ddp", 4, "full", 1, (1.0, 80.0), True),
     ]  # fmt: skip
     assert [rows.index(one) for one in best_first(rows)] == [1, 0, 2, 3]
 
@@ -129,3 +137,8 @@ def test_durations_are_as_exact_as_a_forecast():
     shown = {30.2: "31 seconds", 600: "10 minutes", 9000: "2.5 hours", 46_000: "13 hours"}
     assert {seconds: rough_duration(seconds) for seconds in shown} == shown
     assert rough_duration(864_000) == "10 days"
+    assert shown_speeds((6_480.0, 8_289.0)) == "6,500 to 8,300"
+    assert shown_speeds((8_289.0, 8_289.0)) == "8,300"
+    assert shown_durations(3600 * 1000, (200.0, 250.0)) == "4 to 5 hours"
+    assert shown_durations(60 * 1000, (4.0, 16.0)) == "62 minutes to 4.2 hours"
+    assert shown_durations(3600 * 1000, (200.0, 200.0)) == "5 hours"
