@@ -105,8 +105,8 @@ def test_my_chats_passes_a_dry_run_on_top_of(recipe, workspace, long_model, tmp_
         ]
     )
     shown = capsys.readouterr().out
-    assert "1 sequence x 64 tokens x 1 rank x 8 accumulation" in shown
-    assert "2 epochs" in shown
+    assert "1 sequences x 64 tokens x 1 rank x 8 accumulation" in shown
+    assert "run: 16 steps = 2.03 epochs" in shown
 
 
 def test_the_guides_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp_path, capsys):

@@ -37,10 +37,8 @@ from utils.plan.run_data import accumulation_steps
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.
 SHARES = {768: 0.3612, 1024: 0.4292, 2048: 0.4884, 4096: 0.5157}
 SOURCE = "shares of the peak as measured on an H200"
-# Not measured here: each of several GPUs reaches this part of a single GPU's share, the lowest and
-# the highest of published speeds of models up to 30 B parameters on H100s. The lowest is
-# torchtitan's Llama 3.1 8B on 128 GPUs of 500 W, the highest MosaicML's 7 B on 8 GPUs.
-# tests/unit/plan/test_forecast.py lists ten speeds with their sources.
+# Not measured here: each of several GPUs reaches 0.68 (torchtitan, Llama 3.1 8B) to 0.87 (MosaicML,
+# MPT 7B) of a single GPU's share. tests/unit/plan/test_forecast.py has the published speeds.
 SEVERAL = (0.68, 0.87)
 # Not measured: factors on the share for layers that are not compiled, for experts, and for float32
 # instead of bf16 (the peak of TF32 is half). SELECTIVE is a factor on the time: recomputation adds
