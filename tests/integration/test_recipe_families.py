@@ -6,6 +6,7 @@ The tests keep a recipe's settings that decide what is trained and how, and redu
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -13,10 +14,11 @@ import torch
 import trials
 from facts import POSITIONS
 from published_models import MODELS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import pretrain
 import sft_train
+from utils.model.architecture import causal_lm_class
 from utils.model.config import config_from_file
 
 pytestmark = pytest.mark.slow
@@ -89,7 +91,7 @@ def cut_model(name: str, directory: Path) -> Path:
     path.write_text(json.dumps(model.small_config()))
     config = config_from_file(path, AutoTokenizer.from_pretrained(directory))
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
+    causal_lm_class(config)(config).bfloat16().save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps(model.small_generation()))
     return directory
 
@@ -110,11 +112,12 @@ def test_a_recipe_trains_a_small_model_of_its_family(recipe, data, tmp_path, cap
     losses = [*tiny.losses(run), *tiny.evaluations(run, "heldout").values()]
     assert len(losses) >= 4
     assert all(0 < loss < 2 * math.log(trials.VOCABULARY) for loss in losses), losses
-    final, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
+    model_class: Any = causal_lm_class(AutoConfig.from_pretrained(base))
+    final, info = model_class.from_pretrained(run / "final", output_loading_info=True)
     assert not any(info.values())
     assert final.dtype == torch.bfloat16
     assert final.config.get_text_config().max_position_embeddings == POSITIONS
-    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    before = model_class.from_pretrained(base).state_dict()
     assert any(not value.equal(before[name]) for name, value in final.state_dict().items())
     assert (run / "adapter").exists() == recipe.endswith("lora")
     assert ("are kept in nf4" in capsys.readouterr().out) == recipe.endswith("_qlora")
