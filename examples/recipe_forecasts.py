@@ -99,36 +99,36 @@ def _gemma4(sizes: tuple[int, ...], local: int = 5, **more: Any) -> dict[str, An
     )  # fmt: skip
 
 
-GEMMA4_SMALL = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
-GEMMA4_LARGE = {
+GEMMA4_SMALL: dict[str, Any] = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
+GEMMA4_LARGE: dict[str, Any] = {
     "hidden_size_per_layer_input": 0, "sliding_window": 1024, "attention_k_eq_v": True,
 }  # fmt: skip
-EXPERTS_OF_MISTRAL4 = {
+EXPERTS_OF_MISTRAL4: dict[str, Any] = {
     "n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048,
     "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }  # fmt: skip
-EXPERTS_OF_GLM4_LITE = {
+EXPERTS_OF_GLM4_LITE: dict[str, Any] = {
     "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
     "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
     "v_head_dim": 256, "mlp_layer_types": ["dense"] + ["sparse"] * 46,
 }  # fmt: skip
-STATE_OF_NEMOTRON = {
+STATE_OF_NEMOTRON: dict[str, Any] = {
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     "chunk_size": 128, "mamba_head_dim": 64, "mamba_num_heads": 64, "n_groups": 8,
     "ssm_state_size": 128, "moe_intermediate_size": 1856, "n_routed_experts": 128,
     "moe_shared_expert_intermediate_size": 3712, "num_experts_per_tok": 6,
 }  # fmt: skip
-GRANITE_TINY = {
+GRANITE_TINY: dict[str, Any] = {
     "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_n_heads": 48,
     "mamba_d_state": 128, "num_local_experts": 64, "num_experts_per_tok": 6,
     "shared_intermediate_size": 1024, "position_embedding_type": "nope",
 }  # fmt: skip
-GRANITE_MICRO = {
+GRANITE_MICRO: dict[str, Any] = {
     "layer_types": ["attention"] * 40, "num_local_experts": 0, "num_experts_per_tok": 0,
     "shared_intermediate_size": 8192, "position_embedding_type": "rope",
 }  # fmt: skip
-LFM = {
+LFM: dict[str, Any] = {
     "layer_types": [
         "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
     ],
