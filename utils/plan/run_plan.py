@@ -141,11 +141,10 @@ def plan_run(
     device = None if elsewhere else training.device
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
-        total_steps = sampler.total_steps
         check_quantization(settings, config, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
-        rehearse(settings, config, states is not None, total_steps, device, report)
+        rehearse(settings, config, states is not None, sampler.total_steps, device, report)
         with naming(str(settings.model.model_config or config.name_or_path)):
             attention = _attention(settings, data, config, device)
         report.say(f"attention: {attention.reason}; {attention.proof}")
@@ -169,15 +168,14 @@ def plan_run(
                 suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
-            report.say(forecast_line(planner, memory.choice, total_steps))
-        workers = choose_data_workers(settings, launch, report)
+            report.say(forecast_line(planner, memory.choice, sampler.total_steps))
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
-            report_run(settings, launch, total_steps, saved_bytes, report)
+            report_run(settings, launch, sampler.total_steps, saved_bytes, report)
     return RunPlan(
         settings=settings,
         sampler=sampler,
-        total_steps=total_steps,
+        total_steps=sampler.total_steps,
         adapters=adapters,
         quantized=setup.quantized,
         attention=attention,
@@ -187,7 +185,7 @@ def plan_run(
         optimizer_states=states,
         checkpoint_bytes=saved_bytes,
         save_dtype=saved_dtype(settings, config, setup.dtype),
-        data_workers=workers,
+        data_workers=choose_data_workers(settings, launch, report),
         report=report,
     )
 
