@@ -11,10 +11,8 @@ flags say otherwise. Answers go to stdout, everything else to stderr.
 """
 
 import argparse
-import contextlib
 import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,15 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from utils.run.chat import ChatModel, check_flags, opening, talk
 
     check_flags(given)  # before the weights, which may take minutes
-    with contextlib.suppress(KeyboardInterrupt):
-        model = ChatModel(given)
-        if given.prompt is None:
-            talk(model, given.system)
-        else:
-            model.answer([*opening(given.system), {"role": "user", "content": given.prompt}])
-        return 0
-    return 128 + signal.SIGINT
+    model = ChatModel(given)
+    if given.prompt is None:
+        talk(model, given.system)
+    else:
+        model.answer([*opening(given.system), {"role": "user", "content": given.prompt}])
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(run_script(main, __doc__, announced=True))

@@ -1,6 +1,9 @@
-"""Turn documents or chats into a pre-tokenized dataset.
+r"""Turn documents or chats into a pre-tokenized dataset.
 
     python prepare_data.py --config recipes/data/demo_pretrain.yaml
+    python prepare_data.py --sources chats.jsonl --tokenizer_name_or_path Qwen/Qwen3-0.6B \
+        --output_dir data/my-chats --validation_fraction 0.05
+    python prepare_data.py --config recipes/data/smoltalk_qwen3.yaml --models Qwen/Qwen3-8B
 
 Reads text, JSONL, JSON, CSV, Parquet, `datasets` folders or datasets of the Hub, tokenizes them,
 and writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--offline_dir DIR` only
@@ -39,4 +42,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(run_script(main, __doc__, announced=True))

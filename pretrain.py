@@ -1,8 +1,9 @@
 r"""Train a causal language model on documents: next-token pretraining, from scratch or continued.
 
     python pretrain.py --config recipes/pretrain/demo_cpu.yaml
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
-        pretrain.py --config recipes/pretrain/demo_cpu.yaml --learning_rate 1e-4
+    python pretrain.py --model_config recipes/model/llama_124m.yaml \
+        --train_data data/my-text/train --output_dir runs/my-text --dry_run
+    slurm/launch_node.sh pretrain.py --config recipes/pretrain/llama_124m.yaml --learning_rate 1e-4
 
 Flags win over recipes; an unknown key in either is an error. `--dry_run` checks everything, says
 what will happen and stops before weights are loaded. The same command resumes a run that stopped.
@@ -21,13 +22,14 @@ def main(argv: list[str] | None = None) -> int:
     settings = parse_pretraining(argv, description=__doc__)  # the rest is imported if it is sound
     from utils.model.config import load_model_config
     from utils.model.weights import load_model
-    from utils.plan.run_data import load_run_data, load_run_tokenizer
+    from utils.plan.run_data import choose_sizes, load_run_data, load_run_tokenizer
     from utils.plan.run_plan import log_plan, plan_run
     from utils.run.start import check_start, start_process
 
     launch = start_process(settings)
     tokenizer = load_run_tokenizer(settings)
     config = load_model_config(settings, tokenizer)
+    settings = choose_sizes(settings, config, launch)
     data = load_run_data(settings, tokenizer, config, fine_tuning=False)
     plan = plan_run(settings, data, config, launch)
     log_plan(plan)
@@ -59,4 +61,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(run_script(main, __doc__, announced=True))

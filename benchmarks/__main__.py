@@ -23,6 +23,7 @@ from benchmarks.comparisons.turns import BaselineFailedError, say
 from benchmarks.hardware.circumstances import ROOT, hardware
 from benchmarks.measure import Session
 from benchmarks.progress import OutOfTimeError
+from utils.launch.script import run_script
 
 RESULTS = ROOT / "benchmarks" / "results"
 GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS, "experiments": EXPERIMENTS}
@@ -115,4 +116,4 @@ def measure(session: Session, cells: list[Cell]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

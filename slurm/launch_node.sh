@@ -11,6 +11,7 @@ set -euo pipefail
 
 # Ignore stop signals until Python handles them: they must not kill the launcher as it starts.
 trap '' USR1 TERM
+trap 'exit 130' INT
 
 cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=slurm/environment.sh

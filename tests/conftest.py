@@ -89,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _restore_environment():
     """Undo changes of environment and signals by a test or by the code under test."""
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     # run_script's time limit for a failed process would end these tests.
     for thread in threading.enumerate():

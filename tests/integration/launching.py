@@ -1,7 +1,9 @@
-"""Starts a script in two CPU processes with an accelerate config, as a user would."""
+"""Starts a script as a user would: in two processes with an accelerate config, on a terminal."""
 
 import contextlib
 import os
+import pty
+import signal
 import socket
 import subprocess
 import sys
@@ -128,6 +130,41 @@ def start_processes(
         for rank in range(processes)
     ]
     return Ranks(ROOT / script, args, environments)
+
+
+def press_ctrl_c(terminal: int) -> None:
+    """Write Ctrl-C to a terminal, whose foreground process group gets SIGINT."""
+    os.write(terminal, b"\x03")
+
+
+def on_terminal(
+    command: Sequence[object],
+    environment: Mapping[str, str],
+    *events: tuple[str, Callable[[int], object]],
+) -> tuple[int, str]:
+    """Run a command on a new terminal; return its exit code and its output.
+
+    events: (text, action). When the text is shown, the action is called with the terminal. The text
+    of the next event must be shown after that.
+    """
+    words = [str(word) for word in command]
+    child, terminal = pty.fork()
+    if not child:
+        # A shell's background jobs ignore SIGINT, and their children inherit this.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execvpe(words[0], words, {**environment, "PWD": str(ROOT)})
+    written, seen, waiting = b"", 0, list(events)
+    while True:
+        try:
+            written += os.read(terminal, 65536)
+        except OSError:  # all processes of the terminal ended
+            break
+        shown = written.decode(errors="replace")
+        if waiting and (place := shown.find(waiting[0][0], seen)) >= 0:
+            seen = place + len(waiting[0][0])
+            waiting.pop(0)[1](terminal)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), written.decode(errors="replace")
 
 
 def launch_options(config: str, processes: int, port: int) -> list[str]:

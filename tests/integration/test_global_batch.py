@@ -6,6 +6,7 @@ and LoRA, and ranks without a loss token.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,3 +206,32 @@ def test_a_global_batch_without_a_loss_token_moves_no_gradient(pretrained, tmp_p
     assert (lines[1]["loss"], lines[1]["grad_norm"]) == (0, 0)
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert all(line["loss"] > 1 for line in lines[2:])
+
+
+def test_a_model_data_and_a_directory_are_enough_on_any_number_of_ranks(
+    base_model, tmp_path, capsys
+):
+    """The derived sizes stay those of the first start, also on two ranks and in a dry run."""
+    data = tiny.save(tmp_path / "data", tiny.masked(tiny.documents(800, seed=5)))
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    argv = tiny.flags(model_name_or_path=base_model, train_data=data)
+    short = tiny.flags(max_steps=4, save_steps=2, logging_steps=1, bf16=False)
+    assert sft_train.main([*argv, *short, "--output_dir", str(whole)]) == 0
+    shown = capsys.readouterr().out
+    assert "settings: sequence_length 128: the longest of 800 documents has 59 tokens" in shown
+    assert "settings: global_batch_size 2: about 190 sequences, 1 rank; --global" in shown
+    assert "settings: per_device_train_batch_size 2: at most 8,192 tokens at once" in shown
+    assert shown.count("settings: ") == 3
+    tiny.copied(whole, run, step=2)
+    resumed = [*argv, *short, "--output_dir", str(run)]
+    assert sft_train.main([*resumed, "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"settings: global_batch_size 2: as the run in {run} began" in shown
+    changed = shown.partition("changed since the last start")[2]
+    assert not re.search(
+        "  (sequence_length|global_batch_size|per_device_train_batch_size): ", changed
+    )
+    done = run_processes("cpu", "sft_train.py", resumed).succeeded()
+    assert "checkpoint-2" in done
+    assert "x 2 ranks" in done
+    assert tiny.losses(run) == pytest.approx(tiny.losses(whole), abs=1e-5)

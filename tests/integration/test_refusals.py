@@ -135,7 +135,10 @@ PRETRAINING = {
             "empty: row 1 is empty",
             "beyond: holds token id 9000, but the vocabulary ends at 127",
             "/missing: no such directory")),
-    "little data": ({"global_batch_size": 1000}, "fewer than global_batch_size 1,000"),
+    "little data": (
+        {"global_batch_size": 1000},
+        "fewer than global_batch_size 1,000: give --global_batch_size 2, or add data",
+    ),
     "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
     "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),
     "vocabulary": (lambda place: place.model(vocab_size=100), "the vocabulary ends at 99"),

@@ -419,7 +419,7 @@ TABLE = [
         "`scancel --signal=USR1`", send("USR1"), 75, Then.REQUEUED, r"stopped with a checkpoint",
     ),
     Interruption(
-        "`scancel --signal=INT`", send_int, 130, Then.RESUBMITTED, r"interrupted on n[12]",
+        "`scancel --signal=INT`", send_int, 130, Then.RESUBMITTED, r"interrupted by the user",
         lost=SAVE_STEPS - 1,
     ),
     Interruption(

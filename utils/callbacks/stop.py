@@ -17,7 +17,7 @@ from utils.checkpoints.discovery import DAMAGED, set_aside
 from utils.checkpoints.store import Checkpoints
 from utils.host.collectives import Agreement
 from utils.host.journal_file import duration
-from utils.launch.signals import stop_request
+from utils.launch.signals import Stage, enter_stage, stop_request
 from utils.launch.slurm import job_end_time
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
@@ -162,6 +162,7 @@ class StopWatch(TrainerCallback):
         self.step = state.global_step
         if self.first_step:
             self.first_step, self.last_event = False, self.clock()
+            enter_stage(Stage.TRAINING)  # from now on a stop has something to save
         agreed = self._take_turn()
         last = state.global_step >= state.max_steps
         # With this strategy Trainer asks for the last step's evaluation only after this event.
@@ -304,6 +305,7 @@ class StopWatch(TrainerCallback):
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Complete the last all-reduce of requests and close its process group; collective."""
+        enter_stage(Stage.FINISHING)
         if self.agreement is not None:
             self.agreement.close()
             self.agreement = None

@@ -27,8 +27,7 @@ class RunArguments:
     """How the run as a whole is done."""
 
     global_batch_size: int = setting(
-        help="sequences per optimizer step over all ranks, from which gradient accumulation "
-        "follows; required unless per_device_train_batch_size is given"
+        None, "sequences per optimizer step over all ranks; null: derived from ranks and data"
     )
     max_tokens: float | str | None = setting(
         None,
@@ -120,7 +119,7 @@ class DataArguments:
         help="token datasets to train on, DIR or DIR=weight; give weights to all or none: A=3 B=1 "
         "takes three samples of A for one of B"
     )
-    sequence_length: int = setting(help="tokens per packed sequence")
+    sequence_length: int = setting(None, "tokens per packed sequence; null: derived from the data")
     eval_data: list[str] = setting(
         [], "held-out datasets, NAME=DIR or DIR; each logs eval_NAME_loss, _perplexity, _accuracy"
     )

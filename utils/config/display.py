@@ -42,6 +42,7 @@ OWN_FLAGS = {
     "print_config [all]": "print the settings that are not defaults and where each comes from, as "
     "a recipe; all: every one",
     "help NAME ...": "all about one setting; --help all: every setting in short",
+    "version": "print the versions of Stoker and its packages",
 }
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
 # Pages that explain a setting. A test checks that each page names its settings.

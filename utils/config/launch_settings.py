@@ -163,14 +163,14 @@ def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> 
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     expected = {
         "train_batch_size": total, "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": total // (micro * processes),
+        "gradient_accumulation_steps": total and total // (micro * processes),
         "gradient_clipping": values["max_grad_norm"],
         "bf16.enabled": values["bf16"], "fp16.enabled": values["fp16"],
     }  # fmt: skip
     for key, ours in expected.items():
         section, _, name = key.rpartition(".")
         written = (content.get(section, {}) if section else content).get(name, "auto")
-        if written not in ("auto", ours):
+        if written != "auto" and ours not in (None, written):
             yield f'{file}: {key} {written}, but the recipe says {ours}: write "auto" there'
     if "gradient_clipping" not in content and values["max_grad_norm"]:
         yield f'{file} has no gradient_clipping, so max_grad_norm would do nothing: add "auto"'

@@ -1,8 +1,8 @@
 """The settings of a run, from the command line to objects: reset, derive, check, build."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from utils.config.arguments import (
     RunArguments,
     eval_splits,
     fitting_micro_batch,
+    with_values,
 )
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, counted_ranks
@@ -97,6 +98,27 @@ def _parse(
     return RunSettings(run, data, model, training, own_code, values, resolved, script)
 
 
+def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:
+    """Return a copy of the settings with derived values {name: (value, reason)}.
+
+    `found` has settings of RunArguments and DataArguments, and per_device_train_batch_size. The
+    notes of the copy are those on `found`.
+    """
+    values = replace(settings.values, given={**settings.values.given}, notes=[])
+    for name, (value, why) in found.items():
+        values.derive(name, value, why)
+    derive_batch_sizes(values)
+    micro = "per_device_train_batch_size"
+    return replace(
+        settings,
+        run=values.build(RunArguments),
+        data=values.build(DataArguments),
+        training=with_values(settings.training, **{micro: values[micro]}),
+        values=values,
+        resolved={name: values.written(name) for name in values},
+    )
+
+
 def rename_checkpointing(values: SettingValues) -> None:
     """Rename gradient_checkpointing* to activation_checkpointing*; the stronger source wins."""
     for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
@@ -149,7 +171,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
             values.derive("global_batch_size", micro * ranks, why)
         return
     smaller = fitting_micro_batch(total, micro, ranks)
-    may_change = micro_rank < values.rank("global_batch_size") or total % micro == 0
+    may_change = micro_rank < max(values.rank("global_batch_size"), 1) or total % micro == 0
     if 0 < smaller < micro and may_change:
         why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)

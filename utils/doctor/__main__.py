@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -365,5 +366,8 @@ def check_disk(directory: Path, name: str) -> Iterator[Finding]:
 
 
 if __name__ == "__main__":
-    exit_code = main()
+    try:
+        exit_code = main()
+    except KeyboardInterrupt:
+        exit_code = 128 + signal.SIGINT
     os._exit(exit_code)  # do not wait for a check that hangs

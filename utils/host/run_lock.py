@@ -36,6 +36,7 @@ LONGEST_ERROR = 250  # characters; JSON takes up to twelve bytes for one, and a 
 SIZE = 4096
 
 NAMELESS = "a process that left no name"
+BY_USER = "interrupted by the user (Ctrl-C)"  # the error of a process that Ctrl-C ended
 
 _held: dict[Path, "RunLock"] = {}
 

@@ -5,8 +5,9 @@ slurm        Slurm's variables: nodes, processes, port, time limit
 caches       the job's private directory on the node; the cache of compiled code
 rendezvous   first check: the nodes reach each other and have the same code and packages
 processes    second check: the ranks are connected and run the requested strategy
-signals      Slurm's signals as requests to stop
+signals      Slurm's signals and Ctrl-C as requests to stop
 script       logging, environment variables and exit codes of a training script
+opening      what a script says before it imports torch: version, short help, first line
 verdict      files with the reason and exit code of each rank and of the whole job
 notify       messages about the end of a job to a webhook or a command
 """

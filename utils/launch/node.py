@@ -15,19 +15,30 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from utils.config.declarations import DEFAULT, FLAGS_RANK, Given
+from utils.config.declarations import DEFAULT, Given
 from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
 from utils.config.launch_settings import PREFIXES, block
 from utils.config.strategy import AUTO, ONE_PROCESS, StrategyConfig, choose_config
 from utils.host.faults import last_line
 from utils.host.machine import host_name, memory_kills
 from utils.host.redaction import write_error
+from utils.host.run_lock import BY_USER
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
 from utils.launch.script import FAILED, configure_logging, missing_package, write_report
-from utils.launch.signals import LAUNCHER, STOP
+from utils.launch.signals import (
+    CTRL_C,
+    EXIT_CODE,
+    INTERRUPTED,
+    LAUNCHER,
+    SAVING,
+    STOP,
+    Stage,
+    stage_of_node,
+)
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import (
     NOTES_DIR,
@@ -44,7 +55,7 @@ from utils.launch.verdict import (
 logger = logging.getLogger("launch_node")
 
 ROOT = Path(__file__).resolve().parents[2]
-STOPPING = (signal.SIGUSR1, signal.SIGTERM)
+STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 ALONE = NOTES_DIR not in os.environ  # no job script reads the verdict files
 # Keys of an accelerate config for TPUs, mpirun, fp8 and Megatron-LM, which Stoker does not use.
 OF_OTHERS = (
@@ -58,20 +69,27 @@ SHUTDOWN_TIMEOUT_S = 5
 
 
 class StopSignals:
-    """The handler of SIGUSR1 and SIGTERM: writes a file STOP, which the workers watch.
+    """The handler of SIGUSR1, SIGTERM and Ctrl-C: writes a file STOP, which the workers watch.
 
-    The file is in the node's directory. While the workers are not yet `started`, both signals end
+    The file is in the node's directory. While the workers are not yet `started`, each signal ends
     the launcher. SIGTERM also ends the launcher if there is a verdict: srun then ends all nodes.
+    Ctrl-C also ends the launcher before the first step, and when it is pressed again.
     """
 
     def __init__(self) -> None:
         self.directory: Path | None = None
         self.started = self.asked = False
         for number in STOPPING:
-            signal.signal(number, self._handle)
+            # Shells start background jobs with Ctrl-C ignored.
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: object) -> None:
-        name = signal.Signals(number).name
+        by_user = number == signal.SIGINT
+        # In a job the signal INT comes from scancel, and requeueing would start the job again.
+        if by_user and (self.asked or self.stage is not Stage.TRAINING or not ALONE):
+            self._interrupt()
+        name = CTRL_C if by_user else signal.Signals(number).name
         verdict = read_verdict() if number == signal.SIGTERM else None
         if verdict is None and not self.started:
             text = f"{name} on {host_name()} before the processes were started"
@@ -83,9 +101,23 @@ class StopSignals:
             self.asked = True
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Do not use logging: the interrupted code may hold the lock of logging.
-            line = f"launch_node on {host_name()}: {name}, asking the processes to stop\n"
+            line = f"launch_node on {host_name()}: {name}, asking the processes to stop"
             with contextlib.suppress(OSError):  # a log on a full disk
-                os.write(sys.stdout.fileno(), line.encode())
+                os.write(
+                    sys.stdout.fileno(), (f"\n{SAVING}\n" if by_user else f"{line}\n").encode()
+                )
+
+    @property
+    def stage(self) -> Stage:
+        """The part of the run that the workers have noted."""
+        return stage_of_node(self.directory) if self.directory else Stage.STARTING
+
+    def _interrupt(self) -> NoReturn:
+        """Let the workers note that the user ended the run, and raise KeyboardInterrupt."""
+        if self.directory is not None and self.started:
+            (self.directory / INTERRUPTED).touch()
+            kill_workers(wait_s=SHUTDOWN_TIMEOUT_S)
+        raise KeyboardInterrupt
 
     def clean_up(self) -> None:
         """Ignore stop signals, kill the workers and delete the node's directory."""
@@ -106,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             # Only rank 0 writes this file. In a job, the job script reports instead.
             for note in signals.directory.rglob(RUN_STARTED):
                 output_dir = Path(note.read_text(encoding="utf-8").strip())
-                if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
+                if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
                     write_report(output_dir)
                 tell(output_dir, verdict.exit_code, verdict.text)
         return verdict.exit_code
@@ -130,7 +162,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
             pack_compiled(directory / "compiled", known)
         return verdict
     except KeyboardInterrupt:
-        return Verdict(f"interrupted on {host_name()}", 128 + signal.SIGINT)
+        return Verdict(f"{BY_USER}, {signals.stage.value}", EXIT_CODE)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)
         if refusal is None:  # srun will end the other nodes, and this verdict names the cause
@@ -163,6 +195,10 @@ def prepare(command: list[str]) -> argparse.Namespace:
             f"{command[0] if command else 'nothing'} is no file in {Path.cwd()}: name a Python "
             "script: slurm/launch_node.sh SCRIPT ARGUMENTS ..."
         )
+    if os.environ.get("SLURM_NODEID", "0") == "0":
+        from utils.launch.opening import first_line
+
+        write_error(f"{first_line(command[0], command[1:])}\n")
     import torch
 
     devices = torch.cuda.device_count()
@@ -220,15 +256,10 @@ def given_strategy(arguments: Sequence[str]) -> Given:
 
     Wrong arguments are ignored, because the script reports them.
     """
-    from utils.config.command_line import CONFIG_FLAG, read_flags
-    from utils.config.recipes import read_recipes
+    from utils.launch.opening import early_settings
 
-    flags, _ = read_flags(arguments)
-    if words := flags.get("strategy"):
-        return Given(words[0], "--strategy", FLAGS_RANK)
-    entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
-    given = entries.get("strategy", DEFAULT)
-    return given if isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
+    given = early_settings(arguments).get("strategy", DEFAULT)
+    return given if given.value and isinstance(given.value, str) else Given(AUTO, DEFAULT.source)
 
 
 def process_environment(allocation: Allocation) -> dict[str, str]:
@@ -288,7 +319,7 @@ def launch_arguments(
     # torchrun ends the workers at these signals. The launcher itself handles the stop signals. A
     # closed terminal sends SIGHUP, which nohup ignores.
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    args.signals_to_handle = "SIGINT,SIGHUP" if ends_with_terminal else "SIGINT"
+    args.signals_to_handle = "SIGQUIT,SIGHUP" if ends_with_terminal else "SIGQUIT"
     args.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     return args
 
@@ -312,7 +343,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     except subprocess.CalledProcessError as error:
         exit_codes = {0: error.returncode}
     except SignalException as error:
-        raise KeyboardInterrupt from error
+        return Verdict(f"interrupted on {host_name()} by {error.sigval.name}", EXIT_CODE)
     except (RendezvousError, DistError, ConnectionError, ValueError, ImportError) as error:
         reason = error.__cause__ or error
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
@@ -330,12 +361,17 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     return Verdict(stopped[0].text, ExitCode.STOPPED) if stopped else Verdict("done", ExitCode.DONE)
 
 
-def kill_workers() -> None:
-    """Kill all child processes and their children."""
+def kill_workers(*, wait_s: float = 0) -> None:
+    """Kill all child processes and their children. `wait_s`: first let the ranks end by SIGTERM."""
     with contextlib.suppress(ModuleNotFoundError):  # without psutil no process was started
         import psutil
 
-        for child in psutil.Process().children(recursive=True):
+        ranks, everything = (psutil.Process().children(recursive=each) for each in (False, True))
+        for rank in ranks if wait_s else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.terminate()
+        psutil.wait_procs(ranks, timeout=wait_s)
+        for child in everything:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 

@@ -29,9 +29,17 @@ from utils.host.atomic_files import cache_root
 from utils.host.faults import last_line, lost_process, memory_error, storage_error
 from utils.host.machine import global_rank, host_name, memory_kills
 from utils.host.redaction import install_redaction, redact, write_error
-from utils.host.run_lock import held_runs, note_error
+from utils.host.run_lock import BY_USER, held_runs, note_error
 from utils.launch.notify import tell
-from utils.launch.signals import NODE_DIR, end_with_launcher, is_launcher
+from utils.launch.opening import first_line, version_text
+from utils.launch.signals import (
+    CTRL_C,
+    EXIT_CODE,
+    NODE_DIR,
+    end_with_launcher,
+    is_launcher,
+    stop_request,
+)
 from utils.launch.verdict import leave_note, runs_begun
 
 logger = logging.getLogger(__name__)
@@ -161,14 +169,19 @@ def _stay_offline_in_jobs() -> None:
         logger.info("Hugging Face Hub: offline (Slurm job); HF_HUB_OFFLINE=0 allows downloads")
 
 
-def run_script(main: Callable[[], int | None]) -> int:
+def run_script(
+    main: Callable[[], int | None], usage: str | None = None, announced: bool = False
+) -> int:
     """Run a script's main and return the exit code of the process.
+
+    Without arguments, write `usage` and return ExitCode.REFUSED. `--version` prints versions.
+    `announced`: rank 0 first writes what the script does, because imports take some seconds.
 
     A ConfigurationError, a full disk and a missing package are shown without traceback: all
     problems by rank 0, one line by the first rank of each other node. Any other exception is shown
     with traceback, host and rank, and gives exit code 1. For each of these errors, `leave_note`
-    writes a file for the launcher. KeyboardInterrupt and SystemExit pass through, but the text
-    of Answer, the SystemExit of `--print_config`, is printed.
+    writes a file for the launcher. Ctrl-C is shown in one line. SystemExit passes through, but
+    the text of Answer, the SystemExit of `--print_config`, is printed.
 
     Under slurm/launch_node.sh, which reads these files, ExitCode.STOPPED (stopped with a
     checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
@@ -193,11 +206,11 @@ def run_script(main: Callable[[], int | None]) -> int:
             os._exit(ending)
 
     atexit.register(leave_at_once)
-    ending = _run(main)
+    ending = _run(main, usage, announced)
     if NODE_DIR not in os.environ:  # otherwise the launcher or the job script reports
         errors = held_runs()
         done = {0: "done", ExitCode.STOPPED: "stopped with a checkpoint"}
-        if ending not in done:
+        if ending not in (*done, EXIT_CODE):
             last += [partial(write_report, run) for run in errors]
         words = next(iter(errors.values()), "") or done.get(ending, f"exit code {ending}")
         last += [partial(tell, run, ending, words) for run in runs_begun]
@@ -223,10 +236,11 @@ def write_report(run: Path) -> None:
         write_error(f"report: {done.stdout.strip()}\n")
 
 
-def _run(main: Callable[[], int | None]) -> int:
+def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> int:
     kills = memory_kills()
     try:
-        code = main() or 0
+        code = _open(usage, announced)
+        code = (main() or 0) if code is None else code
     except Answer as answer:
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
@@ -236,8 +250,8 @@ def _run(main: Callable[[], int | None]) -> int:
     except ConfigurationError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        note_error("interrupted from the keyboard (Ctrl-C), without a checkpoint")
-        raise
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C cuts the exit handlers short
+        return _interrupted()
     except Exception as error:
         # torch's handler would raise an error here when a data worker ends.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -248,10 +262,38 @@ def _run(main: Callable[[], int | None]) -> int:
             or missing_package(error)
         )
         return _refuse(refusal, of_this_rank=True) if refusal else _fail(error)
-    if code == ExitCode.STOPPED:
-        leave_note("stopped", code, "stopped with a checkpoint")
-        return 0 if NODE_DIR in os.environ else code
-    return code
+    return _stopped() if code == ExitCode.STOPPED else code
+
+
+def _open(usage: str | None, announced: bool) -> int | None:
+    script, words = Path(sys.argv[0]).name, sys.argv[1:]
+    first_rank = global_rank() == 0
+    if words == ["--version"]:
+        sys.stdout.write(version_text() if first_rank else "")
+        return ExitCode.DONE
+    if usage and not words:
+        write_error(f"{usage.strip()}\n\npython {script} --help shows the settings.\n" * first_rank)
+        return ExitCode.REFUSED
+    asks_for_help = {"-h", "--help"} & {*words}
+    # launch_node.sh has written the line before it started the ranks.
+    if announced and first_rank and not asks_for_help and NODE_DIR not in os.environ:
+        write_error(f"{first_line(script, words)}\n")
+    return None
+
+
+def _stopped() -> int:
+    words = "stopped with a checkpoint"
+    leave_note("stopped", ExitCode.STOPPED, words)
+    if stop_request() == CTRL_C and global_rank() == 0:
+        _show([], again=[f"{words}; the same command resumes"])  # below a launcher's traceback
+    return 0 if NODE_DIR in os.environ else ExitCode.STOPPED
+
+
+def _interrupted(why: str = "") -> int:
+    note_error(BY_USER)
+    if global_rank() == 0:
+        write_error(f"\n{BY_USER}{why}\n")
+    return EXIT_CODE
 
 
 def missing_package(error: BaseException) -> UnfitClusterError | None:
@@ -274,6 +316,8 @@ def _fail(error: Exception) -> int:
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         error.add_note("torch cannot compile this model: --compile false trains without, slower.")
     words = last_line(error)
+    if stop_request() == CTRL_C:  # another rank may have ended before this one saved
+        return _interrupted(f"; no checkpoint was saved: {words}")
     leave_note("failed", FAILED, words)
     note_error(words)
     # Mask before splitting: a secret may have several lines.

@@ -1,21 +1,32 @@
-"""SIGTERM and SIGUSR1 as requests to stop: the training loop then saves a checkpoint and ends.
+"""Signals as requests to stop: the training loop then saves a checkpoint and ends.
 
-Under slurm/launch_node.sh, the meaning of SIGTERM depends on the sender. If Slurm sends SIGTERM to
-the job, the launcher writes a file STOP into the node's private directory (STOKER_NODE_DIR), and
-processes continue until the checkpoint is written. If torchrun sends SIGTERM because another
-process failed, there is no file STOP, and the process ends at once. Without launch_node.sh both
-signals are always requests to stop.
+SIGTERM, SIGUSR1 and the first Ctrl-C (SIGINT) are such requests. Ctrl-C ends the process at once
+if a stop would save nothing (see Stage), and the second Ctrl-C always does.
+
+slurm/launch_node.sh gives a node a private directory (STOKER_NODE_DIR). Its launcher answers the
+signals: it writes the file STOP there, and every process continues until its checkpoint is written.
+For the second Ctrl-C the launcher writes the file INTERRUPTED and sends SIGTERM. A SIGTERM without
+these files comes from torchrun, because another process failed, and the process ends at once.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 
+from utils.host.machine import global_rank
+from utils.host.redaction import write_error
+from utils.host.run_lock import BY_USER, held_runs, leave_run_lock, note_error
+
 NODE_DIR = "STOKER_NODE_DIR"
-STOP = "STOP"
+STOP, INTERRUPTED, STAGE = "STOP", "INTERRUPTED", "STAGE"  # files in NODE_DIR
+CTRL_C = "Ctrl-C"
+EXIT_CODE = 128 + signal.SIGINT  # of a process that Ctrl-C ended
+SAVING = f"{CTRL_C}: saving a checkpoint after this step; press Ctrl-C again to quit without"
 LAUNCHER = "STOKER_LAUNCHER"  # the process id of utils/launch/node.py
 # Programs and modules in the command lines of launchers other than launch_node.sh.
 _LAUNCHERS = (
@@ -27,12 +38,22 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 
+
+class Stage(Enum):
+    """The part of a run. The value says what an interruption at once means for the user."""
+
+    STARTING = "before the first step, so there was nothing to save"
+    TRAINING = "without a save; the same command resumes from the newest checkpoint"
+    FINISHING = "after training; the same command finishes the run"
+
+
+_stage = Stage.STARTING
 _requested: str | None = None
 _wakeup_pipe: tuple[int, int] | None = None
 
 
 def install_stop_signals() -> None:
-    """Turn SIGTERM and SIGUSR1 into requests to stop, and clear earlier requests.
+    """Turn SIGTERM, SIGUSR1 and Ctrl-C into requests to stop, and clear earlier requests.
 
     Only the main thread may call this function. A separate thread reads the signals from a pipe
     (signal.set_wakeup_fd), because Python runs handlers only in the main thread, which may be
@@ -40,19 +61,45 @@ def install_stop_signals() -> None:
     """
     global _requested, _wakeup_pipe  # noqa: PLW0603 - one thread serves all runs of a process
     _requested = None
+    enter_stage(Stage.STARTING)
     if _wakeup_pipe is None:
         _wakeup_pipe = os.pipe()
         os.set_blocking(_wakeup_pipe[1], False)
+        ready = threading.Event()
         threading.Thread(
-            target=_answer_signals, args=(_wakeup_pipe[0],), name="signals", daemon=True
+            target=_answer_signals, args=(_wakeup_pipe[0], ready), name="signals", daemon=True
         ).start()
+        ready.wait()
+        _set_death_signal(0)  # the thread has its own
     signal.set_wakeup_fd(_wakeup_pipe[1], warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it
+        numbers.append(signal.SIGINT)
+    for number in numbers:
         # Only signals with a handler are written to the pipe; an empty handler is enough.
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
-    if os.environ.get(NODE_DIR):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher writes the file STOP
+    if os.environ.get(NODE_DIR):  # the launcher's files carry these requests
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def enter_stage(stage: Stage) -> None:
+    """Note the part of the run, in this process and for the launcher of this node."""
+    global _stage  # noqa: PLW0603 - one thread serves all runs of a process
+    _stage = stage
+    directory = os.environ.get(NODE_DIR)
+    if directory and os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            (Path(directory) / STAGE).write_text(stage.name, encoding="utf-8")
+
+
+def stage_of_node(directory: Path) -> Stage:
+    """Return the part of the run that the ranks in a node's private directory have noted."""
+    try:
+        return Stage[(directory / STAGE).read_text(encoding="utf-8")]
+    except (OSError, KeyError):  # not written, or just being written
+        return Stage.STARTING
 
 
 def end_with_launcher() -> None:
@@ -61,8 +108,8 @@ def end_with_launcher() -> None:
     A rank without launcher would continue and hold the run lock, so the run could not resume.
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
-    if parent == launcher or is_launcher(parent):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _started_by(parent):
+        _set_death_signal(signal.SIGKILL)
         orphaned = os.getppid() != parent  # the launcher died before the call of prctl
     elif launcher:
         orphaned = not _command_line(launcher)  # the parent is a script of the user
@@ -71,6 +118,18 @@ def end_with_launcher() -> None:
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and (parent == 1 or os.getppid() != parent)
     if orphaned:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _started_by(parent: int) -> bool:
+    return parent == int(os.environ.get(LAUNCHER, "0")) or is_launcher(parent)
+
+
+def _set_death_signal(number: int) -> None:
+    """Let the kernel send a signal to this process when its parent dies; 0 sends none.
+
+    Each thread has a setting. The kernel sends the signal if one thread asks for it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_launcher(process: int) -> bool:
@@ -102,31 +161,73 @@ def _node_request() -> str | None:
         return None
 
 
-def _answer_signals(pipe: int) -> None:
-    """Store requests to stop. End the process after a SIGTERM without the file STOP."""
+def _answer_signals(pipe: int, ready: threading.Event) -> None:
     global _requested  # noqa: PLW0603 - see above
+    if _started_by(os.getppid()):
+        _set_death_signal(signal.SIGKILL)
+    ready.set()
     while True:
-        numbers = os.read(pipe, 64)  # one byte per signal that has a handler
-        if not os.environ.get(NODE_DIR):
-            asked = [number for number in numbers if number in (signal.SIGTERM, signal.SIGUSR1)]
-            _requested = _requested or (signal.Signals(asked[0]).name if asked else None)
+        numbers = {*os.read(pipe, 64)}  # one byte per signal that has a handler
+        if os.environ.get(NODE_DIR):
+            if signal.SIGTERM in numbers:
+                _obey_the_launcher()
             continue
-        give_up_at = time.monotonic() + FILE_WITHIN_S
-        while signal.SIGTERM in numbers and _node_request() is None:
-            if time.monotonic() >= give_up_at:
-                # End without the main thread, which may block forever. The launcher logs why.
-                os._exit(KILLED_BY_SIGTERM)
-            time.sleep(0.1)
+        # At the second Ctrl-C torchrun sends SIGTERM.
+        again = _requested == CTRL_C and signal.SIGTERM in numbers
+        if again or (signal.SIGINT in numbers and (_requested or _stage is not Stage.TRAINING)):
+            _end_by_user()
+        elif signal.SIGINT in numbers:
+            _announce_the_save()
+            _requested = CTRL_C
+        elif asked := numbers & {signal.SIGTERM, signal.SIGUSR1}:
+            _requested = _requested or signal.Signals(min(asked)).name
+
+
+def _obey_the_launcher() -> None:
+    """Act on a SIGTERM under launch_node.sh: without one of its files, end the process."""
+    interrupted = Path(os.environ[NODE_DIR]) / INTERRUPTED
+    give_up_at = time.monotonic() + FILE_WITHIN_S
+    while not interrupted.exists() and _node_request() is None:
+        if time.monotonic() >= give_up_at:
+            # The launcher logs the reason. The main thread may be stuck for ever.
+            os._exit(KILLED_BY_SIGTERM)
+        time.sleep(0.1)
+    if interrupted.exists():
+        _end_by_user()
+
+
+def _announce_the_save() -> None:
+    """Say on rank 0 what Ctrl-C does, and what the launcher does."""
+    said = SAVING
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        said += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
+    elif is_launcher(os.getppid()):
+        # `accelerate launch` of one process ends in a quarter of a second. This process stays.
+        _set_death_signal(0)
+        said = f"{CTRL_C}: process {os.getpid()} saves a checkpoint after this step and then ends"
+    if global_rank() == 0:
+        write_error(f"\n{said}\n")
+
+
+def _end_by_user() -> None:
+    """End this process at once, and note in its run locks that the user did it."""
+    note_error(BY_USER)
+    for run in held_runs():
+        leave_run_lock(run)
+    if global_rank() == 0 and not os.environ.get(NODE_DIR):  # else the launcher says it
+        write_error(f"\n{BY_USER}, {_stage.value}\n")
+    os._exit(EXIT_CODE)
 
 
 def shield_loader_worker(_worker_id: int) -> None:
-    """Make a data worker ignore Slurm's signals; a `worker_init_fn`.
+    """Make a data worker ignore signals to the job and Ctrl-C; used as `worker_init_fn`.
 
     If a worker ended, the loader would raise before the requested checkpoint is written. A SIGTERM
     from the training process still ends the worker.
     """
     signal.set_wakeup_fd(-1)  # inherited from the training process
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_obey_the_parent, name="signals", daemon=True).start()
 

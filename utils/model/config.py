@@ -99,7 +99,7 @@ def load_model_config(
         # could refer to code on the Hub (CVE-2026-4372).
         config._attn_implementation_internal = None
         positions = getattr(text, "max_position_embeddings", None) or length
-        if length > positions:
+        if length and length > positions:
             raise ConfigurationError(
                 f"--sequence_length {length:,} is beyond the model's {positions:,} positions "
                 "(max_position_embeddings): shorten it, or raise the model's positions (with a "

@@ -7,6 +7,7 @@ from enum import Enum
 
 from utils.checkpoints.files import FINAL
 from utils.host.journal_file import duration
+from utils.host.run_lock import BY_USER
 from utils.observe.history import History, Page, Start
 
 IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
@@ -35,6 +36,7 @@ class End(Enum):
     NO_MODEL = "stopped", "its summary is logged, but final/ is not there"
     STOPPED = "stopped", "a stop is logged"
     NOT_FINITE = "failed", "a file nonfinite-step-N.json of its time is there"
+    BY_USER = "stopped", "it left its lock when its user pressed Ctrl-C"
     ERROR = "failed", "it left its lock with an error"
     UNEXPLAINED = "failed", "it left its lock without an error"
     GONE = "interrupted", "it did not leave its lock, and its process is dead"
@@ -66,6 +68,7 @@ def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
         (steps_not_finite(run, start), End.NOT_FINITE),
         (owner is None, End.UNKNOWN),
         (not left, End.GONE if gone else End.LOST),
+        (start.error == BY_USER, End.BY_USER),
         (start.error, End.ERROR),
         (start.trained is None and run.has_final, End.NOTHING_LEFT),
     )
@@ -106,6 +109,7 @@ def start_in_words(run: History, start: Start) -> str:
             End.NOTHING_LEFT: "nothing was left to do",
             End.NO_MODEL: f"trained to the end, but {FINAL}/ is not there",
             End.STOPPED: f"stopped {at} with a checkpoint: a signal, a limit or STOP",
+            End.BY_USER: f"{BY_USER} {at}, without a checkpoint of this step",
             End.UNEXPLAINED: "ended with an error, which its log shows",
         }.get(end)
         or start.error
@@ -138,9 +142,10 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
         early = run.max_steps and step and step < run.max_steps
         ended = f"early stopping at step {step}; " if early else ""
         return f"{ended}{FINAL}/ holds the model"
-    if end is End.STOPPED:
+    if end in (End.STOPPED, End.BY_USER):
+        how = f"{BY_USER} " if end is End.BY_USER else ""
         saved = run.checkpoints and run.checkpoints[0].step == step
-        return f"at step {step} {'with a checkpoint' if saved else 'before a save'}"
+        return f"{how}at step {step} {'with a checkpoint' if saved else 'before a save'}"
     if owner and not owner.left:
         process, silent = f"process {owner.pid} on {owner.host}", duration(owner.age_s)
         doing = f", {owner.phase}" if owner.phase else ""

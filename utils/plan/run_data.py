@@ -4,10 +4,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from utils.checkpoints.adoption import foreign_checkpoint
+from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import (
     eval_splits,
     fitting_micro_batch,
@@ -17,7 +21,7 @@ from utils.config.arguments import (
 )
 from utils.config.declarations import counted_ranks
 from utils.config.errors import ConfigurationError, Report
-from utils.config.settings import RunSettings
+from utils.config.settings import RunSettings, with_derived
 from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler, SampleOrder
 from utils.data.packing import PackPlan, plan_packing
@@ -43,6 +47,12 @@ if TYPE_CHECKING:
     from utils.prepare.encoding import Prompt
 
 logger = logging.getLogger(__name__)
+
+# Settings that follow from data and model if they are null, and settings that go with them.
+SIZES = ["sequence_length", "on_overlong", "global_batch_size", "per_device_train_batch_size"]
+# Limits of derived sizes. The recipes for chats have 64 sequences of 4,096 tokens a step.
+LEAST_LENGTH, MOST_LENGTH, MOST_TOKENS_AT_ONCE = 1024, 4096, 8192
+MOST_SEQUENCES, EPOCH_STEPS = 64, 50
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,83 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(directory)
     compare_with_model(settings, tokenizer, directory)
     return tokenizer
+
+
+def choose_sizes(
+    settings: RunSettings, config: PreTrainedConfig, launch: LaunchFacts
+) -> RunSettings:
+    """Return settings in which sequence_length and global_batch_size are set; log derived ones.
+
+    A run that resumes keeps the values that it began with, whatever the number of ranks. Raises
+    ConfigurationError if the training data cannot be opened.
+    """
+    if None not in (settings.data.sequence_length, settings.run.global_batch_size):
+        return settings
+    found = on_rank_0(lambda: _sizes_of_the_run(settings))
+    settings = with_derived(settings, found or _derived_sizes(settings, config, launch.world_size))
+    for note in settings.values.notes:
+        logger.info("settings: %s", note)
+    return settings
+
+
+def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
+    """Return the sizes that the run in output_dir began with and this start does not set."""
+    output_dir = Path(str(settings.training.output_dir))
+    named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
+    foreign = foreign_checkpoint(named, output_dir)
+    record = output_dir if foreign is None else foreign.record
+    starts, given = RunRecord(record).starts, settings.values.given
+    before = settings_in_force(record, starts) if starts else {}
+    why = f"as the run in {record} began"
+    return {name: (before[name], why) for name in SIZES if name in before.keys() - given.keys()}
+
+
+def _derived_sizes(
+    settings: RunSettings, config: PreTrainedConfig, ranks: int
+) -> dict[str, tuple[Any, str]]:
+    """Derive each size that is null from data, model and ranks; return it with the reason."""
+    data, found = settings.data, dict[str, tuple[Any, str]]()
+    given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
+    train = np.concatenate([_open(name).lengths for name in train_sources(data.train_data)])
+    splits = [_open(path, name).lengths for name, path in eval_splits(data.eval_data).items()]
+    lengths, length = np.concatenate([train, *splits]), data.sequence_length
+    if length is None:
+        longest = int(lengths.max(initial=1))
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        fitting = max(LEAST_LENGTH, 1 << (longest - 1).bit_length())
+        length = min(fitting, MOST_LENGTH, positions or MOST_LENGTH)
+        why = (
+            f"the longest of {len(lengths):,} documents has {longest:,} tokens, the model "
+            f"{positions or 'any number of'} positions; --sequence_length changes it"
+        )
+        found["sequence_length"] = length, why
+        too_long = int((lengths > length).sum())
+        if too_long and fine_tuning and "on_overlong" not in given:
+            keeps = f"; --sequence_length {longest} keeps it" * (longest <= (positions or longest))
+            found["on_overlong"] = "truncate", f"{too_long:,} documents lose their end{keeps}"
+    if settings.run.global_batch_size is None:
+        tokens = np.minimum(train, length) if fine_tuning else train  # pretraining splits them
+        rows = len(train) if data.packing == "none" else int(tokens.sum()) // length
+        why = f"about {rows:,} sequences, {counted_ranks(ranks)}; --global_batch_size changes it"
+        found["global_batch_size"] = batch_for(rows, ranks), why
+    if "sequence_length" in found and "per_device_train_batch_size" not in given:
+        batch, _ = found.get("global_batch_size", (settings.run.global_batch_size, ""))
+        at_once = max(MOST_TOKENS_AT_ONCE // length, 1)
+        if micro := fitting_micro_batch(batch, at_once, ranks):
+            why = f"at most {MOST_TOKENS_AT_ONCE:,} tokens at once"
+            found["per_device_train_batch_size"] = micro, why
+    return found
+
+
+def batch_for(rows: int, ranks: int) -> int:
+    """Return a global batch for data of `rows` sequences: a multiple of `ranks`.
+
+    It is a power of two, at most MOST_SEQUENCES, with which an epoch has EPOCH_STEPS steps. It is
+    rounded up to a multiple of the ranks.
+    """
+    size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
+    size = 1 << (size.bit_length() - 1)
+    return math.ceil(size / ranks) * ranks
 
 
 def load_run_data(
@@ -236,9 +323,12 @@ def plan_steps(
     micro_batch, ranks = training.per_device_train_batch_size, launch.world_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, ranks)
     if (rows := len(data.train)) < run.global_batch_size:
+        advice = f"give --global_batch_size {batch_for(rows, ranks)}"
+        if rows < ranks:
+            advice = f"use at most {rows} of the {ranks} ranks, a shorter --sequence_length"
         raise ConfigurationError(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
-            f"{run.global_batch_size:,}: lower it, or add data."
+            f"{run.global_batch_size:,}: {advice}, or add data."
         )
     step_tokens = run.global_batch_size * length
     if run.max_tokens is not None:

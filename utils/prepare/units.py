@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -90,7 +91,10 @@ def _run_in_processes(
     )
     kills = memory_kills()
     try:
+        # The processes inherit that Ctrl-C is ignored, and this process ends them.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         futures = {executor.submit(_run_unit, unit): unit for unit in units}
+        signal.signal(signal.SIGINT, before)
         for future in as_completed(futures):
             found = future.result()
             if not isinstance(found, UnitCounts):
@@ -104,6 +108,11 @@ def _run_in_processes(
                 f"{again}, with fewer than --num_proc {num_proc}"
             ) from error
         raise LostProcessError(f"a worker process was killed: {again}") from error
+    except KeyboardInterrupt:
+        logger.info("Ctrl-C: ending; the same command continues with the finished parts")
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -206,7 +206,13 @@ class ChatModel:
                 f"{self.path}: {len(ids):,} tokens do not fit {positions:,} positions."
             )
         pressed: list[bool] = []
-        before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+
+        def press(*_: object) -> None:
+            if pressed:
+                raise KeyboardInterrupt  # the second time does not wait for the next token
+            pressed.append(True)
+
+        before = signal.signal(signal.SIGINT, press)
         try:
             with foreign(self.path, "the model does not generate"):
                 output = self.model.generate(
@@ -243,7 +249,7 @@ def talk(model: ChatModel, system: str | None) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited and recalled
 
-    say(f"{COMMANDS}; Ctrl-C ends an answer" if model.template else "/quit leaves")
+    say(f"{COMMANDS}; Ctrl-C ends an answer, or the chat" if model.template else "/quit leaves")
     said = opening(system)
     while True:
         try:
@@ -263,8 +269,6 @@ def talk(model: ChatModel, system: str | None) -> None:
                     said = [*asked, {"role": "assistant", "content": answer}]
         except EOFError:
             return
-        except KeyboardInterrupt:
-            say("")
         except ValueError as error:
             say(str(error))
 

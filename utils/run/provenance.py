@@ -5,14 +5,11 @@ has the settings that this start changed and digests of its inputs. An accepted 
 all later starts. A change of a setting in IDENTITY needs --accept_changes.
 """
 
-import contextlib
 import datetime
-import importlib.metadata
 import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +27,7 @@ from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
 from utils.host.environment import inherited
 from utils.host.redaction import redacted
+from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
 from utils.launch.slurm import job_times
@@ -40,10 +38,6 @@ from utils.plan.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (
-    "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
-    "flash-attn",
-)  # fmt: skip
 _SLURM_FIELDS = {
     "job_id": "SLURM_JOB_ID", "job_name": "SLURM_JOB_NAME",
     "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
@@ -52,7 +46,6 @@ _SLURM_FIELDS = {
     "restart_count": "SLURM_RESTART_COUNT",
 }  # fmt: skip
 LAUNCHER = "slurm/launch_node.sh"
-_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_provenance(
@@ -85,30 +78,6 @@ def write_provenance(
     }
     content = {"format": 1, "run_id": run_id, "starts": [*RunRecord(path.parent).starts, entry]}
     replace_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def package_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that affect a run's numbers; None if not installed."""
-    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
-
-
-def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
-    """Return the git commit of `folder` and whether files differ from it; None if unknown."""
-    if not (folder / ".git").exists():
-        return None
-    # Without optional locks, git commands of other processes cannot fail because of this one.
-    command = ["git", "--no-optional-locks", "-C", str(folder)]
-    command += ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    commit, _, changed = done.stdout.strip().partition("-")
-    return {"commit": commit, "dirty": bool(changed)}
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from utils.callbacks.live import fits_terminal
 from utils.config.errors import ExitCode
 from utils.config.settings import RunSettings
 from utils.host.redaction import redact, redacted
-from utils.run.provenance import git_state
+from utils.launch.opening import git_state
 
 logger = logging.getLogger(__name__)
 

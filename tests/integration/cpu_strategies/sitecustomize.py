@@ -55,7 +55,7 @@ def disturb_steps(callbacks):
 
     def disturb_first(handler, args, state, control):
         time.sleep(delay_s)
-        if victim == f"{os.environ['RANK']}:{state.global_step}":
+        if victim == f"{os.environ.get('RANK', '0')}:{state.global_step}":
             os.kill(os.getpid(), signal.SIGKILL)
         while (hold / str(state.global_step)).exists():
             time.sleep(0.05)

@@ -137,7 +137,7 @@ def parsed(name: str, allocation: Allocation, *command: str):
 
 def test_several_nodes_meet_at_the_first_and_leave_stop_signals_to_the_launcher(monkeypatch):
     """SIGHUP, the signal of a closed terminal, is not handled under nohup."""
-    for hangup, handled in ((signal.SIG_DFL, "SIGINT,SIGHUP"), (signal.SIG_IGN, "SIGINT")):
+    for hangup, handled in ((signal.SIG_DFL, "SIGQUIT,SIGHUP"), (signal.SIG_IGN, "SIGQUIT")):
         monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: hangup}.get)
         args = parsed("zero2", SECOND, "x.py")
         assert (args.signals_to_handle, args.shutdown_timeout) == (handled, 5)

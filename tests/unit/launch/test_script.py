@@ -139,11 +139,11 @@ def test_a_failed_compilation_names_the_way_without(capsys):
     assert capsys.readouterr().err.endswith("--compile false trains without, slower.\n")
 
 
-def test_system_exit_and_interrupts_pass_through(notes):
+def test_system_exit_passes_through_and_ctrl_c_is_one_line(notes, capsys):
     with pytest.raises(SystemExit, match="0"):
         run_script(raising(SystemExit(0)))
-    with pytest.raises(KeyboardInterrupt):
-        run_script(raising(KeyboardInterrupt()))
+    assert run_script(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "\ninterrupted by the user (Ctrl-C)\n"
     with pytest.raises(SystemExit, match="usage"):
         run_script(raising(SystemExit("usage")))
     assert read_notes(notes) == []  # the launcher has the exit code

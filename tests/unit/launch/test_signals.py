@@ -1,4 +1,4 @@
-"""Effects of SIGTERM and SIGUSR1 on real processes."""
+"""Effects of SIGTERM, SIGUSR1 and Ctrl-C on real processes."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ from utils.launch import signals
 START = """
 import ctypes, os, signal, sys, time
 from utils.launch import signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 signals.FILE_WITHIN_S = float(os.environ.get("WITHIN_S", "1"))
 signals.install_stop_signals()
 print("ready", flush=True)
@@ -85,6 +86,59 @@ def test_a_process_stuck_in_c_stays_where_the_job_is_to_stop(tmp_path, start):
         end(child, timeout_s=1)
 
 
+TRAINING = "signals.enter_stage(signals.Stage.TRAINING)\nprint('trains', flush=True)\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_process_at_once_if_there_is_nothing_to_save(start):
+    """The thread ends the process also while the main thread is in a collective."""
+    for program in (WAIT, STUCK_IN_C):
+        child = start(program)
+        child.send_signal(signal.SIGINT)
+        starting = signals.Stage.STARTING.value
+        assert end(child) == (130, f"\n{signals.BY_USER}, {starting}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_is_a_request_and_the_second_ends_at_once(start, second):
+    """For the second one torchrun sends SIGTERM."""
+    child = start(TRAINING + WAIT)
+    assert child.stdout.readline() == "trains\n"
+    child.send_signal(signal.SIGINT)
+    assert end(child) == (0, f"\n{signals.SAVING}\nasked: Ctrl-C\n")
+    child = start(TRAINING + STUCK_IN_C)
+    assert child.stdout.readline() == "trains\n"
+    child.send_signal(signal.SIGINT)
+    assert [child.stdout.readline() for _ in range(2)] == ["\n", f"{signals.SAVING}\n"]
+    child.send_signal(second)
+    training = signals.Stage.TRAINING.value
+    assert end(child) == (130, f"\n{signals.BY_USER}, {training}\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_after_another_request_ends_at_once(start):
+    child = start(TRAINING + STUCK_IN_C)
+    assert child.stdout.readline() == "trains\n"
+    child.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    assert end(child)[0] == 130
+
+
+@pytest.mark.slow
+def test_under_the_launcher_its_files_carry_both(tmp_path, start):
+    child = start(TRAINING + STUCK_IN_C, tmp_path)
+    assert child.stdout.readline() == "trains\n"
+    assert signals.stage_of_node(tmp_path) is signals.Stage.TRAINING
+    child.send_signal(signal.SIGINT)  # the terminal sends it to all processes
+    (tmp_path / "STOP").touch()
+    (tmp_path / "INTERRUPTED").touch()
+    child.send_signal(signal.SIGTERM)
+    assert end(child) == (130, ""), "the launcher says it"
+    assert signals.stage_of_node(tmp_path / "none") is signals.Stage.STARTING
+
+
 LOADER = """
 import numpy as np, torch
 from utils.data.loader import eval_loader
@@ -118,7 +172,7 @@ def test_a_loader_process_outlives_a_signal_to_the_job_but_obeys_its_owner():
         first, worker = process.stdout.readline().rsplit(" ", 1)
         assert first == "[0]"
         time.sleep(0.5)
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(int(worker), number)
         time.sleep(0.2)
         output, _ = process.communicate("\n")

@@ -1,0 +1,106 @@
+"""sequence_length and global_batch_size of a run that gives neither."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from transformers import AutoConfig
+
+from utils.config.settings import parse_fine_tuning, parse_pretraining
+from utils.data.packing import plan_packing
+from utils.launch.processes import LaunchFacts
+from utils.plan import run_data
+from utils.plan.run_data import batch_for, choose_sizes
+
+SMALL = np.full(300, 400)  # 120,000 tokens
+
+
+@pytest.fixture
+def sized(tmp_path, monkeypatch):
+    """Return a function for the settings of a run, given lengths of documents and positions."""
+
+    def settle(lengths, positions=32_768, ranks=1, parse=parse_fine_tuning, held_out=(), **given):
+        splits = {"train": np.array(lengths), "held": np.array(held_out or [10])}
+        monkeypatch.setattr(
+            run_data, "_open", lambda _path, name="train": SimpleNamespace(lengths=splits[name])
+        )
+        model = tiny.make_model_config(tmp_path / "m.json", max_position_embeddings=positions)
+        flags = {"model_config": model, "train_data": "d", "output_dir": tmp_path / "run"}
+        if held_out:
+            flags["eval_data"] = "held=h"
+        settings = parse(tiny.flags(use_cpu=True, **flags | given), "")
+        launch = LaunchFacts(0, ranks, "ddp", (), "cpu")
+        return choose_sizes(settings, AutoConfig.from_pretrained(model), launch)
+
+    return settle
+
+
+@pytest.mark.parametrize(
+    ("longest", "positions", "length"),
+    [
+        (30, 32_768, 1024),
+        (1024, 32_768, 1024),
+        (1025, 32_768, 2048),
+        (9000, 32_768, 4096),
+        (9000, 1024, 1024),
+        (30, 512, 512),
+        (3000, 3000, 3000),
+    ],
+)
+def test_a_sequence_holds_the_longest_document_within_limits(sized, longest, positions, length):
+    settings = sized([longest, *SMALL], positions)
+    assert settings.data.sequence_length == length
+    (note,) = [each for each in settings.values.notes if each.startswith("sequence_length")]
+    assert f"the longest of 301 documents has {max(longest, 400):,} tokens" in note
+    assert f"{positions} positions" in note
+    assert note.endswith("--sequence_length changes it")
+    assert settings.resolved["sequence_length"] == length, "config.yaml keeps it"
+
+
+def test_longer_chats_lose_their_end_and_the_log_counts_them(sized):
+    settings = sized([5000, 6000, *SMALL], held_out=[7000])
+    assert settings.data.on_overlong == "truncate"
+    note = "on_overlong truncate: 3 documents lose their end; --sequence_length 7000 keeps it"
+    assert note in settings.values.notes
+    assert sized([5000, *SMALL], on_overlong="error").data.on_overlong == "error"
+    assert sized([5000, *SMALL], sequence_length=1024).data.on_overlong == "error", "as before"
+    assert sized([5000, *SMALL], parse=parse_pretraining).data.on_overlong == "error", "splits"
+    assert sized(SMALL).data.on_overlong == "error"
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "batch"),
+    [(1, 1, 1), (99, 1, 1), (250, 1, 4), (3199, 1, 32), (3200, 1, 64), (10**6, 1, 64),
+     (250, 8, 8), (250, 4, 4), (10**6, 3, 66)],
+)  # fmt: skip
+def test_an_epoch_has_fifty_steps_or_a_step_64_sequences(rows, ranks, batch):
+    assert batch_for(rows, ranks) == batch
+    assert batch % ranks == 0
+
+
+def test_the_batch_follows_from_the_data_and_divides_over_the_ranks(sized):
+    settings = sized(np.tile(SMALL, 10), ranks=2)  # 1,200,000 tokens
+    batch, micro = settings.run.global_batch_size, settings.training.per_device_train_batch_size
+    assert (batch, micro) == (16, 8)
+    (note,) = [each for each in settings.values.notes if each.startswith("global_batch_size")]
+    assert note == (
+        "global_batch_size 16: about 1,171 sequences, 2 ranks; --global_batch_size changes it"
+    )
+    settings = sized(np.tile(SMALL, 10), packing="none")
+    assert settings.run.global_batch_size == 32, "each of 3,000 documents is a sequence"
+    assert sized([4000, *SMALL]).training.per_device_train_batch_size == 1, "a batch of one"
+    long = sized(np.full(2000, 4000))
+    assert (long.run.global_batch_size, long.training.per_device_train_batch_size) == (32, 2)
+
+
+def test_given_sizes_stay_and_nothing_is_read(sized, monkeypatch):
+    settings = sized(SMALL, sequence_length=64, per_device_train_batch_size=3, ranks=1)
+    assert (settings.data.sequence_length, settings.run.global_batch_size) == (64, 3)
+    assert settings.training.per_device_train_batch_size == 3
+
+
+def test_the_estimate_is_at_most_the_number_of_sequences():
+    for lengths in (SMALL, np.arange(1, 900), np.array([5000, 3, 3, 3])):
+        plan = plan_packing(lengths, 1024, "best_fit", "split", where="x")
+        assert plan.sequences >= int(lengths.sum()) // 1024

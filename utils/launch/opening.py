@@ -1,0 +1,86 @@
+"""The first answers of a script, before it imports torch: version, short help, first line."""
+
+import contextlib
+import importlib.metadata
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from utils.config.declarations import FLAGS_RANK, Given
+
+PACKAGES = (
+    "torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "deepspeed",
+    "flash-attn",
+)  # fmt: skip
+# Settings that say what a script reads; the first one that is given is shown.
+SOURCES = ("config", "model_name_or_path", "init_from", "model_config", "sources")
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def early_settings(words: Sequence[str]) -> dict[str, Given]:
+    """Return the settings in a command line and its recipes, with `config` for the recipes.
+
+    Faults are left to the script.
+    """
+    # The launcher imports this module before it checks the packages.
+    from utils.config.command_line import CONFIG_FLAG, read_flags
+    from utils.config.recipes import read_recipes
+
+    flags, _ = read_flags(words)
+    entries, _ = read_recipes(flags.get(CONFIG_FLAG, []))
+    return entries | {
+        name: Given(" ".join(given), f"--{name}", FLAGS_RANK) for name, given in flags.items()
+    }
+
+
+def first_line(script: str, words: Sequence[str]) -> str:
+    """Return a line with the script, its recipes or model, and its output directory."""
+    given = early_settings(words)
+    named = [str(given[name].value) for name in SOURCES if name in given]
+    line = f"{time.strftime('%H:%M:%S')}  {script}: {[*named, *words, 'no arguments'][0]}"
+    if output := given.get("output_dir"):
+        line += f", output in {output.value}"
+    return line
+
+
+def version_text() -> str:
+    """Return the versions of Stoker, of Python and of the packages, a line each."""
+    project = (_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "(.+)"', project, re.MULTILINE)
+    state = git_state()
+    commit = ""
+    if state:
+        changed = ", with changes" if state["dirty"] else ""
+        commit = f" (commit {state['commit'][:12]}{changed})"
+    lines = [f"stoker {found[1] if found else 'unknown'}{commit}"]
+    lines += [f"python {platform.python_version()}"]
+    lines += [f"{name} {version}" for name, version in package_versions().items() if version]
+    return "\n".join(lines) + "\n"
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that affect a run's numbers; None if not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def git_state(folder: Path = _REPOSITORY) -> dict[str, Any] | None:
+    """Return the git commit of `folder` and whether files differ from it; None if unknown."""
+    if not (folder / ".git").exists():
+        return None
+    # Without optional locks, git commands of other processes cannot fail because of this one.
+    command = ["git", "--no-optional-locks", "-C", str(folder)]
+    command += ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit, _, changed = done.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(changed)}
