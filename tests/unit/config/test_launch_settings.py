@@ -148,10 +148,10 @@ def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
           "bf16": {"enabled": False}}, []),
         ({}, ["no gradient_clipping, so max_grad_norm would do nothing"]),
         ({"gradient_clipping": 0.3}, ["gradient_clipping 0.3, but the recipe says 1.0"]),
-        ({"gradient_clipping": "auto", "train_batch_size": 64, "bf16": {"enabled": True},
+        ({"gradient_clipping": "auto", "train_batch_size": 64, "fp16": {"enabled": True},
           "gradient_accumulation_steps": 2},
          ["train_batch_size 64, but the recipe says 8", "accumulation_steps 2, .* says 1",
-          "bf16.enabled True, but the recipe says False"]),
+          "fp16.enabled True, but the recipe says False"]),
         ({"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}, "scheduler": {}},
          ["optimizer would replace that of the recipe", "scheduler would replace"]),
         ({"gradient_clipping": "auto", "tensor_parallel": {"autotp_size": 2},
@@ -168,7 +168,8 @@ def test_a_deepspeed_file_leaves_to_the_recipe_what_the_recipe_says(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     argv = tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None})
     if not said:
-        assert parse_pretraining(argv, "")
+        settings = parse_pretraining(argv, "")
+        assert settings.values["bf16"] is ("bf16" not in content), "the file says so"
         return
     with pytest.raises(ConfigurationError) as caught:
         parse_pretraining(argv, "")
