@@ -101,10 +101,8 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
     adapters = on_gpu and values["use_peft"] and values["dtype"] in ("auto", "bfloat16")
     if values["dtype"] not in (None, "float32") and not adapters:
         return Given(False, values.shown("dtype"))
-    if on_gpu:
-        return Given(True, FAST_GPU)
-    if _computes_on_cpu(values) and has_fast_bf16():
-        return Given(True, FAST_CPU)
+    if on_gpu or (_computes_on_cpu(values) and has_fast_bf16()):
+        return Given(True, FAST_GPU if on_gpu else FAST_CPU)
     return Given(False, "default")
 
 

@@ -211,8 +211,8 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
     if found.documents < FEW_DOCUMENTS or found.loss_tokens < FEW_LOSS_TOKENS:
         logger.warning(
             f"{name}: a small held-out split ({found.documents:,} documents, {found.loss_tokens:,} "
-            f"tokens with a loss): below {FEW_DOCUMENTS} or {FEW_LOSS_TOKENS:,} its loss is too "
-            "noisy to compare runs"
+            f"tokens with a loss): below {FEW_DOCUMENTS} documents or {FEW_LOSS_TOKENS:,} tokens "
+            "its loss is too noisy to compare runs"
         )
 
 

@@ -202,7 +202,8 @@ def assemble_split(
     if split != TRAIN:
         warn_of_small_split(split, dataset)
     lengths = figures["length_percentiles_tokens"]
-    share = f", {figures['loss_token_share']:.1%} of them trained on" if is_chat else ""
+    trained = figures["loss_token_share"]
+    share = f", {trained:.1%} of them trained on" if trained < 1 else ""
     logger.info(
         f"{split}: {documents:,} documents, {tokens:,} tokens{share}; tokens a document: median "
         f"{lengths['p50']:,}, 99% have at most {lengths['p99']:,}, the longest {lengths['max']:,}"
