@@ -15,7 +15,8 @@
 # make interruptions  every interruption of a job on a real Slurm (part of test-exhaustive), into benchmarks/results/interruptions.json
 # make figures    write the figures in README.md and docs/ anew from benchmarks/results/
 # make recipes-table  the recipes' predictions and their gallery in docs/recipes.md
-# make pictures   the README's loss curve: a Slurm job that is killed, loses its node and resumes (root, slurm-wlm, munge; after make demo)
+# make pictures   the pictures of reports in docs/images, from runs in benchmarks/results/ (chromium)
+# make interrupted-run  record the run of the README's picture: a Slurm job that is killed, loses its node and resumes (root, slurm-wlm, munge; after make demo)
 # make lock       write requirements.lock and requirements-test.lock anew from pyproject.toml
 # make lock-docs  write requirements-docs.lock anew, from the version of the site's generator below
 
@@ -27,7 +28,7 @@ DOCS := .venv-docs
 # PYTEST_ARGS="-k packing" runs a part of the tests but those on Slurm.
 PYTEST_ARGS ?=
 
-.PHONY: help install recipes-table pictures bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive interruptions soak lint lock lock-docs site
+.PHONY: help install recipes-table pictures interrupted-run bench bench-gpu demo figures test test-rest test-slurm test-fast test-gpu test-oldest test-exhaustive interruptions soak lint lock lock-docs site
 
 $(VENV)/.runtime: requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -57,7 +58,10 @@ bench-gpu: $(VENV)/.runtime
 
 pictures: $(VENV)/.test
 	$(BIN)/python examples/pictures.py
-	$(BIN)/python report.py benchmarks/results/interrupted_run --output runs/interrupted_run.html --png docs/images/loss.svg
+
+interrupted-run: $(VENV)/.test
+	$(BIN)/python examples/interrupted_run.py
+	$(BIN)/python -m benchmarks.figures.loss_plot
 
 figures: recipes-table
 	$(BIN)/python examples/demo_figures.py
@@ -67,6 +71,7 @@ figures: recipes-table
 	$(BIN)/python -m benchmarks.figures.interruptions
 	$(BIN)/python -m benchmarks.figures.speed
 	$(BIN)/python -m benchmarks.figures.speed_plot
+	$(BIN)/python -m benchmarks.figures.loss_plot
 	$(BIN)/python -m benchmarks.figures.memory
 	$(BIN)/python -m benchmarks.figures.models
 

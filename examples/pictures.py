@@ -1,119 +1,80 @@
-"""Record the run of the README's picture: a Slurm job that is killed twice and resumes.
+"""Draw the pictures of reports in docs/images from recorded runs.
 
-    python examples/pictures.py     # on a Slurm of its own (root, slurm-wlm, munge)
+    python examples/pictures.py     # needs chromium and the packages of requirements-test.lock
 
-The job is `slurm/train_job.sh` with the demo's pretraining recipe, whose data `make demo` prepares.
-report.py draws the picture from the record: see `make pictures`.
+Each picture is a part of the page that report.py writes for a run in benchmarks/results/.
 """
 
-import json
-import os
-import platform
 import shutil
-import signal
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/slurm"), str(ROOT / "tests/integration")]
+sys.path[:0] = [str(ROOT)]
 
-RECORD = ROOT / "benchmarks" / "results" / "interrupted_run"
-RUN, PLAIN = ROOT / "runs" / "picture", ROOT / "runs" / "picture-uninterrupted"
-SETTINGS = ("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "60")
-# The step at which something happens, and what.
-EVENTS = ((105, "a process is killed (SIGKILL)"), (225, "the node fails"))
-# The recorded keys of a journal line and of a start.
-KEYS = ("event", "step", "max_steps", "time", "loss"), ("time", "slurm")
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
+INTERRUPTED, H200 = RESULTS / "interrupted_run", RESULTS / "gpu" / "h200_qwen3_0_6b_full"
+MARGIN = 16  # pixels
+
+
+class Picture(NamedTuple):
+    """A part of a report: from the element `first` to the element `last`."""
+
+    run: Path
+    width: int
+    scheme: str  # light or dark
+    first: str
+    last: str
+
+
+PICTURES = {
+    "report-light.png": Picture(
+        INTERRUPTED, 1280, "light", "h2:has-text('How it went')", "#charts figure >> nth=0"
+    ),
+    "report-dark.png": Picture(
+        H200, 1280, "dark", "h2:has-text('Curves')", "#charts figure >> nth=8"
+    ),
+    "report-phone.png": Picture(
+        INTERRUPTED, 390, "light", "h2:has-text('How it went')", "#charts figure >> nth=0"
+    ),
+}
 
 
 def main() -> None:
-    """Run the recipe once undisturbed and once as a job that is killed, and record the losses."""
-    from slurm_cluster import SlurmCluster
-    from training_jobs import raw_journal
+    """Write the reports into a temporary folder and draw their parts."""
+    from playwright.sync_api import sync_playwright
 
-    with tempfile.TemporaryDirectory() as directory:
-        cluster = SlurmCluster(Path(directory) / "slurm")
-        cluster.start()
-        try:
-            finish(cluster, submit(cluster, PLAIN))
-            job = submit(cluster, RUN)
-            disturb(cluster, job)
-            finish(cluster, job)
-        finally:
-            cluster.stop()
-    plain = {line["step"]: line["loss"] for line in raw_journal(PLAIN) if line["event"] == "train"}
-    kinds = ("started", "resumed", "train", "summary")
-    lines = [line for line in raw_journal(RUN) if line["event"] in kinds]
-    trained = [line for line in lines if line["event"] == "train"]
-    assert all(plain[line["step"]] == line["loss"] for line in trained), "other losses"
-    starts = json.loads((RUN / "provenance.json").read_text())["starts"]
-    RECORD.mkdir(exist_ok=True)
-    for old in RECORD.glob("*.log"):
-        old.unlink()
-    (RECORD / "metrics.jsonl").write_text("".join(f"{chosen(line, KEYS[0])}\n" for line in lines))
-    record = ",\n".join(chosen(start, KEYS[1]) for start in starts)
-    (RECORD / "provenance.json").write_text(f'{{"starts": [\n{record}\n]}}\n')
-    causes = [line for line in job.output().splitlines() if "; requeued, start" in line]
-    (RECORD / f"train-{job.id}.log").write_text("".join(f"{line}\n" for line in causes))
-    facts = {
-        "command": "make pictures",
-        "date": date.today().isoformat(),
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
-        "losses": sorted(plain.items()),
-    }
-    (RECORD / "uninterrupted.json").write_text(json.dumps(facts) + "\n")
+    from utils.observe.page import write_pages
+
+    browser_path = shutil.which("chromium")
+    if browser_path is None:
+        sys.exit("chromium is not installed (Debian: apt-get install chromium)")
+    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for name, picture in PICTURES.items():
+            page = write_pages([picture.run], Path(directory) / f"{name}.html", None)
+            draw(browser, page, picture, IMAGES / name)
+        browser.close()
 
 
-def chosen(line: dict[str, Any], keys: tuple[str, ...]) -> str:
-    """Return these keys of a line as JSON."""
-    return json.dumps({key: line[key] for key in keys if key in line})
-
-
-def submit(cluster: Any, run: Path) -> Any:
-    """Submit the recipe as a job of one process on one node, into a new directory."""
-    from training_jobs import job_environment
-
-    shutil.rmtree(run, ignore_errors=True)
-    command = ("pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml", *SETTINGS)
-    return cluster.submit(
-        *("--gpus-per-node=0", "--cpus-per-task=2", "--mem=3G", "--time=60"),
-        "slurm/train_job.sh", *command, "--output_dir", str(run),
-        cwd=ROOT, log=run.with_suffix(".log"),
-        env=job_environment({"STOKER_PROCESSES_PER_NODE": "1", "OMP_NUM_THREADS": "2"}),
-    )  # fmt: skip
-
-
-def finish(cluster: Any, job: Any) -> None:
-    """Wait for the end of a job that succeeds."""
-    if cluster.wait(job, timeout_s=1800) != "COMPLETED":
-        sys.exit(job.output())
-
-
-def disturb(cluster: Any, job: Any) -> None:
-    """Bring about EVENTS in the job that trains RUN."""
-    from launching import processes_of, wait_until
-    from training_jobs import raw_journal
-
-    for step, what in EVENTS:
-        wait_until(lambda at=step: reached(raw_journal, at), f"step {step}", job.output, 900)
-        if "SIGKILL" in what:
-            commands = {p: (p / "cmdline").read_bytes().split(b"\0") for p in processes_of(RUN)}
-            (trains,) = (p for p, words in commands.items() if words[1] == b"pretrain.py")
-            os.kill(int(trains.name), signal.SIGKILL)
-        else:
-            node = cluster.fields(job)["NodeList"]
-            cluster.kill_node(node)
-        wait_until(lambda: cluster.state(job) == "PENDING", "not requeued", job.output)
-        if "node" in what:
-            cluster.start_node(node)
-
-
-def reached(raw_journal: Any, step: int) -> bool:
-    """Tell whether the run has logged this step."""
-    return any(line.get("step", 0) >= step for line in raw_journal(RUN))
+def draw(browser: Any, report: Path, picture: Picture, output: Path) -> None:
+    """Save a part of a report as a PNG file."""
+    page = browser.new_page(
+        viewport={"width": picture.width, "height": 900},
+        color_scheme=picture.scheme,
+        device_scale_factor=2 if picture.width < 800 else 1,
+    )
+    page.set_default_timeout(600_000)  # the machine may be busy
+    page.goto(report.as_uri())
+    page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
+    top = page.locator(picture.first).bounding_box()["y"] - MARGIN
+    last = page.locator(picture.last).bounding_box()
+    bottom = last["y"] + last["height"] + MARGIN
+    clip = {"x": 0, "y": top, "width": picture.width, "height": bottom - top}
+    page.screenshot(path=output, clip=clip, full_page=True)
+    page.close()
 
 
 if __name__ == "__main__":

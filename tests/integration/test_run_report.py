@@ -83,7 +83,7 @@ def test_the_command_needs_neither_torch_nor_transformers(run):
 def ticks(page) -> list[str]:
     """Return the labels of the first chart's horizontal axis."""
     chart = page.locator("#charts figure").first
-    return chart.locator("text[text-anchor=middle]").all_text_contents()
+    return chart.locator("text[text-anchor=middle]:not(.label)").all_text_contents()
 
 
 def test_the_page_zooms_toggles_and_follows_keys(opened, run):
@@ -91,6 +91,7 @@ def test_the_page_zooms_toggles_and_follows_keys(opened, run):
     whole, plot = ticks(page), page.locator(".plot").first
     assert page.locator("#charts figure").count() >= 5
     assert page.locator("#charts path.series").count() >= 6
+    plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 100)
     page.mouse.down()
@@ -120,7 +121,20 @@ def test_the_page_zooms_toggles_and_follows_keys(opened, run):
         assert ticks(page), axis
         assert all(unit in each for each in ticks(page))
     assert ticks(page) == whole
-    page.get_by_role("button", name="log").first.click()
+    page.mouse.move(0, 0)
+    assert key.inner_text().startswith("train last ")
+    labels = page.locator("#charts figure").first.locator("text.label").all_text_contents()
+    assert labels == ["nats per token", "step"]
+    titles = page.locator("#charts h3").all_text_contents()
+    assert [title for title in titles if "emory" in title] == ["Host memory"], "one process"
+    right = plot.locator("clipPath rect").bounding_box()
+    last = plot.locator("path.series.line").last.bounding_box()
+    assert last["x"] + last["width"] < right["x"] + right["width"], "the last point is whole"
+    page.locator("#smooth").fill("0.9")
+    assert plot.locator("path.series.faint").count() == 1
+    log = page.get_by_label("log scale").first
+    log.check()
+    assert log.is_checked()
 
 
 def background(page) -> str:
@@ -140,9 +154,14 @@ def test_light_dark_print_narrow_and_without_scripts(opened, run, tmp_path):
     page.emulate_media(media="screen")
     page.pdf(path=tmp_path / "page.pdf", print_background=True)
     assert (tmp_path / "page.pdf").stat().st_size > 10_000
-    page.set_viewport_size({"width": 400, "height": 800})
-    page.wait_for_function("document.documentElement.scrollWidth <= 400")
-    assert page.locator(".plot svg").first.bounding_box()["width"] <= 400
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_function("document.documentElement.scrollWidth <= 390")
+    assert page.locator(".plot svg").first.bounding_box()["width"] <= 390
+    wide = (
+        "tables => tables.filter(table => table.scrollWidth > table.parentNode.clientWidth).length"
+    )
+    assert page.locator("table").evaluate_all(wide) == 0, "no table is cut"
+    assert page.locator("td[data-title='how it ended']").count() == 2
     bare = opened(run / "report.html", java_script_enabled=False)
     assert "Finished at step 6 of 6: final/ holds the model." in bare.locator("body").inner_text()
 

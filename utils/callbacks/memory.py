@@ -9,6 +9,7 @@ import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -28,7 +29,11 @@ from utils.host.machine import global_rank, host_name, memory_kills, memory_room
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-LEFT = ("memory_free_gib", "memory_headroom_gib")  # the lowest over ranks counts
+# How to summarize a figure over ranks; the others by their maximum.
+REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
+    "memory_free_gib": min, "memory_headroom_gib": min,
+    "gpu_utilization": fmean, "gpu_power_w": fmean,
+}  # fmt: skip
 # Names of phases in out-of-memory-rankN.txt and metrics.jsonl. FINISH mostly writes final/.
 WORDS = {
     Phase.START: "load", Phase.LOAD: "load", Phase.FIRST_STEP: "train", Phase.TRAIN: "train",
@@ -43,11 +48,13 @@ class MemoryMonitor(TrainerCallback):
     Device memory is the memory of torch's allocator. Host memory is the memory of this process
     without data workers. Each line of metrics.jsonl (training, evaluation or save) has the peak
     since the line before. `sequence_bytes` is the prediction for one more sequence per batch.
+    The utilization and power of each GPU are measured at the same time.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # at the last measurement
     # The training peak before an evaluation or a save; the number of training logs.
     peak_bytes = logs = 0
+    has_nvml = True  # until NVML fails
 
     def __init__(self, sequence_bytes: int = 0) -> None:
         self.sequence_bytes = sequence_bytes
@@ -78,9 +85,10 @@ class MemoryMonitor(TrainerCallback):
         self.peak_bytes, self.logs = 0, self.logs + 1
         if self.logs == 2 and self.sequence_bytes and self.device.type == "cuda":
             logger.info("memory: %s", self.headroom())  # later steps have the same peak
-        figures = {name: [one[name] for one in self.by_rank] for name in self.by_rank[0]}
+        names = [name for name in self.by_rank[0] if all(name in one for one in self.by_rank)]
+        figures = {name: [one[name] for one in self.by_rank] for name in names}
         del figures["rank"], figures["host"]
-        return {name: (min if name in LEFT else max)(each) for name, each in figures.items()}
+        return {name: REDUCED.get(name, max)(each) for name, each in figures.items()}
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
         """Return the memory of all ranks; `before` is an earlier peak in bytes. Collective."""
@@ -96,12 +104,30 @@ class MemoryMonitor(TrainerCallback):
             own |= {"memory_free_gib": free, "memory_total_gib": total}
             # CUDA itself and other processes use the rest.
             own["memory_headroom_gib"] = free + reserved - peak_bytes
-        sizes = {name: size_bytes / GIB for name, size_bytes in own.items()}
+        sizes = {name: size_bytes / GIB for name, size_bytes in own.items()} | self._gpu_use()
         ranks = gathered((host_name(), sizes))
         self.by_rank = [
             {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
         ]
         return self.by_rank
+
+    def _gpu_use(self) -> dict[str, float]:
+        """Return this GPU's utilization and power over the last second; {} without NVML or a GPU.
+
+        The driver answers, so the GPU is not interrupted.
+        """
+        if self.device.type != "cuda" or not self.has_nvml:
+            return {}
+        try:
+            busy, milliwatts = (
+                torch.cuda.utilization(self.device),
+                torch.cuda.power_draw(self.device),
+            )
+        except Exception as error:  # the package with NVML's own errors may be missing
+            self.has_nvml = False
+            logger.info("GPU utilization and power are not recorded: %s", error)
+            return {}
+        return {"gpu_utilization": busy / 100, "gpu_power_w": milliwatts / 1000}
 
     def headroom(self) -> str:
         """Describe the free memory of the fullest GPU and the micro-batch that would fit."""

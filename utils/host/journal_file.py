@@ -37,7 +37,7 @@ _KINDS = {
     "time": "time",
     "rows": "samples|memory_by_rank",
     "measure": r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes"
-    r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens",
+    r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens|gpu_utilization|gpu_power_w",
     "figure": r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate"
     r"|eval_(.*_)?(loss|perplexity|accuracy)",
     "any": ".*",

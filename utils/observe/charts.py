@@ -27,25 +27,31 @@ POINTS = 1600  # per series: two for each of 800 pixels; with several runs 2 * P
 SMOOTH_FROM = 200  # logs; the loss of a shorter run is not smoothed
 NAMED = 3  # slowest ranks with their own series
 FULLEST = 6  # ranks with the most memory, each with its own series
+DEVICE_MEMORY, HOST_MEMORY = "Device memory", "Host memory"
 Chart = dict[str, Any]
 
-# Charts of training logs: title, unit, labels by key, whether the scale is logarithmic at first.
+# Charts of training logs: title, label of the y axis, note, labels of the series by key.
 _TRAIN = (
-    ("Learning rate", "", {"learning_rate": "learning rate"}, False),
-    ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True),
-    ("Throughput", "tokens/s", {"tokens_per_s": "all devices"}, False),
-    ("Model FLOPs utilization", "share of the peak", {"mfu": "MFU"}, False),
-    ("Time of a step", "s", {"step_time_s": "step", "data_wait_s": "waiting for data"}, False),
-    ("Device memory", "GiB, the fullest rank", {
+    ("Learning rate", "learning rate", "", {"learning_rate": "learning rate"}),
+    ("Gradient norm", "norm", "before clipping", {"grad_norm": "gradient norm"}),
+    ("Throughput", "tokens/s", "", {"tokens_per_s": "all devices"}),
+    ("Model FLOPs utilization", "share of the peak", "", {"mfu": "MFU"}),
+    ("GPU utilization", "share of the time", "mean of all GPUs", {"gpu_utilization": "busy"}),
+    ("GPU power", "W", "mean of all GPUs", {"gpu_power_w": "power"}),
+    ("Time of a step", "s", "", {"step_time_s": "step", "data_wait_s": "waiting for data"}),
+    (DEVICE_MEMORY, "GiB", "of the fullest rank", {
         "memory_peak_gib": "peak", "memory_reserved_gib": "reserved",
-        "memory_allocated_gib": "allocated", "memory_free_gib": "free"}, False),
-    ("Host memory", "GiB, the largest process", {
-        "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}, False),
-    ("Load-balancing loss", "of experts", {"aux_loss": "before its coefficient"}, False),
+        "memory_allocated_gib": "allocated", "memory_free_gib": "free"}),
+    (HOST_MEMORY, "GiB", "of the largest process", {
+        "host_rss_gib": "resident", "host_peak_rss_gib": "peak"}),
+    ("Load-balancing loss", "loss", "before its coefficient", {"aux_loss": "of experts"}),
 )  # fmt: skip
+_LOG_SCALE = ("Gradient norm", "Perplexity")  # at first
 # matplotlib's settings. An SVG keeps texts as texts, and is the same each time it is drawn.
 _LOST = "#c4c9d1"
-_BAR = "from left to right; blue: work that counts, grey: done again later, light: no start ran"
+_BAR = (
+    "from left to right; blue: work that counts, grey: repeated later, light: nothing was running"
+)
 _LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
     "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
@@ -54,7 +60,7 @@ _LOOK: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
     "xtick.color": "0.35", "ytick.color": "0.35",
 }  # fmt: skip
-_COMPARED = ("Learning rate", "Gradient norm", "Throughput", "Device memory")
+_COMPARED = ("Learning rate", "Gradient norm", "Throughput", DEVICE_MEMORY)
 # Keys without a chart: they are shown elsewhere on the page, or are parts of another number.
 _NO_CHART = {
     "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
@@ -117,6 +123,15 @@ class Curves:
         key = f"eval_{split}_{what}" if split else f"eval_{what}"
         return self.series(label, key, self.evaluated.get(split, []), "dots")
 
+    def perplexities(self, smooth: Sequence[Line]) -> list[Chart | None]:
+        """Return the series of exp(loss): of the smoothed training loss and of each evaluation."""
+        found = [self.series("train", "perplexity", _exponentials(smooth, "loss"))]
+        for split, lines in self.evaluated.items():
+            key = f"eval_{split}_loss" if split else "eval_loss"
+            values = _exponentials(lines, key)
+            found.append(self.series(f"eval {split or ''}", "perplexity", values, "dots"))
+        return found
+
     def smoothed(self, key: str = "loss") -> tuple[list[Line], int]:
         """Return lines with the running mean of `key`, and the number of logs in each mean."""
         count = max(10, len(self.trained) // 100) if len(self.trained) > SMOOTH_FROM else 1
@@ -155,7 +170,7 @@ def charts_of(
     steps = {one.step for one in found}
     spiked = [line for line in trained if line["step"] in steps] if steps else []
     losses = [
-        curves.series("train", "loss", curves.undone(), "lost", "done again later"),
+        curves.series("train", "loss", curves.undone(), "lost", "repeated later"),
         curves.series("train", "loss", style="faint" if count > 1 else "line"),
         curves.series(f"mean of {count} logs", "loss", smooth) if count > 1 else None,
         *(curves.evaluations(split, f"eval {split or ''}") for split in curves.evaluated),
@@ -164,30 +179,36 @@ def charts_of(
     some = [*trained[:: len(trained) // 100 + 1], *trained[-20:]]
     keys = dict.fromkeys(key for line in some for key in line)
     shares = {key: key.removeprefix("tokens_share/") for key in keys if "tokens_share/" in key}
-    known = {key for _, _, names, _ in _TRAIN for key in names} | _NO_CHART
+    known = {key for *_, names in _TRAIN for key in names} | _NO_CHART
     groups = [
         *_TRAIN,
-        ("Mixture", "share of all tokens seen", shares, False),
-        *((key, "", {key: key}, False) for key in keys if key not in known and "/" not in key),
+        ("Mixture", "share of all tokens", "tokens seen so far", shares),
+        *((key, "", "", {key: key}) for key in keys if key not in known and "/" not in key),
     ]
     of_sources = [
         curves.series(key.removeprefix("loss/"), key, curves.smoothed(key)[0])
         for key in keys if key.startswith("loss/")
     ]  # fmt: skip
     right = [curves.evaluations(split, split or "eval", "accuracy") for split in curves.evaluated]
-    mean = f", mean of {count} logs" if count > 1 else ""
+    mean = f"mean of {count} logs" if count > 1 else ""
     charts = [
         _chart("Loss", "nats per token", losses, wide=True),
-        _chart("Loss of each source", f"nats per token{mean}", of_sources),
-        _chart("Token accuracy", "share of the tokens in evaluations", right),
+        _chart("Loss of each source", "nats per token", of_sources, mean),
+        _chart("Perplexity", "perplexity", curves.perplexities(smooth), mean),
+        _chart("Token accuracy", "share of the tokens", right, "in evaluations"),
     ]
     what = "device, peak since the last line" if DEVICE in keys else "host, resident"
     by_rank = _memory(curves, memory if memory_table(memory) else ())
-    charts.append(_chart("Memory by rank and phase", f"GiB, {what}", by_rank))
+    alone = len({point["rank"] for point in memory}) == 1
+    if not alone:
+        charts.append(_chart("Memory by rank and phase", "GiB", by_rank, what))
     charts.append(_waiting(curves, [one["name"] for one in waited[:NAMED]]))
-    for title, unit, names, log in groups:
+    for title, unit, note, names in groups:
         lines = [curves.series(name, key) for key, name in names.items() if key in keys]
-        charts.append(_chart(title, unit, lines, log=log))
+        if alone and title == (DEVICE_MEMORY if DEVICE in keys else HOST_MEMORY):
+            # Its memory in training is in this chart already.
+            lines += [line for line in by_rank if line and line["style"] == "points"]
+        charts.append(_chart(title, unit, lines, note))
     return [chart for chart in charts if chart["lines"]]
 
 
@@ -196,7 +217,7 @@ def _memory(curves: Curves, points: Sequence[Point]) -> list[Chart | None]:
     by_name: dict[str, list[Line]] = {}
     for point in points:
         train = point["event"] == "train"
-        name = point["rank"] if train else f"{PHASES[point['event']]}, each rank"
+        name = point["rank"] if train else PHASES[point["event"]]
         by_name.setdefault(name, []).append(point)
     ranks = [name for name, own in by_name.items() if own[0]["event"] == "train"]
     highest = {name: max(point["gib"] for point in by_name[name]) for name in ranks}
@@ -215,7 +236,7 @@ def _waiting(curves: Curves, names: Sequence[str]) -> Chart:
     for line in (line for line in curves.trained if "slowest_rank" in line):
         by_name.get(slowest(line), by_name[others]).append(line)
     lines = [curves.series(name, "slowest_cost", at, "points") for name, at in by_name.items()]
-    return _chart("Slowest rank", "share of the step that the others wait", lines)
+    return _chart("Slowest rank", "share of the step", lines, "how long the others wait")
 
 
 def charts_of_several(runs: Sequence[History]) -> list[Chart]:
@@ -227,11 +248,11 @@ def charts_of_several(runs: Sequence[History]) -> list[Chart]:
     for split in dict.fromkeys(split for _, curves in each for split in curves.evaluated):
         lines = [curves.evaluations(split, name) for name, curves in each]
         charts.append(_chart(f"Evaluation {split or ''}", "nats per token", lines))
-    for title, unit, names, log in _TRAIN:
+    for title, unit, note, names in _TRAIN:
         if title in _COMPARED:
             key = next(iter(names))
             lines = [curves.series(name, key) for name, curves in each]
-            charts.append(_chart(title, unit, lines, log=log))
+            charts.append(_chart(title, unit, lines, note))
     return [chart for chart in charts if chart["lines"]]
 
 
@@ -263,7 +284,7 @@ def draw_picture(
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            "--png needs matplotlib, which is not installed here: pip install matplotlib"
+            "--png needs matplotlib, which is not installed here: make install"
         ) from error
     rows = [3.4, *[0.6] * (len(starts) > 1), *[2.6] * (len(charts[1:5]) + 1 >> 1)]
     with rc_context(_LOOK):
@@ -305,6 +326,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
         )  # fmt: skip
     axes.set(xlabel="step", ylabel=chart["unit"], yscale="log" if chart["log"] else "linear")
     axes.set_title(chart["title"], loc="left", fontweight="bold")
+    axes.set_title(chart["note"], loc="right", fontsize="medium", color="0.4")
     axes.margins(x=0.01)
     for number, row in enumerate(ended, 1):
         start = row["start"]
@@ -327,10 +349,20 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
         axes.legend(frameon=False)
 
 
+def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
+    """Return lines with the exponential of `key` as `perplexity`; infinity above 1e300."""
+    losses = column(lines, key)
+    values = np.exp(np.where(losses < 690, losses, math.inf)).tolist()
+    return [{**line, "perplexity": one} for line, one in zip(lines, values, strict=True)]
+
+
 def _chart(
-    title: str, unit: str, lines: Sequence[Chart | None], *, log: bool = False, wide: bool = False
+    title: str, unit: str, lines: Sequence[Chart | None], note: str = "", *, wide: bool = False
 ) -> Chart:
-    """Return a chart of the series that are not None. Colours follow the order of the series."""
+    """Return a chart of the series that are not None. Colours follow the order of the series.
+
+    unit: the label of the y axis. note: a text beside the title.
+    """
     kept = [line for line in lines if line is not None]
     own = [line for line in kept if line["colour"] is None]
     fresh = [line for line in own if line["style"] not in ("lost", "marks", "faint")]
@@ -338,8 +370,8 @@ def _chart(
         line["colour"] = fresh.index(line) if line in fresh else 0
     positive = all(value is None or value > 0 for line in kept for value in line["y"])
     return {
-        "title": title, "unit": unit, "lines": kept, "wide": wide,
-        "log": log and positive, "positive": positive,
+        "title": title, "unit": unit, "note": note, "lines": kept, "wide": wide,
+        "log": title in _LOG_SCALE and positive, "positive": positive,
     }  # fmt: skip
 
 

@@ -27,11 +27,11 @@ class Job:
 class End(Enum):
     """The state of a start or a run: one word and the reason for this state."""
 
-    ALIVE = "running", "its lock gives signs of life"
-    SILENT = "running", "its lock gives none, but Slurm runs its job"
+    ALIVE = "running", "its lock has a recent heartbeat"
+    SILENT = "running", "its lock has none, but Slurm runs its job"
     QUEUED = "waiting", "its job is in Slurm's queue"
     FINISHED = "finished", "its summary is logged and final/ is there"
-    FINISHING = "finished", "the same, and its lock gives signs of life"
+    FINISHING = "finished", "the same, and its lock has a recent heartbeat"
     NOTHING_LEFT = "finished", "it left before training, and final/ is there"
     NO_MODEL = "stopped", "its summary is logged, but final/ is not there"
     STOPPED = "stopped", "a stop is logged"
@@ -40,7 +40,7 @@ class End(Enum):
     ERROR = "failed", "it left its lock with an error"
     UNEXPLAINED = "failed", "it left its lock without an error"
     GONE = "interrupted", "it did not leave its lock, and its process is dead"
-    LOST = "interrupted", "it did not leave its lock, which gives no sign of life"
+    LOST = "interrupted", "it did not leave its lock, which has no recent heartbeat"
     UNKNOWN = "interrupted", "it has no lock"
 
     @property
@@ -150,9 +150,9 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
         process, silent = f"process {owner.pid} on {owner.host}", duration(owner.age_s)
         doing = f", {owner.phase}" if owner.phase else ""
         return {
-            End.SILENT: f"no sign of life from {owner.host} for {silent}",
+            End.SILENT: f"no heartbeat from {owner.host} for {silent}",
             End.GONE: f"{process} is gone: killed, or its node is down",
-            End.LOST: f"{process} gave no sign of life for {silent}: killed, or its node is down",
+            End.LOST: f"{process} sent no heartbeat for {silent}: killed, or its node is down",
         }.get(end, f"{process}{doing}")
     known = end is End.NOT_FINITE or (run.starts and run.starts[-1].error)
     return "its last start ended early" + ("" if known else " and left no reason in its directory")

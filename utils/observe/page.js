@@ -2,8 +2,9 @@
 // one range of steps, tokens or hours, and one cursor. Written by hand: see docs/internals/decisions.md.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
-const view = { axis: "step", range: null, at: null, hidden: new Set() };
-const LEFT = 58, RIGHT = 16, TOP = 16, BOTTOM = 28;
+const view = { axis: "step", range: null, at: null, hidden: new Set(), smooth: 0 };
+const AXES = { step: "step", tokens: "tokens seen", hours: "running time" };
+const LEFT = 78, RIGHT = 16, TOP = 16, BOTTOM = 44, EDGE = 6; // EDGE: so that points at the edges are whole
 
 function svg(name, attributes, parent) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -53,18 +54,17 @@ class Chart {
   constructor(spec) {
     this.spec = spec;
     this.log = spec.log;
-    this.height = spec.wide ? 320 : 230;
+    this.height = spec.wide ? 340 : 250;
     this.keys = html("div", { className: "keys" });
     this.plot = html("div", { className: "plot", tabIndex: 0 });
     this.plot.setAttribute("role", "img");
     this.plot.setAttribute("aria-label", `${spec.title}: arrows move the cursor, + and - zoom, Esc shows all`);
     const head = html("div", { className: "head" }, html("h3", { textContent: spec.title }),
-      html("span", { className: "soft", textContent: spec.unit }));
+      html("span", { className: "soft", textContent: spec.note }));
     if (spec.positive) {
-      const button = html("button", { type: "button", textContent: "log", title: "logarithmic scale" });
-      button.setAttribute("aria-pressed", this.log);
-      button.onclick = () => { this.log = !this.log; button.setAttribute("aria-pressed", this.log); this.draw(); };
-      head.append(button);
+      const box = html("input", { type: "checkbox", checked: this.log });
+      box.onchange = () => { this.log = box.checked; this.draw(); };
+      head.append(html("label", {}, box, " log scale"));
     }
     document.getElementById("charts").append(
       html("figure", { className: spec.wide ? "wide" : "" }, head, this.keys, this.plot));
@@ -80,8 +80,9 @@ class Chart {
     const swatch = html("i", {});
     swatch.style.background = this.colour(line);
     line.shown = html("span", {});
+    line.last = html("em", { textContent: "last ", hidden: true });
     const label = line.style === "lost" ? line.note : line.label;
-    const key = html("button", { type: "button", title: "show or hide" }, swatch, label + " ", line.shown);
+    const key = html("button", { type: "button", title: "show or hide" }, swatch, label + " ", line.last, line.shown);
     const id = line.style + label;
     const mark = () => key.setAttribute("aria-pressed", !view.hidden.has(id));
     line.id = id;
@@ -129,7 +130,7 @@ class Chart {
     const root = svg("svg", { viewBox: `0 0 ${width} ${this.height}`, "aria-hidden": "true" });
     this.drawAxes(root, scale === Math.log10, bottom, top, pad);
     const clip = "clip" + page.charts.indexOf(this.spec);
-    svg("rect", { x: LEFT, y: 0, width: width - LEFT - RIGHT, height: this.height }, svg("clipPath", { id: clip }, root));
+    svg("rect", { x: LEFT - EDGE, y: 0, width: width - LEFT - RIGHT + 2 * EDGE, height: this.height }, svg("clipPath", { id: clip }, root));
     const inside = svg("g", { "clip-path": `url(#${clip})` }, root);
     for (const [line, indices] of parts) this.drawLine(inside, line, indices);
     this.cursor = svg("line", { class: "cursor", y1: TOP, y2: this.height - BOTTOM, visibility: "hidden" }, root);
@@ -140,9 +141,12 @@ class Chart {
   }
 
   drawAxes(root, log, bottom, top, pad) {
-    const add = (x, y, words, anchor) => {
-      svg("text", { x, y, "text-anchor": anchor }, root).textContent = words;
+    const add = (x, y, words, anchor, more) => {
+      svg("text", { x, y, "text-anchor": anchor, ...more }, root).textContent = words;
     };
+    const middle = (TOP + this.height - BOTTOM) / 2;
+    add(0, 0, this.spec.unit, "middle", { class: "label", transform: `translate(12,${middle}) rotate(-90)` });
+    add((LEFT + this.width - RIGHT) / 2, this.height - 6, AXES[view.axis], "middle", { class: "label" });
     let levels = ticks(bottom - (log ? 0 : pad), top + (log ? 0 : pad), this.height / 50);
     if (log && top / bottom > 30) {
       const powers = ticks(Math.floor(Math.log10(bottom)), Math.ceil(Math.log10(top)), 4).filter(Number.isInteger);
@@ -155,11 +159,11 @@ class Chart {
       add(LEFT - 8, y + 4, text(level), "end");
     }
     const unit = view.axis === "hours" && this.high <= 1 ? 60 : 1; // round minutes, not round parts of an hour
-    for (const place of ticks(this.low * unit, this.high * unit, Math.max(2, Math.floor(this.width / 90)))) {
+    for (const place of ticks(this.low * unit, this.high * unit, Math.max(4, Math.floor(this.width / 90)))) {
       const at = place / unit;
       if (view.axis === "step" && !Number.isInteger(+at.toFixed(6))) continue;
       svg("path", { class: "axis", d: `M${this.x(at)},${this.height - BOTTOM}v4` }, root);
-      add(this.x(at), this.height - 8, text(at, view.axis), "middle");
+      add(this.x(at), this.height - BOTTOM + 18, text(at, view.axis), "middle");
     }
     svg("path", { class: "axis", d: `M${LEFT},${this.height - BOTTOM}H${this.width - RIGHT}` }, root);
     for (const start of page.marks) {
@@ -180,13 +184,18 @@ class Chart {
       }
     }
     if (line.style === "marks" || line.style === "points") return;
-    let path = "", pen = "M";
-    for (const index of indices) {
-      if (line.y[index] === null) { pen = "M"; continue; }
-      path += `${pen}${this.x(at[index]).toFixed(1)},${this.y(line.y[index]).toFixed(1)}`;
-      pen = "L";
-    }
-    if (path) svg("path", { class: `series ${line.style}`, d: path, style: `stroke:${colour}` }, root);
+    const draw = (values, style) => {
+      let path = "", pen = "M";
+      for (const index of indices) {
+        if (values[index] === null) { pen = "M"; continue; }
+        path += `${pen}${this.x(at[index]).toFixed(1)},${this.y(values[index]).toFixed(1)}`;
+        pen = "L";
+      }
+      if (path) svg("path", { class: `series ${style}`, d: path, style: `stroke:${colour}` }, root);
+    };
+    const smooth = view.smooth > 0 && line.style === "line";
+    draw(line.y, smooth ? "faint" : line.style);
+    if (smooth) draw(smoothed(line.y), "line");
   }
 
   // The cursor, and beside each name the value there; without a cursor the last one shown.
@@ -199,6 +208,7 @@ class Chart {
       if (line.style === "lost" || line.style === "marks" || line.style === "faint") continue;
       const index = nearest(line[view.axis], seen ? at : this.high);
       line.shown.textContent = index < 0 ? "" : text(line.y[index]);
+      line.last.hidden = seen || index < 0;
     }
   }
 
@@ -243,6 +253,32 @@ class Chart {
   }
 }
 
+// The exponential moving average of values, without the pull of its first value to zero.
+function smoothed(values) {
+  let sum = 0, weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = sum * view.smooth + value;
+    weight = weight * view.smooth + 1;
+    return sum / weight;
+  });
+}
+
+// On a narrow screen each row of a table becomes a card, in which each value has its column's title.
+function makeCards(table) {
+  const [head, ...rows] = table.rows;
+  if (!head || head.querySelector("td")) return;
+  table.classList.add("cards");
+  head.classList.add("titles");
+  for (const row of rows) {
+    for (const cell of row.cells) {
+      cell.dataset.title = head.cells[cell.cellIndex].textContent;
+      if (!cell.textContent.trim()) cell.classList.add("none");
+      cell.replaceChildren(html("span", { className: "cell" }, ...cell.childNodes));
+    }
+  }
+}
+
 // The index of the value nearest to a place among ascending ones; -1 if there is none.
 function nearest(places, at) {
   let low = 0, high = places.length - 1;
@@ -278,6 +314,8 @@ for (const button of document.querySelectorAll("input[name=axis]")) {
   button.onchange = () => { view.axis = button.value; view.at = null; zoom(null); };
 }
 document.getElementById("reset").onclick = () => zoom(null);
+document.getElementById("smooth").oninput = (event) => { view.smooth = +event.target.value; drawAll(); };
+for (const table of document.querySelectorAll(".scroll table")) makeCards(table);
 let dark = matchMedia("(prefers-color-scheme: dark)").matches;
 document.getElementById("theme").onclick = () => {
   document.documentElement.style.colorScheme = (dark = !dark) ? "dark" : "light";

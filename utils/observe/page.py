@@ -21,7 +21,7 @@ from utils.host.redaction import redact
 from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
 from utils.observe.endings import advice, end_of_run, end_of_start, run_in_words, start_in_words
-from utils.observe.history import History, read_run
+from utils.observe.history import History, read_run, unix_s
 
 FILE_NAME = "report.html"
 SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
@@ -114,7 +114,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     )
     environment.filters |= {
         "figure": figure, "count": counted, "clock": clock, "duration": duration,
-        "size": readable, "shortened": _shortened,
+        "size": readable, "shortened": _shortened, "unix_s": unix_s, "exp": _exponential,
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
@@ -132,7 +132,7 @@ def _facts_of_one(run: History) -> dict[str, Any]:
     given = (start.entry["given"] for start in run.starts if start.entry.get("given"))
     return {
         "title": run.name, "now": time.time(), "run": run, "shown": SHOWN,
-        "given": next(given, {}),
+        "given": next(given, {}), "headline": _headline(run),
         "end": end_of_run(run), "ending": run_in_words(run),
         "figures": findings.figures(run), "starts": _start_rows(run),
         "names_of_hours": findings.HOURS, "seconds": seconds,
@@ -141,6 +141,38 @@ def _facts_of_one(run: History) -> dict[str, Any]:
         "stragglers": findings.stragglers(run), "spikes": findings.spikes(run.trained),
         "samples": samples[::-1],
     }  # fmt: skip
+
+
+def _headline(run: History) -> dict[str, str]:
+    """Return what was trained, how and on what, as far as known: a text for each name."""
+    settings, launch = run.settings, run.entry.get("launch") or {}
+    data = settings.get("train_data") or ()
+    model = str(settings.get("model_name_or_path") or settings.get("model_config") or "")
+    if model and settings.get("use_peft"):
+        model += f", LoRA of rank {settings.get('lora_r')}"
+    rate = findings.number(settings.get("learning_rate"))
+    sequences, length = (
+        findings.number(settings.get(key)) for key in ("global_batch_size", "sequence_length")
+    )
+    batch = ""
+    if sequences and length:
+        tokens = f"{sequences:,.0f} x {length:,.0f} tokens"
+        batch = f"{tokens} = {sequences * length:,.0f} a step"
+    ranks, devices = launch.get("world_size"), launch.get("devices") or []
+    kinds = ", ".join(dict.fromkeys(map(str, devices))) or "unknown device"
+    where = f"{kinds} ({launch.get('strategy')})"
+    return {
+        "model": model,
+        "data": ", ".join(map(str, data)) if isinstance(data, (list, tuple)) else str(data),
+        "learning rate": f"{rate:g}, {settings.get('lr_scheduler_type', 'linear')}" if rate else "",
+        "batch": batch,
+        "processes" if "cpu" in devices else "GPUs": f"{ranks} x {where}" if ranks else "",
+        "hosts": ", ".join(map(str, launch.get("hosts") or [])),
+    }
+
+
+def _exponential(loss: float) -> float:
+    return math.exp(loss) if loss < 690 else math.inf
 
 
 def _shortened(text: Any) -> str:
@@ -202,5 +234,5 @@ def figure(value: float | None, digits: int = 4) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """Format unix seconds as local date and time; "-" for None."""
-    return "-" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    """Format unix seconds as local date, time and time zone; "-" for None."""
+    return "-" if not seconds else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))

@@ -27,19 +27,25 @@ class Gpu:
     """A stand-in for torch.cuda on a GPU of 80 GiB; numbers are in GiB."""
 
     def __init__(self, monkeypatch):
-        self.peak, self.resident, self.free = 50.0, 20.0, 8.0
+        self.peak, self.resident, self.free, self.asked = 50.0, 20.0, 8.0, 0
         answers = {
             "memory_allocated": lambda _: int(self.resident * GIB),
             "memory_reserved": lambda _: int(70 * GIB),
             "mem_get_info": lambda _: (int(self.free * GIB), 80 * GIB),
             "max_memory_allocated": lambda _: int(self.peak * GIB),
             "reset_peak_memory_stats": self.reset,
+            "utilization": self.utilization,
+            "power_draw": lambda _: 640_000,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
 
     def reset(self, _device):
         self.peak = self.resident
+
+    def utilization(self, _device):
+        self.asked += 1
+        return 90
 
     def use(self, gib: float):
         self.peak = max(self.peak, gib)
@@ -82,8 +88,34 @@ def test_each_line_has_the_peak_of_its_own_phase(monkeypatch):
     assert monitor.metrics()["memory_peak_gib"] == 20
 
 
+@pytest.mark.parametrize(("own", "other"), [(True, False), (False, True)])
+def test_without_nvml_on_one_rank_memory_is_still_logged(monkeypatch, caplog, own, other):
+    """NVML is asked once. Its figures are those of all ranks, or absent."""
+    caplog.set_level(logging.INFO)
+    gpu = Gpu(monkeypatch)
+
+    def missing(_device):
+        gpu.asked += 1
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    if not own:
+        monkeypatch.setattr(torch.cuda, "utilization", missing)
+    lacking = {name: value for name, value in OTHER.items() if other or "gpu" not in name}
+    absent = {} if other else {"gpu_utilization", "gpu_power_w"}
+    monkeypatch.setattr(
+        memory, "gathered",
+        lambda own: [own, ("n2", {k: v for k, v in own[1].items() if k not in absent} | lacking)],
+    )  # fmt: skip
+    monitor = memory_of("cuda")
+    figures = [monitor.metrics() for _ in range(3)][-1]
+    assert figures["memory_peak_gib"] == 69.8
+    assert not any("gpu" in name for name in figures)
+    assert gpu.asked == (3 if own else 1)
+    assert ("GPU utilization and power are not recorded: nvidia-ml-py" in caplog.text) == (not own)
+
+
 OTHER = {"host_rss_gib": 99, "memory_free_gib": 1, "memory_peak_gib": 69.8,
-         "memory_headroom_gib": 1.2}  # fmt: skip
+         "memory_headroom_gib": 1.2, "gpu_utilization": 0.5, "gpu_power_w": 240}  # fmt: skip
 
 
 def test_the_log_gets_the_worst_ranks_memory_and_what_fits(monkeypatch, caplog):
@@ -99,7 +131,7 @@ def test_the_log_gets_the_worst_ranks_memory_and_what_fits(monkeypatch, caplog):
     assert figures == {
         "host_rss_gib": 99, "memory_allocated_gib": 20, "memory_reserved_gib": 70,
         "memory_peak_gib": 69.8, "memory_free_gib": 1, "memory_headroom_gib": 1.2,
-        "memory_total_gib": 80,
+        "memory_total_gib": 80, "gpu_utilization": 0.7, "gpu_power_w": 440,
     }  # fmt: skip
     assert not caplog.text, "the first line's peak may be of compilation"
     for _ in range(3):

@@ -1,14 +1,10 @@
-"""Made-up run directories: one run is killed, stopped, then finished; one has a slow GPU of eight.
-
-python tests/unit/observe/made_up_run.py DIRECTORY    # writes the second run, shown in docs/
-"""
+"""Made-up run directories: a run with three starts, and a run with a slow GPU of eight."""
 
 import datetime
 import json
 import math
 import os
 import random
-import sys
 from pathlib import Path
 
 BEGIN = 1_800_000_000.0
@@ -89,7 +85,11 @@ def write_run(run: Path) -> Path:
         os.utime(lock, (beat, beat))
     (run / "metrics.jsonl").write_text(text)
     (run / "provenance.json").write_text(json.dumps({"run_id": "r", "starts": entries}))
-    (run / "config.yaml").write_text("learning_rate: 0.001\nmax_steps: 160\ntrain_data:\n- web\n")
+    settings = {
+        "learning_rate": 0.001, "lr_scheduler_type": "cosine", "max_steps": 160,
+        "train_data": ["web"], "global_batch_size": 8, "sequence_length": 512,
+    }  # fmt: skip
+    (run / "config.yaml").write_text(json.dumps(settings))
     spoilt = {
         "step": 61, "losses": [{"rank": 1, "micro_batch": 0, "loss": "NaN"}],
         "gradient_norm": None, "weights": [], "documents_of": "the micro-batches",
@@ -173,7 +173,3 @@ def write_run_of_ranks(run: Path, logs: int = 400) -> Path:
     head, mark, tail = text.partition('{"event": "resumed"')
     (run / "metrics.jsonl").write_text(f"{head}{json.dumps(stopped)}\n{mark}{tail}")
     return run
-
-
-if __name__ == "__main__":
-    write_run_of_ranks(Path(sys.argv[1]))
