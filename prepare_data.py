@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fill_offline_dir(arguments)
         return 0
     fetch(arguments)
-    prepare(arguments)
+    if arguments.sources:  # else only models were to be fetched
+        prepare(arguments)
     return 0
 
 

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import setting, shown
+from utils.config.preparation import RawDataArguments
 from utils.host.redaction import redact, redacted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -112,12 +113,13 @@ class RunArguments:
 
 
 @dataclass(frozen=True)
-class DataArguments:
+class DataArguments(RawDataArguments):
     """The token datasets and how they become sequences."""
 
     train_data: list[str] = setting(
         help="token datasets to train on, DIR or DIR=weight; give weights to all or none: A=3 B=1 "
-        "takes three samples of A for one of B"
+        "takes three samples of A for one of B. A raw file or folder (to 1 GB of .jsonl, .json, "
+        ".parquet, .csv, text) is first prepared in output_dir/data"
     )
     sequence_length: int = setting(None, "tokens per packed sequence; null: derived from the data")
     eval_data: list[str] = setting(

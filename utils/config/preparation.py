@@ -1,17 +1,19 @@
 """The settings of `prepare_data.py`, and the checks that need no file."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from typing import Any
 
 from utils.config.command_line import read_settings
-from utils.config.declarations import setting
+from utils.config.declarations import SettingValues, setting, shown
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import source_of
 
 TRAIN = "train"
+VALIDATION = "validation"
 # Variables of a chat template that each chat sets.
 OF_EACH_CHAT = ("messages", "tools", "add_generation_prompt")
 FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
@@ -21,37 +23,10 @@ COLUMNS = (
 )
 
 
-@dataclass
-class PreparationArguments:
-    """Documents, tokenizer, held-out share and division of the work."""
+@dataclass(frozen=True, kw_only=True)
+class RawDataArguments:
+    """How text or chats are read: settings of prepare_data.py, and of training on raw files."""
 
-    sources: list[str | dict[str, Any]] = setting(
-        help="files, folders or globs with the training documents: text, JSONL, JSON, CSV (also "
-        ".gz, .zst), Parquet, a folder written by datasets' save_to_disk, or OWNER/NAME of a "
-        "dataset of the Hub; in a recipe also mappings of path, split, format, columns, filter, "
-        "weight, max_tokens and chat_template_kwargs, and for the Hub subset, revision and "
-        "max_files"
-    )
-    tokenizer_name_or_path: str = setting(
-        help="tokenizer folder, or Hub name; examples/train_tokenizer.py trains one"
-    )
-    output_dir: str = setting(help="folder for the tokenizer and one dataset per split")
-    eval_sources: list[str | dict[str, Any]] = setting(
-        [],
-        "evaluation splits as NAME=PATH (from a folder with splits: the split of that name); a "
-        "repeated name adds a path to its split; in a recipe also mappings with the key name",
-    )
-    models: list[str] = setting(
-        [],
-        "also fetch these models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) with tokenizer, "
-        "so that jobs without a network find them; weights only as safetensors",
-    )
-    offline_dir: str | None = setting(
-        None,
-        "fetch everything of the Hub that the settings name into this folder, check that it loads "
-        "without a network, and prepare nothing; machines without a network use the folder as "
-        "HF_HOME",
-    )
     format: str = setting(
         "auto",
         "what a record holds: text, messages, sharegpt (conversations), alpaca (instruction, "
@@ -62,13 +37,6 @@ class PreparationArguments:
         [],
         "names of columns in the files as THEIRS=OURS, such as question=prompt answer=completion, "
         "or body=text",
-    )
-    tokenizer_backend: str = setting(
-        "auto",
-        "what tokenizes texts (chats always use the tokenizer itself): tokenizers, or gigatoken, "
-        "many times faster; auto takes gigatoken if it is installed and gives the same ids, which "
-        "is checked at the start",
-        choices=("auto", "tokenizers", "gigatoken"),
     )
     add_tokens: list[str] = setting(
         [],
@@ -81,6 +49,55 @@ class PreparationArguments:
         "variables for the chat template, such as '{\"enable_thinking\": false}', in this data; "
         "they become the template's defaults for samples, chat.py and final/; variables of a "
         "source or of a row's column override them",
+    )
+    on_bad_row: str = setting(
+        "error",
+        "stop at a record that cannot be used, or skip and count it",
+        choices=("error", "skip"),
+    )
+    validation_fraction: float = setting(
+        0.0, "share of the documents, chosen by their content, that goes to the split 'validation'"
+    )
+
+
+@dataclass(frozen=True)
+class PreparationArguments(RawDataArguments):
+    """Documents, tokenizer, held-out share and division of the work."""
+
+    sources: list[str | dict[str, Any]] = setting(
+        [],
+        "files, folders or globs with the training documents: text, JSONL, JSON, CSV (also "
+        ".gz, .zst), Parquet, a folder written by datasets' save_to_disk, or OWNER/NAME of a "
+        "dataset of the Hub; in a recipe also mappings of path, split, format, columns, filter, "
+        "weight, max_tokens and chat_template_kwargs, and for the Hub subset, revision and "
+        "max_files",
+    )
+    tokenizer_name_or_path: str = setting(
+        "", "tokenizer folder, or Hub name; examples/train_tokenizer.py trains one"
+    )
+    output_dir: str = setting("", "folder for the tokenizer and one dataset per split")
+    eval_sources: list[str | dict[str, Any]] = setting(
+        [],
+        "evaluation splits as NAME=PATH (from a folder with splits: the split of that name); a "
+        "repeated name adds a path to its split; in a recipe also mappings with the key name",
+    )
+    models: list[str] = setting(
+        [],
+        "also fetch these models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) with tokenizer, "
+        "so that jobs without a network find them; weights only as safetensors. Needs no sources",
+    )
+    offline_dir: str | None = setting(
+        None,
+        "fetch everything of the Hub that the settings name into this folder, check that it loads "
+        "without a network, and prepare nothing; machines without a network use the folder as "
+        "HF_HOME",
+    )
+    tokenizer_backend: str = setting(
+        "auto",
+        "what tokenizes texts (chats always use the tokenizer itself): tokenizers, or gigatoken, "
+        "many times faster; auto takes gigatoken if it is installed and gives the same ids, which "
+        "is checked at the start",
+        choices=("auto", "tokenizers", "gigatoken"),
     )
     template_date: str | None = setting(
         None,
@@ -97,14 +114,6 @@ class PreparationArguments:
         "them)",
         choices=("error", "truncate", "drop"),
     )
-    on_bad_row: str = setting(
-        "error",
-        "stop at a record that cannot be used, or skip and count it",
-        choices=("error", "skip"),
-    )
-    validation_fraction: float = setting(
-        0.0, "share of the documents, chosen by their content, that goes to the split 'validation'"
-    )
     seed: int = setting(0, "key of the hash that chooses held-out documents")
     num_proc: int = setting(
         1,
@@ -119,6 +128,11 @@ class PreparationArguments:
     merge: int | None = setting(
         None, "check that all N shards are complete and assemble the datasets"
     )
+    overwrite: bool = setting(
+        False,
+        "replace datasets that prepare_data.py made with other settings in output_dir; they stay "
+        "until the new ones are complete",
+    )
 
 
 def parse_preparation(
@@ -126,9 +140,27 @@ def parse_preparation(
 ) -> PreparationArguments:
     """Read the settings of `prepare_data.py`; raises ConfigurationError with every fault."""
     values = read_settings(
-        (PreparationArguments,), argv, prog="prepare_data.py", description=description
+        (PreparationArguments,), argv, (), (_check_required,), "prepare_data.py", description
     )
     return values.build(PreparationArguments)
+
+
+def _check_required(values: SettingValues) -> Iterator[str]:
+    """Yield a fault for each setting that a preparation needs; downloading models needs none."""
+    if values["sources"] or not values["models"]:
+        for name in ("sources", "tokenizer_name_or_path", "output_dir"):
+            if not values[name]:
+                yield f"{name} is required: {values.declared[name].help}"
+
+
+def prepare_command(given: PreparationArguments) -> str:
+    """Return the command line that prepares with these settings, quoted for a shell."""
+    words = ["python", "prepare_data.py"]
+    for each in fields(given):
+        value = getattr(given, each.name)
+        if value not in (each.default, []):
+            words += [f"--{each.name}", *map(shown, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
 
 
 def shard_of(arguments: PreparationArguments) -> tuple[int, int]:
@@ -142,7 +174,7 @@ def check_preparation(given: PreparationArguments) -> None:
     valid_shard = re.fullmatch(r"\d+/\d+", given.shard or "0/1") is not None
     index, number = shard_of(given) if valid_shard else (1, 0)
     faults = {
-        "sources is empty: give at least one path": not given.sources,
+        "sources is empty: give at least one path": not (given.sources or given.models),
         f"validation_fraction is {given.validation_fraction}: give a share from 0 (no held-out "
         "split) to below 1": not 0.0 <= given.validation_fraction < 1.0,
         f"shard is {given.shard!r}: give I/N, I from 0 to N-1, as in --shard 0/8": index >= number,
@@ -302,7 +334,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
 
 
 def _check_evaluation(source: Source, arguments: PreparationArguments) -> None:
-    taken = ["train", "tokenizer", *(["validation"] if arguments.validation_fraction else [])]
+    taken = ["train", "tokenizer", *([VALIDATION] if arguments.validation_fraction else [])]
     if not re.fullmatch(r"[a-z0-9_]+", source.split) or source.split in taken:
         raise ValueError(
             f"name {source.split!r}: use lower-case letters, digits and _ only, and none of "

@@ -22,6 +22,7 @@ from utils.config.declarations import (
 )
 from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of
+from utils.config.raw_data import check_raw_data
 from utils.config.strategy import check_strategy
 
 # Settings that need a metric_for_best_model.
@@ -263,6 +264,7 @@ def check_pretraining(values: SettingValues) -> Iterator[str]:
 
 FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_forms,
+    check_raw_data,
     check_run,
     check_debug,
     check_order,

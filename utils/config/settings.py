@@ -23,6 +23,7 @@ from utils.config.declarations import Check, SettingValues, counted_ranks
 from utils.config.launch_settings import launch_for_libraries, let_recipe_decide
 from utils.config.own_code import OwnCode
 from utils.config.precision import settle_precision
+from utils.config.raw_data import RawData, hold_out, take_out_raw
 from utils.config.refusals import (
     BEST_MODEL_JUDGES,
     FINE_TUNING_CHECKS,
@@ -44,7 +45,8 @@ class RunSettings:
     """The parsed settings of a run: one object each for run, data, model, training and own code.
 
     values: every setting by name, with its source. resolved: the values as plain data. script: file
-    name of the script. The objects do not change later: RunPlan has the derived values.
+    name of the script. raw: the files that the run prepares first; `data` names the result. The
+    objects do not change later: RunPlan has the derived values.
     """
 
     run: RunArguments
@@ -55,6 +57,7 @@ class RunSettings:
     values: SettingValues
     resolved: dict[str, Any]
     script: str
+    raw: RawData | None
 
 
 def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
@@ -75,7 +78,7 @@ def _parse(
     description: str,
 ) -> RunSettings:
     settle = (
-        *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled),
+        *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled, hold_out),
         *(leave_out_old_keywords, derive_batch_sizes, derive_evaluation, derive_best_model),
         *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
     )
@@ -92,10 +95,11 @@ def _parse(
         instead["dataloader_num_workers"] = 0  # RunPlan derives the number
     with launch_for_libraries(values):
         training = values.build(training_class, **instead)
-    run, data = values.build(RunArguments), values.build(DataArguments)
-    model, own_code = values.build(ModelArguments), values.build(OwnCode)
+    run, own_code = values.build(RunArguments), values.build(OwnCode)
+    model = values.build(ModelArguments)
+    data, raw = take_out_raw(values.build(DataArguments), str(training.output_dir))
     resolved = {name: values.written(name) for name in values}
-    return RunSettings(run, data, model, training, own_code, values, resolved, script)
+    return RunSettings(run, data, model, training, own_code, values, resolved, script, raw)
 
 
 def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:

@@ -10,6 +10,7 @@ import numpy as np
 
 from utils.config.errors import ConfigurationError
 from utils.host.foreign import foreign, read_object
+from utils.host.hub import lacking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,11 +29,14 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
     is_cached: do not ask the Hub, read only the Hub cache. Raises ConfigurationError if the
     tokenizer is missing, needs custom code, or has no eos_token or too large ids.
     """
+    from huggingface_hub import is_offline_mode
     from transformers import AutoTokenizer
 
     is_folder = Path(name_or_path).is_dir()
     if not is_folder and re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name_or_path) is None:
         raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
+    if not is_folder and (is_cached or is_offline_mode()) and (problem := lacking(name_or_path)):
+        raise ConfigurationError(f"tokenizer_name_or_path: {problem}")
     with foreign(name_or_path, "no tokenizer can be loaded from there", ADVICE):
         _check_ids(Path(name_or_path))
         tokenizer = AutoTokenizer.from_pretrained(

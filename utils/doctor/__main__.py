@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.config.errors import ConfigurationError
+from utils.host.hub import hub_fault
 from utils.host.redaction import load_env_file, redact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,6 @@ OPTIONAL = {
 LIMIT_S = 28.0  # for all checks
 CHECK_LIMIT_S = 15.0  # enough to import torch from a cold disk
 COMMAND_LIMIT_S = 8.0
-REACH_LIMIT_S = 4.0
 LEAST_MEMORY_GIB = 4
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
@@ -316,20 +316,15 @@ def check_tokens() -> Iterator[Finding]:
 
 def check_hub() -> Iterator[Finding]:
     """Check the Hub's cache, the connection and the token's user."""
-    import requests
     from huggingface_hub import HfApi, constants, get_token
 
     yield from check_disk(Path(constants.HF_HOME), "HF_HOME")
     if constants.HF_HUB_OFFLINE:
         yield Finding("ok", "the Hub: offline (HF_HUB_OFFLINE), models come from HF_HOME")
         return
-    try:
-        requests.head(constants.ENDPOINT, timeout=REACH_LIMIT_S).raise_for_status()
-    except requests.RequestException as error:
-        what = f"the Hub ({constants.ENDPOINT}) is not reached ({type(error).__name__}): what is "
-        what += "needed has to be in HF_HOME"
+    if fault := hub_fault():
         mend = "python prepare_data.py --offline_dir DIR, where it is reached"
-        yield Finding("warning", what, mend)
+        yield Finding("warning", f"the Hub: {fault}: what is needed has to be in HF_HOME", mend)
         return
     if get_token() is None:
         what = f"{constants.ENDPOINT} is reached; no token: gated models need one"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from utils.config.errors import ConfigurationError, StorageError
 from utils.config.preparation import PreparationArguments, Source, check_preparation, sources_of
 from utils.host.foreign import foreign
+from utils.host.hub import lacking
 from utils.host.machine import host_name
 from utils.prepare.hub_datasets import PARQUET_BRANCH, HubCache, Kind, files_of_split, hub_dataset
 from utils.prepare.tokenizer import given_tokenizer
@@ -25,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 _MODEL = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@(.+))?")
 # The files of a model's configuration and tokenizer, without pickles and code.
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_SMALL_FILES = ["*.jinja", "*.json", "*.model", "*.txt", "*.tiktoken"]
 # Not downloaded: other formats in subfolders (onnx/), and Mistral's second copy of the weights.
-_OTHER_FILES = ["*/*", "*consolidated*.safetensors"]
+# Named chat templates are in a subfolder: additional_chat_templates/*.jinja.
+_OTHER_FILES = [f"*/{name}" for name in (*_SMALL_FILES[1:], "*.safetensors")]
+_OTHER_FILES += ["*/*/*", "*consolidated*.safetensors"]
 
 
 class Download(NamedTuple):
@@ -68,6 +71,8 @@ def fetch(arguments: PreparationArguments) -> dict[str, Path]:
 
     check_preparation(arguments)
     if is_offline_mode():
+        if problems := [text for model in arguments.models if (text := lacking(*model.split("@")))]:
+            raise ConfigurationError(problems)
         return {}
     cache = HubCache(arguments)
     folders, downloads, size = _missing_files(arguments, cache)
@@ -94,7 +99,9 @@ def _missing_files(
     named: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
     ]
-    weights = {arguments.tokenizer_name_or_path: False} | dict.fromkeys(arguments.models, True)
+    weights = dict.fromkeys(arguments.models, True)
+    if arguments.tokenizer_name_or_path:
+        weights = {arguments.tokenizer_name_or_path: False} | weights
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}  # by path
     downloads: list[Download] = []
@@ -107,7 +114,7 @@ def _missing_files(
                 raise ValueError("has no weights as safetensors, and others are not loaded")
         except Exception as error:
             if _is_unreachable(error) and not (arguments.models or arguments.offline_dir):
-                logger.warning("the Hub cannot be reached, what is in its cache is used: %s", error)
+                logger.warning("%s: using the cache of the Hub", error.__cause__ or error)
                 return {}, [], 0
             problems.append(f"{given}: {describe_fault(error)}")
             continue
@@ -194,9 +201,8 @@ def describe_fault(error: Exception) -> str:
     text = " ".join((str(error) or repr(error)).split()).rstrip(".")
     if _is_unreachable(error):
         return (
-            f"the Hub cannot be reached from here ({error.__cause__ or text}). Run this command "
-            "where there is a network; with --offline_dir DIR it gathers what machines without one "
-            "need"
+            f"{error.__cause__ or text}. Run this command where there is a network; with "
+            "--offline_dir DIR it gathers what machines without one need"
         )
     if "scripts are no longer supported" in text:
         return f"{text}. Most such datasets have Parquet files: give revision: {PARQUET_BRANCH}"
@@ -226,10 +232,13 @@ def fill_offline_dir(arguments: PreparationArguments) -> None:
             "command where there is a network, with HF_HUB_OFFLINE=0"
         )
     folders = fetch(arguments)
-    tokenizer = str(folders.get(arguments.tokenizer_name_or_path, arguments.tokenizer_name_or_path))
-    plan = plan_preparation(arguments)
-    plan.log()
-    given_tokenizer(replace(arguments, tokenizer_name_or_path=tokenizer), plan)
+    if arguments.sources:
+        name = arguments.tokenizer_name_or_path
+        plan = plan_preparation(arguments)
+        plan.log()
+        given_tokenizer(
+            replace(arguments, tokenizer_name_or_path=str(folders.get(name, name))), plan
+        )
     for model in arguments.models:
         with foreign(model, "its configuration cannot be loaded"):
             AutoConfig.from_pretrained(

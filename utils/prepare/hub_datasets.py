@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 from utils.config.preparation import PreparationArguments, Source, sources_of
 from utils.host.atomic_files import replace_text
+from utils.host.hub import hub_fault
 from utils.prepare.source_files import COMPRESSIONS, RECORD_KINDS, SPLIT_NAMES, Remarks
-from utils.prepare.workspace import commits_begun_with
+from utils.prepare.workspace import beside, commits_begun_with
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision
@@ -93,15 +94,22 @@ class HubCache:
 
         home = arguments.offline_dir
         self.folder = (Path(home) / "hub" if home else Path(constants.HF_HUB_CACHE)).absolute()
-        self.begun_with = commits_begun_with(Path(arguments.output_dir))
+        output_dir = arguments.output_dir  # empty if there are only models to download
+        begun = beside(output_dir, "new") if arguments.overwrite else Path(output_dir)
+        self.begun_with = commits_begun_with(begun) if output_dir else {}
         self.commits: dict[str, str] = {}
 
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a revision: from the Hub if `ask`, else from the cache."""
+        """Return the commit of a revision: from the Hub if `ask`, else from the cache.
+
+        Raises ConnectionError if the Hub does not answer.
+        """
         from huggingface_hub import HfApi
 
+        if ask and (fault := hub_fault()):
+            raise ConnectionError(fault)
         return HfApi().resolve_revision(
             name, repo_type=kind, revision=revision, cache_dir=self.folder, local_files_only=not ask
         )
@@ -210,12 +218,14 @@ def _cached(
     if missing := [name for name in names if not (snapshot / name).exists()]:
         raise ValueError(f"{len(missing)} of {len(names)} files, {missing[0]}: {not_cached}")
     others = [name for name in listing.splits if name != split]
-    remarks.inform(
+    remarks.lines.say(
         f"{dataset.name}, {listing.subset}, split {split}: {len(names)} files of commit "
         f"{commit[:10]}" + (f"; not used: {', '.join(others)}" if others else "")
     )
     if dataset.revision == PARQUET_BRANCH and "/partial-" in names[0]:
-        remarks.warn(f"{dataset.name}: of this split the Hub has converted only the first 5 GB")
+        remarks.lines.warn(
+            f"{dataset.name}: of this split the Hub has converted only the first 5 GB"
+        )
     url = f"hf://datasets/{dataset.name}@{commit}/"
     return {str(snapshot / name): (url + name, listing.mtime_ns) for name in names}
 
@@ -223,9 +233,10 @@ def _cached(
 def refuse_uncached(arguments: PreparationArguments) -> None:
     """Raise a ConfigurationError that lists the Hub datasets missing from the cache, if any."""
     cache, remarks = HubCache(arguments), Remarks()
-    for source in sources_of(arguments):
-        cached_files(cache, source, remarks)
-    remarks.refuse()
+    with remarks.lines:
+        for source in sources_of(arguments):
+            cached_files(cache, source, remarks)
+        remarks.refuse()
 
 
 # --- requests to the Hub

@@ -51,6 +51,20 @@ def prepare(arguments: PreparationArguments) -> None:
     settings, sources, tokenizer, chat template or output directory, and for a bad row if
     on_bad_row is "error".
     """
+    plan, tokenizer, workspace = begin_preparation(arguments)
+    if workspace.is_prepared():
+        logger.info("%s: already prepared with these settings", workspace.publish())
+    elif folder := finish_preparation(arguments, plan, tokenizer, workspace):
+        evaluated = "".join(f" {folder / split}" for split in plan.splits if split != TRAIN)
+        flags = f"--train_data {folder / TRAIN}" + (evaluated and f" --eval_data{evaluated}")
+        script = "pretrain.py" if plan.settings.document_format == "text" else "sft_train.py"
+        logger.info("next: python %s %s, with a recipe and your other settings", script, flags)
+
+
+def begin_preparation(
+    arguments: PreparationArguments,
+) -> tuple[PreparationPlan, "PreTrainedTokenizerBase", Workspace]:
+    """Plan a preparation and load its tokenizer; write nothing. Raises as `prepare` does."""
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()
@@ -59,11 +73,17 @@ def prepare(arguments: PreparationArguments) -> None:
         "sha256": tokenizer_sha256(tokenizer),
         "chat_template_sha256": chat_template_sha256(tokenizer),
     }
-    output_dir = Path(arguments.output_dir)
-    workspace = Workspace(output_dir, plan.digest(hashes), plan.commits)
-    if workspace.is_prepared():
-        logger.info("%s: already prepared with these settings", output_dir)
-        return
+    workspace = Workspace(Path(arguments.output_dir), plan.digest(hashes), plan.commits)
+    return plan, tokenizer, workspace.overwriting() if arguments.overwrite else workspace
+
+
+def finish_preparation(
+    arguments: PreparationArguments,
+    plan: PreparationPlan,
+    tokenizer: "PreTrainedTokenizerBase",
+    workspace: Workspace,
+) -> Path | None:
+    """Do the work of `prepare` after `begin_preparation`; return the folder once it is complete."""
     workspace.open(may_discard=not arguments.shard and not arguments.merge)
     shard, shards = shard_of(arguments)
     if arguments.merge is None:
@@ -83,7 +103,7 @@ def prepare(arguments: PreparationArguments) -> None:
         if not array:
             logger.info("when all are, run the same settings with --merge %d, not --shard", shards)
         if not array or not workspace.is_last_of_array(array, shard, shards):
-            return
+            return None
     counts = finished_counts(plan, workspace, arguments.merge or shards)
     log_counts(plan, counts, tokenizer)
     total = sum(counts.values(), UnitCounts())
@@ -94,15 +114,12 @@ def prepare(arguments: PreparationArguments) -> None:
         )
     for split in plan.splits:
         assemble_split(split, plan, workspace, counts, tokenizer)
-    folder = output_dir / "tokenizer"
+    folder = workspace.output_dir / "tokenizer"
     if not folder.exists():  # the folder gets its name when it is complete
         tokenizer.save_pretrained(partial_name(folder))
         partial_name(folder).replace(folder)
     workspace.remove()
-    evaluated = "".join(f" {output_dir / split}" for split in plan.splits if split != TRAIN)
-    flags = f"--train_data {output_dir / TRAIN}" + (evaluated and f" --eval_data{evaluated}")
-    script = "pretrain.py" if plan.settings.document_format == "text" else "sft_train.py"
-    logger.info("next: python %s %s, with a recipe and your other settings", script, flags)
+    return workspace.publish()
 
 
 def finished_counts(

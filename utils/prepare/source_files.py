@@ -4,7 +4,6 @@ import codecs
 import glob
 import io
 import json
-import logging
 import os
 import re
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import IO, Any, Literal, cast
 import pyarrow as pa
 import zstandard
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.prepare.messages import are_messages
 
 SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
@@ -54,18 +53,10 @@ _SHARD_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 
 @dataclass
 class Remarks:
-    """Problems and (level, text) log lines that the planning of a preparation collects."""
+    """Problems and log lines that the planning of a preparation collects."""
 
     problems: list[str] = field(default_factory=list)
-    lines: list[tuple[int, str]] = field(default_factory=list)
-
-    def warn(self, text: str) -> None:
-        """Add a warning for the log."""
-        self.lines.append((logging.WARNING, text))
-
-    def inform(self, text: str) -> None:
-        """Add a line for the log."""
-        self.lines.append((logging.INFO, text))
+    lines: Report = field(default_factory=Report)
 
     def refuse(self) -> None:
         """Raise ConfigurationError with all problems, if there are any."""
@@ -144,7 +135,7 @@ def list_sources(
                 "--format text to read any suffix as text"
             )
     if counts := ", ".join(f"{number} x {what}" for what, number in sorted((+skipped).items())):
-        remarks.warn(f"{', '.join(paths)}: files skipped: {counts}")
+        remarks.lines.warn(f"{', '.join(paths)}: files skipped: {counts}")
     return list(files.values()), remarks
 
 
@@ -263,7 +254,7 @@ def _files_of_one_split(
     if wanted in by_split:
         others = [name or "no split" for name in by_split if name != wanted]
         if others:
-            remarks.warn(
+            remarks.lines.warn(
                 f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
                 f"another: --eval_sources NAME={given}"
             )
@@ -302,7 +293,7 @@ def _files_of_one_format(given: str, paths: list[str], remarks: Remarks) -> list
         by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
     chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
     if len(by_suffix) > 1:
-        remarks.warn(
+        remarks.lines.warn(
             f"{given}: of the same split in several formats (.{', .'.join(by_suffix)}) .{chosen} "
             "is taken; name files to choose another"
         )

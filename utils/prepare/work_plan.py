@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import sha256_of
-from utils.config.preparation import TRAIN, PreparationArguments, Source, sources_of
+from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, sources_of
 from utils.host.atomic_files import from_here
 from utils.prepare.hints import misreading, naming_hint
 from utils.prepare.hub_datasets import HubCache, cached_files
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Increase when a code change gives other output for the same sources and settings.
 OUTPUT_VERSION = 3
-VALIDATION = "validation"
 COLUMNS_SHOWN = 20
 
 SMALLEST_UNIT_BYTES = 1 << 20
@@ -126,7 +125,13 @@ def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
 
     Raises ConfigurationError with every missing path, empty source and unknown file type.
     """
-    remarks, cache = Remarks(), HubCache(arguments)
+    remarks = Remarks()
+    with remarks.lines:  # an error carries the lines before it
+        return _plan(arguments, remarks)
+
+
+def _plan(arguments: PreparationArguments, remarks: Remarks) -> PreparationPlan:
+    cache = HubCache(arguments)
     given = _find_sources(arguments, cache, remarks)
     remarks.refuse()
     units = cut_into_units(given)
@@ -348,7 +353,7 @@ def _check_first_record(
     if problem := misreading(record.fields, source):
         raise ConfigurationError(f"{record.location}: {problem}")
     if absent := [name for name, _ in source.columns if name not in record.fields]:
-        remarks.warn(
+        remarks.lines.warn(
             f"{path}: --columns names {', '.join(absent)}, which the first record does not have "
             f"(columns: {', '.join(sorted(record.fields))})"
         )
@@ -357,7 +362,7 @@ def _check_first_record(
         document.refuse(on_bad_row)
     used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
-    remarks.inform(
+    remarks.lines.say(
         f"{source.split}: {from_here(path)}: {read.row_format}, from {', '.join(used)}"
         + (f"; not used: {', '.join(unused)}" if unused else "")
     )

@@ -13,7 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from utils.config.preparation import TRAIN
 from utils.data.description import read_description
 from utils.host.atomic_files import replace_text
 from utils.host.machine import host_name
+from utils.host.run_lock import run_owners
 from utils.prepare.messages import OWN_ROLES, READ
 from utils.prepare.tokenization import MASK_COLUMNS, TokenizedDocument
 from utils.prepare.values import FILTERED, BadRow
@@ -32,6 +33,10 @@ from utils.prepare.values import FILTERED, BadRow
 logger = logging.getLogger(__name__)
 
 WORKSPACE = ".shards"
+_OWN_FILES = re.compile(
+    r"\w+/(data-[\w-]+\.arrow|(stoker|state|dataset_info)\.json)|tokenizer/.*|\.shards.*"
+    r"|.*\.partial(/.*)?"
+)
 SETTINGS = "settings.json"
 EXAMPLES_KEPT = 5
 # Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer holds
@@ -113,12 +118,14 @@ def commits_begun_with(output_dir: Path) -> dict[str, str]:
 class Workspace:
     """Files of one preparation. digest: the hash of its sources, settings and tokenizer.
 
-    commits: {NAME@REVISION: commit} of the Hub's datasets among the sources.
+    commits: {NAME@REVISION: commit} of the Hub's datasets among the sources. replaced: the folder
+    whose finished datasets those in output_dir replace in the end.
     """
 
     output_dir: Path
     digest: str
     commits: Mapping[str, str] = field(default_factory=dict)
+    replaced: Path | None = None
 
     @property
     def root(self) -> Path:
@@ -134,16 +141,58 @@ class Workspace:
             raise ConfigurationError(f"output_dir: {self.output_dir}: is a file, not a folder")
         if self.root.exists() or not self.output_dir.exists():
             return False
-        described = read_description(self.output_dir / TRAIN)
-        if described and described.preparation.get("settings_sha256") == self.digest:
+        if self._is_current():
             return True
         if others := sorted(entry.name for entry in self.output_dir.iterdir()):
             raise ConfigurationError(
                 f"output_dir: {self.output_dir}: holds {', '.join(others[:5])}, which was not made "
-                "by these settings from these sources. Nothing is overwritten: choose another "
-                "--output_dir, or remove it first"
+                "by these settings from these sources: choose another --output_dir, or replace "
+                "finished datasets with --overwrite"
             )
         return False
+
+    def _is_current(self) -> bool:
+        described = read_description(self.output_dir / TRAIN)
+        return bool(described and described.preparation.get("settings_sha256") == self.digest)
+
+    def overwriting(self) -> "Workspace":
+        """Return a workspace beside output_dir if that holds finished datasets of other settings.
+
+        Raises ConfigurationError if output_dir has other files, or if a process reads it.
+        """
+        folder = self.output_dir.resolve()
+        old = beside(folder, "old")
+        if old.exists() and not folder.exists():
+            old.replace(folder)  # a process was killed in `publish`
+        if self.root.exists() or not (folder / TRAIN).exists() or self._is_current():
+            return self
+        if others := foreign_files(folder):
+            raise ConfigurationError(
+                f"output_dir: {folder}: holds {', '.join(others[:5])}, which prepare_data.py did "
+                "not write: nothing is overwritten; move it away, or choose another --output_dir"
+            )
+        if users := readers(folder):
+            raise ConfigurationError(
+                f"output_dir: {folder}: is in use by {'; '.join(users)}: wait for the end, or "
+                "choose another --output_dir"
+            )
+        staged = replace(self, output_dir=beside(folder, "new"), replaced=folder)
+        if not staged.root.exists() and not staged._is_current():
+            shutil.rmtree(staged.output_dir, ignore_errors=True)
+        return staged
+
+    def publish(self) -> Path:
+        """Put the finished datasets in the place of the replaced ones; return their folder."""
+        folder = self.replaced
+        if folder is None:
+            return self.output_dir
+        old = beside(folder, "old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.replace(old)
+        self.output_dir.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        logger.info("%s: the datasets of other settings are replaced", folder)
+        return folder
 
     def open(self, *, may_discard: bool) -> None:
         """Create the workspace, or resume an existing one.
@@ -222,6 +271,38 @@ class Workspace:
         if self.root.exists():
             self.root.replace(finished)
         shutil.rmtree(finished, ignore_errors=True)
+
+
+def beside(folder: str | Path, state: str) -> Path:
+    """Return the hidden path beside a folder that holds its "new" or "old" datasets."""
+    resolved = Path(folder).resolve()
+    return resolved.with_name(f".{resolved.name}.{state}")
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names of files in a folder, and of links, that no preparation wrote."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
+    names = [str(path.relative_to(folder)) for path in paths]
+    return [
+        name
+        for name, path in zip(names, paths, strict=True)
+        if path.is_symlink() or not _OWN_FILES.fullmatch(name)
+    ]
+
+
+def readers(folder: Path) -> list[str]:
+    """Return the other processes that have files of a folder mapped, or train in its parent.
+
+    Mappings by other users and on other hosts are not seen.
+    """
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            is_other = maps.parent.name != str(os.getpid())
+            if is_other and f" {folder}/" in maps.read_text(errors="replace"):
+                found.append(f"process {maps.parent.name} on {host_name()}")
+    owners = run_owners(folder.parent)  # the folder may be data/ of a run
+    return found or [str(owner) for owner in owners if owner.alive and owner.pid != os.getpid()]
 
 
 def partial_name(path: Path) -> Path:

@@ -25,6 +25,7 @@ from utils.config.launch_settings import LAUNCHER_VARIABLES
 from utils.config.refusals import LM_EVAL, is_installed
 from utils.host.atomic_files import replace_text
 from utils.host.foreign import foreign
+from utils.host.hub import hub_fault, stay_offline
 from utils.host.redaction import load_env_file
 from utils.launch.script import configure_logging, run_script
 from utils.publish.hub import RESULTS
@@ -72,6 +73,9 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
             f"{run / FINAL}: lm_eval's own loader takes no model for images or sound: add "
             f"--model vllm --model_args pretrained={run / FINAL}, after pip install vllm."
         )
+    if fault := hub_fault():
+        logger.info("benchmarks: %s: the tasks' data come from the Hub's cache", fault)
+        stay_offline()
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
     command += ["--model_args", f"pretrained={run / FINAL}", "--tasks", *tasks]
     if torch.cuda.is_available() and not {"--batch_size", "-b"} & set(flags):

@@ -154,6 +154,8 @@ class _Card:
         yield "\n## Data\n"
         yield "| data | documents | tokens | trained on | sources |\n|---|---|---|---|---|"
         weights = train_sources(self.settings["train_data"])
+        if len(weights) > len(self.data):  # several raw files are one dataset
+            weights = {", ".join(weights): None}
         for (path, weight), dataset in zip(weights.items(), self.data, strict=True):
             counts, files = dataset.statistics, _source_files(dataset)
             share = counts.loss_tokens / max(counts.tokens, 1)

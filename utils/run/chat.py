@@ -14,6 +14,7 @@ from utils.checkpoints.files import FINAL
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
+from utils.host.hub import settle_connection
 from utils.host.redaction import redact
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
@@ -87,11 +88,13 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     from utils.model.weights import check_without_loading
 
     base, config = path, {}
+    settle_connection(path)
     with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
         if adapter := find_adapter_config_file(path):
             config = read_object(Path(adapter))
             base = find_model(config["base_model_name_or_path"])
             say(f"{path} is an adapter of {base}.")
+            settle_connection(base)
         bare = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
         tokenizer = AutoTokenizer.from_pretrained(
             base if bare else path, padding_side="left", trust_remote_code=False

@@ -16,12 +16,14 @@ from utils.checkpoints.discovery import (
 from utils.checkpoints.files import CONFIG, PROVENANCE, readable
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, StorageError
+from utils.config.raw_data import PREPARED
 from utils.host.collectives import on_every_rank, on_rank_0
 from utils.host.journal_file import FILE_NAME
 from utils.host.machine import host_name
 from utils.host.run_lock import FOLDER
 from utils.launch.processes import LaunchFacts
 from utils.plan.run_plan import RunPlan
+from utils.prepare.workspace import foreign_files
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ def known_files(output_dir: Path) -> bool:
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
         names.discard(CONFIG)  # left by a start that was killed before it wrote the rest
+    if not foreign_files(output_dir / PREPARED):
+        names.discard(PREPARED)  # the data of a run that has not begun
     # Ignore hidden files: temporary files of such a start, and files of file systems.
     if others := sorted(name for name in names if not name.startswith(".")):
         raise ConfigurationError(

@@ -43,6 +43,7 @@ from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered, on_rank_0
 from utils.host.environment import report_environment
+from utils.host.hub import settle_connection
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, take_run_lock
@@ -102,6 +103,9 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         logger.info("settings: %s", note)
     load_env_file()
     report_environment()
+    model = settings.model
+    settle_connection(model.model_name_or_path, model.model_revision)
+    settle_connection(settings.values["tokenizer_name_or_path"])
     if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
         logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
     if settings.training.log_level == "debug":  # NCCL reads these variables in the first collective
@@ -373,8 +377,8 @@ def _check_weights(
             return
         raise ConfigurationError(
             f"--model_name_or_path {path}: its weights are not in the cache of the Hub here, and "
-            f"jobs are offline: run prepare_data.py with your data recipe and --models {path} "
-            "where there is a network, with the HF_HOME that the job has (slurm/cluster.env)."
+            "there is no network, as in jobs. Where there is one, with the HF_HOME of the job "
+            f"(slurm/cluster.env): python prepare_data.py --models {path}"
         )
     check_without_loading(
         path,

@@ -26,7 +26,7 @@ KNOWN = declared_settings(CLASSES)
 
 def test_what_was_meant_is_named():
     for flag, said in {
-        "dataset_name": "prepare_data.py --sources tokenizes it once, then train_data names",
+        "dataset_name": "train_data names your file; prepare_data.py --sources prepares",
         "per_device_batch_size": "here it is --per_device_train_batch_size",
         "warmup_ratio": r"warmup_steps \(below 1 it is a share of all steps\)",
         "learning_rte": r"did you mean --learning_rate\?",
@@ -37,7 +37,8 @@ def test_what_was_meant_is_named():
         "training.steps": "here it is --max_steps",
         "max_new_tokens": "here it is --sample_max_new_tokens",  # not max_tokens
         "mix_strategy": "train_data with weights",  # not strategy
-        "add_tokens": "prepare_data.py --add_tokens",
+        "new_special_tokens": "--add_tokens adds them",
+        "val_set_size": "--validation_fraction holds",
         "min_lr": "lr_scheduler_type: cosine_with_min_lr",
         "tensor_model_parallel_size": "parallelism",
         "zero_stage": "strategy: fsdp2",
@@ -74,7 +75,8 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
     assert KNOWN["packing"].owner is DataArguments
     tokens = [name for name in KNOWN if "token" in name and "tokenizer" not in name]
-    assert tokens == ["max_tokens", "sample_max_new_tokens"], "no Hub token is a setting"
+    own = ["max_tokens", "sample_max_new_tokens", "add_tokens"]
+    assert tokens == own, "no Hub token is a setting"
     assert not REFUSED.keys() & (names(PreparationArguments) | names(DataArguments))
     ours = {answer for answer in other_names().values() if answer.isidentifier()}
     assert ours <= {*KNOWN, "config"}

@@ -66,7 +66,7 @@ def hub(tmp_path_factory):
 def preparer(hub, tmp_path_factory):
     """Start a process that runs prepare_data.py with that Hub. Its HF_HOME is `preparer.home`."""
     home = tmp_path_factory.mktemp("home")
-    process = Preparer(hub.url, home)
+    process = Preparer(hub.url, home, HF_HUB_OFFLINE="0")  # without the test of the connection
     process.home = home
     yield process
     process.close()

@@ -257,6 +257,7 @@ def publish_all(hub: StandInHub, folder: Path) -> None:
     samples.saved_tokenizer(folder, Path(samples.CHATML).read_text())
     loads = {path.name: path.read_bytes() for path in folder.iterdir()}
     loads["config.json"] = json.dumps({"model_type": "qwen3", "hidden_size": 8}).encode()
+    loads["additional_chat_templates/tool_use.jinja"] = b"{{ tools }}"
     other = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "model-Q4_K_M.gguf")
     other += ("original/model.safetensors", "onnx/config.json", "modeling_qwen.py", "a.pth")
     weights = {"model-00001-of-00001.safetensors": b"weights"}

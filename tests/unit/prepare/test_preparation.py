@@ -23,7 +23,7 @@ from prepare_data import main
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.data.arrow_columns import open_columns
 from utils.data.token_dataset import open_token_dataset
-from utils.prepare import units, work_plan
+from utils.prepare import pipeline, units, work_plan
 from utils.prepare.pipeline import decoded_example
 from utils.prepare.rows import ChatDocument
 from utils.prepare.units import content_digest
@@ -156,6 +156,51 @@ def test_a_finished_preparation_is_not_done_again_nor_written_over(
         with pytest.raises(ConfigurationError, match="holds tokenizer, train, which was not made"):
             prepare("out", **changed)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_overwrite_replaces_finished_datasets_of_ours_when_the_new_ones_are_complete(
+    tmp_path, prepare, source, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    out = prepare("out", sources=[source])
+    old = samples.data_bytes(out)
+    changed = {"sources": [source], "validation_fraction": 0.5, "overwrite": True}
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    # Killed while it assembles, and before it replaces: the old datasets are intact.
+    for name, owner in (("assemble_split", pipeline), ("publish", Workspace)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                prepare("out", **changed)
+        assert samples.data_bytes(out) == old
+
+    # A process that reads the datasets, and a file that is not ours, are named.
+    reader = f"import mmap, sys; f = open({str(next(out.glob('train/*.arrow')))!r}, 'rb'); "
+    reader += "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); print(1, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", reader], **pipes) as process:
+        process.stdout.readline()
+        with pytest.raises(ConfigurationError, match=f"in use by process {process.pid} on"):
+            prepare("out", **changed)
+        process.communicate(b"\n")
+    (out / "train/notes.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"holds train/notes\.txt, which prepare_data\.py"):
+        prepare("out", **changed)
+    (out / "train/notes.txt").unlink()
+    assert samples.data_bytes(out) == old
+
+    prepare("out", **changed)
+    assert "the datasets of other settings are replaced" in caplog.text
+    assert samples.data_bytes(out) == samples.data_bytes(
+        prepare("other", sources=[source], validation_fraction=0.5)
+    )
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out"]
+    before = (out / "train/stoker.json").stat().st_mtime_ns
+    prepare("out", **changed)
+    assert (out / "train/stoker.json").stat().st_mtime_ns == before
 
 
 def test_shards_of_other_settings_are_not_mixed_in_and_merge_names_the_incomplete(prepare, source):

@@ -1,0 +1,98 @@
+"""Raw training data: files of text or chats in train_data, which a run prepares in its folder."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from utils.config.arguments import DataArguments, eval_splits, train_sources
+from utils.config.declarations import FLAGS_RANK, Given, SettingValues
+from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
+
+PREPARED = "data"  # in output_dir
+# A folder with one of these files, in it or one level below, is a dataset, a model or a run.
+_NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "stoker.json",
+            "config.json", "config.yaml", "provenance.json")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RawData:
+    """The raw files that a run prepares in `folder`: sources as PATH, eval_sources as NAME=PATH.
+
+    tokenizer: the setting tokenizer_name_or_path.
+    """
+
+    sources: list[str]
+    eval_sources: list[str]
+    folder: str
+    tokenizer: str | None
+
+
+def is_raw(path: str) -> bool:
+    """Tell whether a path is a file, or a folder with files that are no dataset, model or run."""
+    given = Path(path)
+    if not given.is_dir():
+        return given.is_file()
+    marks = [name for mark in _NOT_RAW for name in (mark, f"*/{mark}")]
+    return any(given.iterdir()) and not any(any(given.glob(mark)) for mark in marks)
+
+
+def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
+    """Return the settings with prepared datasets instead of raw files, and what to prepare."""
+    sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
+    raw = [path for path in sources if is_raw(path)]
+    if not raw:
+        return data, None
+    folder, train = f"{output_dir}/{PREPARED}", list[str]()
+    for path, weight in sources.items():
+        entry = f"{folder}/{TRAIN}" if path in raw else path
+        train.append(entry if weight is None else f"{entry}={weight:.12g}")
+    held_out = {name: path for name, path in splits.items() if is_raw(path)}
+    splits |= {name: f"{folder}/{name}" for name in held_out}
+    if held_out.get(VALIDATION) in raw:  # see `hold_out`
+        del held_out[VALIDATION]
+    named = [f"{name}={path}" for name, path in held_out.items()]
+    replaced = replace(
+        data,
+        train_data=list(dict.fromkeys(train)),  # several raw files make one dataset
+        eval_data=[f"{name}={path}" for name, path in splits.items()],
+        tokenizer_name_or_path=None,
+    )
+    return replaced, RawData(raw, named, folder, data.tokenizer_name_or_path)
+
+
+def hold_out(values: SettingValues) -> None:
+    """Add the split that validation_fraction draws from raw files to eval_data."""
+    with suppress(ValueError):  # check_forms reports it
+        raw = [path for path in train_sources(values["train_data"] or []) if is_raw(path)]
+        splits = values["eval_data"]
+        if raw and values["validation_fraction"] and VALIDATION not in eval_splits(splits):
+            rank = max(values.rank("eval_data"), values.rank("validation_fraction"))
+            source = values.source("validation_fraction")
+            values.given["eval_data"] = Given([*splits, f"{VALIDATION}={raw[0]}"], source, rank)
+
+
+def check_raw_data(values: SettingValues) -> Iterator[str]:
+    """Refuse raw files that cannot be prepared together, and flags that only raw files have."""
+    sources, splits = train_sources(values["train_data"]), eval_splits(values["eval_data"])
+    raw = [path for path in sources if is_raw(path)]
+    if len(raw) > 1 and sources[raw[0]] is not None:
+        yield (
+            f"{values.shown('train_data')}: several raw files make one dataset, without weights: "
+            "leave the weights out, or prepare each file with prepare_data.py"
+        )
+    if raw:
+        return
+    for name, path in splits.items():
+        if is_raw(path):
+            yield (
+                f"eval_data {name}={path} is not tokenized, but train_data is. Prepare it, and "
+                f"give {name}=DIR/train: python prepare_data.py --sources {path} "
+                f"--tokenizer_name_or_path {next(iter(sources))}/tokenizer --output_dir DIR"
+            )
+    for each in fields(RawDataArguments):
+        if values.changed(each.name):
+            problem = f"{values.shown(each.name)} has no effect: no raw file is in train_data"
+            if values.rank(each.name) == FLAGS_RANK:
+                yield f"{problem}, and prepared data stays as it is"
+            values.notes.append(problem)

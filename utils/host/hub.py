@@ -1,0 +1,86 @@
+"""The connection to the Hugging Face Hub: tested once; without one, the Hub's cache is used."""
+
+import functools
+import logging
+import os
+import re
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+from utils.config.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+PROBE_LIMIT_S = 1.5
+# The cache has a model or a tokenizer if it has one of these files.
+_FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+@functools.cache
+def hub_fault() -> str:
+    """Return why the Hub cannot be reached, "" if it can. Only the first call sends a request.
+
+    The libraries repeat each request for a minute. HF_HUB_OFFLINE=0 turns this test off.
+    """
+    from huggingface_hub import constants, get_session, is_offline_mode
+
+    if is_offline_mode():
+        return "this process is offline (HF_HUB_OFFLINE=1, as in Slurm jobs)"
+    if "HF_HUB_OFFLINE" in os.environ:
+        return ""
+    answer: Future[str] = Future()
+    session = get_session()
+
+    def ask() -> None:
+        try:
+            session.head(constants.ENDPOINT, timeout=PROBE_LIMIT_S)
+            answer.set_result("")
+        except Exception as error:  # errors of the HTTP library, of proxies and of the system
+            answer.set_result(f"cannot be reached ({type(error).__name__}: {error})")
+
+    # A thread, because no timeout of the HTTP library ends the wait for a name server.
+    threading.Thread(target=ask, name="hub", daemon=True).start()
+    try:
+        fault = answer.result(PROBE_LIMIT_S)
+    except TimeoutError:
+        fault = f"gave no answer within {PROBE_LIMIT_S:g} s (HF_HUB_OFFLINE=0 waits longer)"
+    return f"{constants.ENDPOINT} {fault}" if fault else ""
+
+
+def settle_connection(name: str | None, revision: str | None = None) -> None:
+    """Set the Hub's libraries offline if a model or tokenizer needs the Hub and it does not answer.
+
+    `name` may be a local folder: nothing is asked then. Raises ConfigurationError if the Hub's
+    cache lacks the name.
+    """
+    if not name or not _NAME.fullmatch(name) or Path(name).exists() or not (fault := hub_fault()):
+        return
+    stay_offline()
+    if problem := lacking(name, revision):
+        raise ConfigurationError(problem)
+    logger.info("Hugging Face Hub: %s: %s comes from its cache", fault, name)
+
+
+def stay_offline() -> None:
+    """Set the Hub's libraries offline, in this process and in processes that it starts."""
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
+
+
+def lacking(name: str, revision: str | None = None) -> str:
+    """Return an error message if the cache has no model or tokenizer of this name; else ""."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = (try_to_load_from_cache(name, file, revision=revision) for file in _FIRST_FILES)
+    if any(isinstance(path, str) for path in found):
+        return ""
+    given = f"{name}@{revision}" if revision not in (None, "main") else name
+    return (
+        f"{given} is no local folder, and not in the cache of the Hub ({constants.HF_HUB_CACHE}); "
+        f"{hub_fault() or 'it was not downloaded'}. Where there is a network, download it: "
+        f"python prepare_data.py --models {given}"
+    )

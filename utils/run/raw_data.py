@@ -1,0 +1,120 @@
+"""Raw training data: prepared once, in OUTPUT_DIR/data, with the checks of prepare_data.py."""
+
+import logging
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import fields
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from utils.checkpoints.record import RunRecord
+from utils.config.errors import Answer, ConfigurationError, LostProcessError
+from utils.config.preparation import PreparationArguments, RawDataArguments, prepare_command
+from utils.config.raw_data import RawData
+from utils.config.settings import RunSettings
+from utils.config.strategy import SUBMITTING
+from utils.host.collectives import cpu_group, on_rank_0
+from utils.host.run_lock import take_run_lock
+from utils.launch.script import configure_logging
+from utils.model.stages import stage_tokenizer
+from utils.run.preflight import known_files
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BYTES = 10**9
+LONGEST_PREPARATION_S = 24 * 3600
+
+
+def prepare_raw_data(settings: RunSettings) -> None:
+    """Prepare the raw files of train_data and eval_data, unless that is done; all ranks call this.
+
+    A separate process tokenizes. The other ranks wait over gloo, which has a limit of a day. A dry
+    run checks the files, and ends with Answer if they are not prepared. Raises ConfigurationError
+    for more than LARGEST_BYTES, in a job, and for files that changed after the run began.
+    """
+    if (raw := settings.raw) is None:
+        return
+    group = None if settings.run.dry_run else cpu_group(LONGEST_PREPARATION_S)
+    on_rank_0(lambda: _prepare_once(settings, raw), group)
+    if group is not None:
+        torch.distributed.destroy_process_group(group)
+
+
+def _prepare_once(settings: RunSettings, raw: RawData) -> None:
+    from utils.prepare.fetch import fetch
+    from utils.prepare.pipeline import begin_preparation, finish_preparation
+
+    output_dir = Path(str(settings.training.output_dir))
+    arguments = _arguments(settings, raw)
+    names, command = " ".join(raw.sources), prepare_command(arguments)
+    known_files(output_dir)
+    fetch(arguments)
+    plan, tokenizer, workspace = begin_preparation(arguments)
+    if workspace.is_prepared():
+        logger.info("train_data: %s is prepared in %s", names, workspace.publish())
+        return
+    if workspace.replaced and RunRecord(output_dir).exists:
+        raise ConfigurationError(
+            f"train_data {names}: the files or their settings have changed since the run in "
+            f"{output_dir} began. --train_data {raw.folder} resumes it with the data of then. For "
+            "the new data name another --output_dir."
+        )
+    size = sum(file.size for files in plan.sources.values() for file in files)
+    if size > LARGEST_BYTES:
+        raise ConfigurationError(
+            f"train_data {names}: {size / 1e9:,.1f} GB are more than the 1 GB that a run prepares "
+            f"itself. Prepare them first, then give the same command again: {command}"
+        )
+    if SUBMITTING in os.environ or _is_batch_job():
+        raise ConfigurationError(
+            f"train_data {names} is not tokenized, and the GPUs of a job would wait for that. Run "
+            f"this on the login node, then submit the same command again: {command}"
+        )
+    if settings.run.dry_run:
+        raise Answer(
+            f"A start would first prepare {names} ({size / 1e6:,.1f} MB) in {raw.folder}; a dry "
+            "run does not, so it does not know sequences, steps and memory. After this command it "
+            f"does:\n{command}\n"
+        )
+    if workspace.replaced:
+        logger.warning("train_data: the files or their settings have changed: prepared again")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    take_run_lock(output_dir)  # no second job prepares there
+    logger.info("train_data: preparing %s, as this command does: %s", names, command)
+    spawn = multiprocessing.get_context("spawn")
+    with_threads = mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "true"})
+    try:
+        with with_threads, ProcessPoolExecutor(1, spawn, configure_logging) as pool:
+            pool.submit(finish_preparation, arguments, plan, tokenizer, workspace).result()
+    except BrokenProcessPool as error:
+        raise LostProcessError(
+            f"the process that prepared {names} was killed: the same command continues its work"
+        ) from error
+
+
+def _arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:
+    model = settings.model.model_name_or_path
+    tokenizer = raw.tokenizer or model or stage_tokenizer(settings)
+    if not tokenizer:
+        raise ConfigurationError(
+            f"train_data {' '.join(raw.sources)} is not tokenized, and a model from scratch has no "
+            "tokenizer: give --tokenizer_name_or_path."
+        )
+    return PreparationArguments(
+        **{each.name: getattr(settings.data, each.name) for each in fields(RawDataArguments)},
+        sources=[*raw.sources],
+        eval_sources=[*raw.eval_sources],
+        tokenizer_name_or_path=str(tokenizer),
+        output_dir=raw.folder,
+        num_proc=len(os.sched_getaffinity(0)),
+        overwrite=True,
+    )
+
+
+def _is_batch_job() -> bool:
+    return "SLURM_JOB_ID" in os.environ and not (sys.stdin and sys.stdin.isatty())
