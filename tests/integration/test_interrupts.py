@@ -61,7 +61,7 @@ PRESS, AGAIN, RELEASE = ("step 2/6", "press"), (SAVING, "press"), (SAVING, "rele
 
 def test_ctrl_c_before_the_first_step_ends_at_once(held):
     start, _ = held
-    code, shown = start("python", 0, ("model: ", "press"))
+    code, shown = start("python", 0, ("batch: ", "press"))
     assert (code, shown.count("Traceback")) == (130, 0), shown
     assert shown.rstrip().endswith(f"{BY_USER}, {Stage.STARTING.value}")
 
@@ -87,7 +87,7 @@ def test_ctrl_c_saves_and_the_run_resumes(held, pretraining, tmp_path, launcher,
     ours = shown.partition("Traceback")[0]
     assert code == exit_code, shown
     assert ours == shown or launcher == "torchrun"
-    step = re.search(rf"stopped at step (\d) of 6 with {run}/checkpoint-\1; the same command", ours)
+    step = re.search(rf"stopped at step (\d) of 6 with {run}/checkpoint-\1", ours)
     assert step, shown
     status = read_status(run, {})
     assert (status.state, status.because) == ("stopped", f"at step {step[1]} with a checkpoint")

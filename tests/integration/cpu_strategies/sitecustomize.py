@@ -109,6 +109,7 @@ def set_clock_ahead(seconds):
 
 if "STOKER_TEST_CLOCK_OFF_S" in os.environ and os.environ.get("SLURM_NODEID") == "1":
     set_clock_ahead(float(os.environ["STOKER_TEST_CLOCK_OFF_S"]))
-# Change only the workers. The launcher has no RANK yet.
-if "RANK" in os.environ and (wanted := wanted_changes()):
-    sys.meta_path.insert(0, ChangeAfterImport(wanted))
+# The launcher has no RANK yet: it imports no trainer, and needs no change of the strategy.
+if wanted := wanted_changes():
+    steps = {name: wanted[name] for name in ["transformers.trainer_callback"] if name in wanted}
+    sys.meta_path.insert(0, ChangeAfterImport(wanted if "RANK" in os.environ else steps))
