@@ -63,7 +63,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(held):
     start, _ = held
     code, shown = start("python", 0, ("batch: ", "press"))
     assert (code, shown.count("Traceback")) == (130, 0), shown
-    assert shown.rstrip().endswith(f"{BY_USER}, {Stage.STARTING.value}")
+    assert f"{BY_USER}, {Stage.STARTING.value}" in shown
 
 
 @pytest.mark.parametrize("launcher", ["python", "launch_node.sh"])
