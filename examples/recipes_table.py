@@ -20,7 +20,7 @@ MARKS = "<!-- {} recipes: make figures -->", "<!-- end of {} recipes -->"
 
 
 def with_tables(document: str) -> str:
-    """Return the document with a table of each kind of recipe between its marks."""
+    """Return the document with a list of each kind of recipe between its marks."""
     for kind in KINDS:
         lines = data_rows() if kind == "data" else training_rows(kind)
         begin, end = (mark.format(kind) for mark in MARKS)
@@ -29,39 +29,28 @@ def with_tables(document: str) -> str:
 
 
 def training_rows(kind: str) -> Iterator[str]:
-    """Yield the table of the training recipes in a folder: model, hardware, size of a step."""
-    yield "| recipe | model | trains | hardware | predicted | tokens a step | learning rate |"
-    yield "|---|---|---|---|---|---|---|"
+    """Yield the list of the training recipes in a folder: hardware and forecast."""
     for path in sorted((ROOT / "recipes" / kind).glob("*.yaml"), key=size_and_name):
-        entries, _ = read_recipes([str(path)])
-        values = {name: entry.value for name, entry in entries.items()}
-        model = (
-            values.get("model_config") or values.get("init_from") or values["model_name_or_path"]
-        )
-        tokens = int(values["global_batch_size"]) * int(values["sequence_length"])
         hardware = re.findall(r"^# Hardware: (.*?)\.?$", path.read_text(), flags=re.MULTILINE)
         predicted = re.findall(r"^# Predicted on [^:]*: (.*?)\.$", path.read_text(), re.MULTILINE)
         name = f"[{path.stem}](../{path.relative_to(ROOT)})"
-        how = "LoRA" if values.get("use_peft") else "all weights"
-        how = "QLoRA" if values.get("load_in_4bit") else how
-        shown = (hardware or ["2 CPU cores"])[0]
-        rate = f"{float(values['learning_rate']):g}"
+        shown = (hardware or ["2 CPU cores"])[0].replace(" x ", "x")
         forecast = (predicted or ["[measured](demo.md)"])[0].replace(" GiB a GPU", " GiB")
-        yield f"| {name} | `{model}` | {how} | {shown} | {forecast} | {tokens:,} | {rate} |"
+        forecast = re.sub(" tokens/s|, [^,]* for a billion tokens", "", forecast)
+        yield f"- {name}: {shown}, {forecast}"
 
 
 def data_rows() -> Iterator[str]:
-    """Yield the table of the data recipes: the first sentence of each and its tokenizer."""
-    yield "| recipe | what it is | tokenizer |"
-    yield "|---|---|---|"
+    """Yield the list of the data recipes: the first sentence of each and its tokenizer."""
     for path in sorted((ROOT / "recipes" / "data").glob("*.yaml")):
         entries, _ = read_recipes([str(path)])
         _, _, text = path.read_text().partition("\n")
         comment = " ".join(re.findall(r"^# ?(.*)", text, flags=re.MULTILINE))
         tokenizer = entries.get("tokenizer_name_or_path")
-        given = f"`{tokenizer.value}`" if tokenizer else "you give it"
+        given = f" (`{tokenizer.value}`)" if tokenizer else ""
         what = re.split(r"\.\s", comment)[0].split("  ")[0].rstrip(".:")
-        yield f"| [{path.stem}](../{path.relative_to(ROOT)}) | {what} | {given} |"
+        what = "" if tokenizer and what.startswith("smoltalk as ") else f": {what}"
+        yield f"- [{path.stem}](../{path.relative_to(ROOT)}){what}{given}"
 
 
 def size_and_name(path: Path) -> tuple[str, float, str]:

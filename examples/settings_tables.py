@@ -1,11 +1,11 @@
-"""Write every setting into docs/settings.md: ours, inherited ones, what is refused and why.
+"""Write every setting into docs/settings.md, with its default and its text.
 
 python examples/settings_tables.py
 """
 
+import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -16,57 +16,69 @@ sys.path.insert(0, str(ROOT / "examples"))
 from recipe_schemas import CLASSES  # noqa: E402 - the folder is not ROOT
 
 from benchmarks.figures.marks import replace_between  # noqa: E402
-from utils.config.declarations import REFUSED, Declaration, declared_settings, other_names, shown  # noqa: E402
+from utils.config.declarations import Declaration, declared_settings, help_file, shown  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "settings.md"
 MARKS = "<!-- all settings: make figures -->", "<!-- end of all settings -->"
 TYPES = {bool: "true or false", int: "integer", float: "number", dict: "JSON", list: "list"}
+MOST_CHOICES = 8  # the page shows that many; `--help NAME` shows all
 
 
 def with_tables(document: str) -> str:
-    """Return the document with all tables between its marks made anew."""
+    """Return the document with all lists between its marks made anew."""
     training, preparation = (declared_settings(CLASSES[kind]) for kind in ("sft", "data"))
-    lines = ["## Training", *settings(training.values())]
+    theirs = [name for name in help_file()["texts"] if name in training]
+    ours = (each for each in training.values() if each.name not in theirs)
+    lines = ["## Training", *settings(ours)]
+    lines += [
+        "",
+        "Settings of transformers and TRL, explained by `--help NAME` and `--help TOPIC`:",
+        "",
+    ]
+    lines += [", ".join(f"`{name}`" for name in theirs) + "."]
     lines += ["", "## Preparing data (`prepare_data.py`)", *settings(preparation.values())]
-    lines += ["", "## Settings of the libraries that are refused", ""]
-    lines += [*reasons(REFUSED, "refused", "because")]
-    lines += ["", "## What other toolkits call it", "", *reasons(other_names(), "theirs", "here")]
     return replace_between(document, *MARKS, "\n".join(lines))
 
 
 def settings(declared: Iterable[Declaration]) -> Iterator[str]:
-    """Yield a table for each class of settings, under the first line of its docstring."""
+    """Yield a list for each class of settings, under the first line of its docstring."""
     for owner, group in groupby(declared, lambda each: each.owner):
         yield f"\n{str(owner.__doc__).splitlines()[0]}\n"
-        yield "| setting | values | default | what it does |"
-        yield "|---|---|---|---|"
         for each in group:
-            empty = each.default is None or each.default in ([], {}, "")
-            default = "required" if each.required else "" if empty else f"`{shown(each.default)}`"
-            yield f"| `{each.name}` | {values_of(each)} | {default} | {cell(each.help)} |"
+            text = cell(first_clause(each.help) + values_of(each))
+            yield f"- `{each.name}` ({default_of(each)}): {text}"
 
 
-def values_of(declaration: Declaration) -> str:
-    """Return the words that may be given, or the type."""
+def first_clause(text: str) -> str:
+    """Return what a setting does; `--help NAME` prints the rest of its text."""
+    clause = re.split(r"(?<=[a-z0-9`)/])\. |; ", text)[0].rstrip(".")
+    head, _, details = clause.partition(": ")
+    return head if len(head.split()) > 3 and len(details) > 50 else clause
+
+
+def default_of(declaration: Declaration) -> str:
+    """Return the default, or the type of a setting whose default is empty."""
+    if declaration.required:
+        return "required"
+    if declaration.default not in (None, [], {}, ""):
+        return f"`{shown(declaration.default)}`"
     if declaration.choices is not None:
-        return ", ".join(f"`{shown(choice)}`" for choice in declaration.choices)
+        return "null"
     return next((word for kind, word in TYPES.items() if kind in declaration.origins), "text")
 
 
-def reasons(table: Mapping[str, str], names: str, answer: str) -> Iterator[str]:
-    """Yield a table from each answer to the names that it is given for."""
-    grouped = defaultdict(list)
-    for name, why in table.items():
-        grouped[why].append(f"`{name}`")
-    yield f"| {names} | {answer} |"
-    yield "|---|---|"
-    for why, found in grouped.items():
-        yield f"| {', '.join(found)} | {f'`{why}`' if why.isidentifier() else cell(why)} |"
+def values_of(declaration: Declaration) -> str:
+    """Return the choices that the setting's text does not name."""
+    choices = [shown(choice) for choice in declaration.choices or ()]
+    if not choices or all(choice in first_clause(declaration.help) for choice in choices):
+        return ""
+    few = choices if len(choices) <= MOST_CHOICES else [*choices[:MOST_CHOICES], "..."]
+    return f" ({', '.join(few)})"
 
 
 def cell(text: str) -> str:
-    """Return a text on one line, without what ends a cell or begins a tag."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """Return a text on one line, without what begins a tag."""
+    return " ".join(text.split()).replace("<", "&lt;")
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Stoker's packages; docs/architecture.md shows how they hang together."""
+"""Stoker's packages; docs/internals/architecture.md shows how they hang together."""

@@ -1,4 +1,4 @@
-"""Write the table of benchmarks/results/interruptions.json into docs/slurm.md.
+"""Write the table of benchmarks/results/interruptions.json into docs/internals/proofs.md.
 
 python -m benchmarks.figures.interruptions
 """
@@ -12,7 +12,7 @@ from benchmarks.figures.marks import replace_between
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "interruptions.json"
-DOCUMENT = ROOT / "docs" / "slurm.md"
+DOCUMENT = ROOT / "docs" / "internals" / "proofs.md"
 BEGIN, END = "<!-- interruptions: make figures -->", "<!-- end of interruptions -->"
 KINDS = ("pretraining", "LoRA")
 COLUMNS = (
@@ -49,7 +49,7 @@ def row(name: str, kind: str, outcome: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Rewrite docs/slurm.md in place."""
+    """Rewrite docs/internals/proofs.md in place."""
     DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
 
 

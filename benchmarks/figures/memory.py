@@ -1,4 +1,4 @@
-"""Write memory as predicted beside memory as measured into docs/memory.md.
+"""Write memory as predicted beside memory as measured into docs/internals/benchmarks.md.
 
 python -m benchmarks.figures.memory
 """
@@ -14,7 +14,7 @@ from benchmarks.figures.marks import replace_between
 from benchmarks.hardware.circumstances import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "memory.md"
+DOCUMENT = ROOT / "docs" / "internals" / "benchmarks.md"
 BEGIN, END = "<!-- memory figures: make figures -->", "<!-- end of memory figures -->"
 MIB = 2**20
 
@@ -60,7 +60,7 @@ def _row(name: str, predicted: int, measured: int) -> str:
 
 
 def main() -> None:
-    """Rewrite docs/memory.md in place."""
+    """Rewrite docs/internals/benchmarks.md in place."""
     DOCUMENT.write_text(with_figures(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ BEGIN, END = "<!-- models: make figures -->", "<!-- end of models -->"
 
 
 def with_figures(document: str, results: Path = RESULTS) -> str:
-    """Return the document with the table between the two marks made anew."""
+    """Return the document with the list between the two marks made anew."""
     found = json.loads(results.read_text(encoding="utf-8"))
     return replace_between(document, BEGIN, END, "\n".join(_table(found)))
 
@@ -32,17 +32,23 @@ def _table(found: Mapping[str, Any]) -> Iterator[str]:
         f"them packed; the largest difference from transformers' own loss is {worst:.0e}."
     )
     yield ""
-    yield "| model | year | architecture | pretraining | SFT | LoRA | packed (on a CPU) | why not |"
-    yield "|---|---|---|---|---|---|---|---|"
+    kinds: dict[str, list[str]] = {}
     for model in models:
-        ways = [model[way] for way in ("pretraining", "sft", "lora", "packed")]
-        marks = " | ".join("yes" if way else "no" for way in ways)
-        name, architecture = model["name"], f"`{model['model_type']}`"
-        yield f"| {name} | {model['year']} | {architecture} | {marks} | {model['why']} |"
+        kinds.setdefault(_kind(model), []).append(model["name"])
+    for kind, names in kinds.items():
+        yield f"- **{kind}**: {', '.join(names)}"
+
+
+def _kind(model: Mapping[str, Any]) -> str:
+    """Return how a model trains: packed or not and why, or what does not work."""
+    broken = [way for way in ("pretraining", "sft", "lora") if not model[way]]
+    if broken:
+        return f"Without {' and '.join(broken)}, because {model['why']}"
+    return "Packed" if model["packed"] else f"Not packed on a CPU, because {model['why']}"
 
 
 def main() -> None:
-    """Write the document's table."""
+    """Write the document's list."""
     DOCUMENT.write_text(with_figures(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ python -m benchmarks.figures.speed
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ def with_figures(document: str, figures: str) -> str:
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """Write one line a cell in which Stoker ran beside others: Stoker, and the fastest of them."""
+    """Write a row for each cell in which Stoker ran beside others; name every other."""
     results = [one for one in results if one.get("ratios")]
-    rows = [["", "Stoker", "the fastest other that could run it", "Stoker is faster by (times)"]]
+    rows = [["", "Stoker", "the fastest of the others", "faster by (times)", "all others measured"]]
     rows += [_component_row(one) if "sizes" in one else _training_row(one) for one in results]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|---|---|---|---|")
+    lines.insert(1, "|---|---|---|---|---|")
     return "\n".join(lines)
 
 
@@ -58,6 +58,7 @@ def _training_row(result: Mapping[str, Any]) -> list[str]:
         f"{ours['tokens_per_second']:,.0f} tokens/s",
         f"{closest}: {baselines[closest]['tokens_per_second']:,.0f}",
         ratio_text(ratios[closest]),
+        _toolkits(ratios),
     ]
 
 
@@ -78,7 +79,13 @@ def _component_row(result: Mapping[str, Any]) -> list[str]:
         f"{component_figure(baselines[ours], size)} {unit}",
         f"{closest}: {component_figure(baselines[closest], size)}",
         ratio_text(ratios[closest]),
+        _toolkits(ratios),
     ]
+
+
+def _toolkits(names: Iterable[str]) -> str:
+    """Return the toolkits of baselines, each once and without how it was tuned."""
+    return ", ".join(dict.fromkeys(name.partition(", ")[0] for name in names))
 
 
 def _ratio(baselines: Mapping[str, Any], ours: str, name: str, size: str) -> Mapping[str, float]:
@@ -108,7 +115,7 @@ def documents() -> dict[Path, str]:
     """Return the figures of each document that has some."""
     cpu, gpu = load_results("cpu", CPU_CELLS), load_results("gpu", GPU_CELLS)
     shown = load_results("gpu", [cell for cell in GPU_CELLS if cell.name in IN_README])
-    summaries = f"## On a GPU\n\n{summary(gpu)}\n\n## On two CPU cores\n\n{summary(cpu)}"
+    summaries = summary(gpu)
     tables = f"## On one GPU\n\n{on_a_gpu(details(gpu))}\n\n## On two CPU cores\n\n{details(cpu)}"
     return {
         ROOT / "README.md": f"{summary(shown)}\n\nOn one {shown[0]['hardware']['gpu']}.",

@@ -1,8 +1,10 @@
-"""Recipes, and each training command of docs/running.md, pass a dry run.
+"""Recipes, and the training commands of docs/running.md and docs/howto.md, pass a dry run.
 
 `make test` tries one recipe of each kind, `--exhaustive` all.
 """
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,57 @@ def test_the_guides_recipe_and_command_pass_a_dry_run(workspace, long_model, tmp
     )
     shown = capsys.readouterr().out
     assert "4 sequences x 64 tokens x 1 rank x 8 accumulation" in shown
+
+
+# These commands need a network, a GPU or an earlier run.
+NOT_TRIED = (
+    "recipes/",
+    "--load_in_4bit",
+    "--resume_from_checkpoint",
+    "--print_config",
+    "--help",
+    "--callbacks",
+)
+
+
+def test_the_training_commands_of_howto_pass_a_dry_run(
+    workspace, long_model, tmp_path, monkeypatch, capsys
+):
+    """Run each command in a folder whose paths lead to tiny data and a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/chats/train", "data/code/train", "data/chats/validation"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(workspace / "chats")
+    (tmp_path / "data/corpus").mkdir()
+    (tmp_path / "data/corpus/train").symlink_to(workspace / "documents")
+    for name in ("Qwen/Qwen3-0.6B-Base", "runs/my-run"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(long_model)
+    recipe = yaml.safe_load(
+        (ROOT / "docs/running.md").read_text().split("```yaml")[1].split("```")[0]
+    )
+    recipe |= {
+        "sequence_length": 64,
+        "global_batch_size": 8,
+        "output_dir": "runs/new",
+        "num_train_epochs": 3,
+    }
+    recipe |= {"tokenizer_name_or_path": str(workspace / "tokenizer")}
+    (tmp_path / "my_run.yaml").write_text(yaml.safe_dump(recipe))
+    page = (ROOT / "docs" / "howto.md").read_text()
+    lines = re.findall(r"^python ((?:sft_train|pretrain)\.py .*)", page, re.MULTILINE)
+    lines = [line for line in lines if not any(word in line for word in NOT_TRIED)]
+    assert len(lines) > 25
+    for line in lines:
+        script, *words = shlex.split(line.replace("16384", "64"))  # the data is small
+        MAINS[script]([*words, *([] if "--dry_run" in words else ["--dry_run"])])
+        assert "tokens/step" in capsys.readouterr().out, line
+
+
+def test_howto_answers_forty_questions_with_a_command():
+    page = (ROOT / "docs" / "howto.md").read_text()
+    questions = re.findall(r"^\*\*.*\?\*\*", page, re.MULTILINE)
+    assert len(questions) >= 40
+    assert page.count("```bash") >= 40
+    said = re.findall(r"(\d+) questions", (ROOT / "README.md").read_text())
+    assert said == [str(len(questions))]

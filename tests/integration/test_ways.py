@@ -1,4 +1,4 @@
-"""The way of a chat in docs/architecture.md names every file whose functions work on the chat."""
+"""The way of a chat in the architecture names every file whose functions work on the chat."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_a_chat_from_its_record_to_disk(tmp_path):
     }  # fmt: skip
     with files_that_hold_it(last="append") as found:
         assert prepare_data.main(tiny.flags(**settings)) == 0
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     way = page.partition("\n## A chat, from")[2].partition("\n## ")[0]
     files = set(re.findall(r"^\| `(\S+\.py)` \|", way, flags=re.MULTILINE))
     assert files - found == {"prepare_data.py", "utils/prepare/pipeline.py"}, "they make the steps"

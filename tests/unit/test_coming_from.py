@@ -1,9 +1,8 @@
-"""docs/coming-from.md: our settings in its tables exist, and its recipes are valid."""
+"""docs/coming-from.md: our settings in its tables exist, and the importer agrees with them."""
 
 import re
 
 import pytest
-import yaml
 from test_repository import ROOT
 
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
@@ -12,15 +11,10 @@ from utils.config.own_code import OwnCode
 from utils.config.preparation import (
     ENTRY_KEYS,
     PreparationArguments,
-    check_preparation,
-    parse_preparation,
-    sources_of,
 )
-from utils.config.settings import parse_fine_tuning
 from utils.importing.toolkits import LEFT, TOOLKITS
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
-RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]
 CLASSES = (RunArguments, DataArguments, ModelArguments, OwnCode, FineTuneConfig)
 SETTINGS = {*declared_settings(CLASSES), *declared_settings((PreparationArguments,))}
 KNOWN = {"config", "extends", *ENTRY_KEYS, *SETTINGS}
@@ -60,13 +54,3 @@ def test_the_importer_agrees_with_the_tables(title, at_least):
                 assert ours in names(here), f"{name}: {ours}, {here}"
                 compared += 1
     assert compared >= at_least
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["output_dir"])
-def test_a_recipe_is_accepted(recipe, tmp_path):
-    (path := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    if "sources" in recipe:
-        check_preparation(given := parse_preparation(["--config", str(path)]))
-        assert sources_of(given)
-    else:
-        assert parse_fine_tuning(["--config", str(path), "--dry_run"], "").values.given

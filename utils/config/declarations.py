@@ -30,6 +30,7 @@ Arguments = TypeVar("Arguments")
 
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
+HELP = Path(__file__).with_name("help.yaml")
 
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +108,7 @@ class Declaration:
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any) -> Any:
     """Return a dataclass field that declares a setting, which is required without a default."""
-    metadata = {"help": help, **metadata}
+    metadata = {"help": help, "ours": True, **metadata}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -136,6 +137,9 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
     for member in types:  # transformers' `SomeEnum | str` allows only the enum's values
         if isinstance(member, type) and issubclass(member, Enum):
             choices = tuple(item.value for item in member)
+    text = str(each.metadata.get("help", "see --help")).replace("%%", "%")  # argparse's escape
+    if "ours" not in each.metadata:
+        text = help_file()["texts"].get(each.name, text)
     return Declaration(
         name=each.name,
         owner=owner,
@@ -144,7 +148,7 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
         choices=choices,
         required=default is missing,
         default=None if default is missing else getattr(default, "value", default),
-        help=str(each.metadata.get("help", "see --help")).replace("%%", "%"),  # argparse's escape
+        help=text,
     )
 
 
@@ -326,6 +330,14 @@ def other_names() -> dict[str, str]:
     import yaml  # the launcher imports this module before it checks the packages
 
     return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
+
+
+@cache
+def help_file() -> dict[str, Any]:
+    """Return help.yaml: the topics of `--help`, and texts for the libraries' settings."""
+    import yaml  # see other_names
+
+    return dict(yaml.safe_load(HELP.read_text(encoding="utf-8")))
 
 
 def our_name(name: str, known: Collection[str]) -> str:

@@ -11,6 +11,7 @@ from utils.config.declarations import (
     REFUSED,
     Declaration,
     SettingValues,
+    help_file,
     placeholder,
     shown,
     unknown_name,
@@ -41,14 +42,13 @@ OWN_FLAGS = {
     "8xH100-80GB: as on those GPUs; --suggest: what fits them)",
     "print_config [all]": "print the settings that are not defaults and where each comes from, as "
     "a recipe; all: every one",
-    "help NAME ...": "all about one setting; --help all: every setting in short",
-    "version": "print the versions of Stoker and its packages",
+    "help NAME ...": "all about a setting, or the settings of a topic, such as lora; all: all",
 }
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
 # Pages that explain a setting. A test checks that each page names its settings.
 PAGES = {
     "docs/data.md": "train_data on_overlong packing sources eval_sources columns tokenizer_backend "
-    "chat_template_kwargs on_bad_row num_proc shard merge overwrite",
+    "chat_template_kwargs on_bad_row num_proc shard merge template_date",
     "docs/running.md": "max_tokens max_steps num_train_epochs dry_run save_minutes profile_steps "
     "early_stopping_patience early_stopping_threshold ema_decay sample_max_new_tokens async_save "
     "lm_eval_tasks stochastic_rounding max_eval_sequences use_peft pad_embeddings_to_multiple_of "
@@ -60,10 +60,12 @@ PAGES = {
     "docs/slurm.md": "output_dir save_steps save_total_limit accept_changes validation_fraction "
     "format",
     "docs/metrics.md": "eval_data loss_head",
-    "docs/faq.md": "hang_timeout_s save_best learning_rate warmup_steps ddp_timeout add_tokens "
-    "chat_template template_date",
-    "docs/tutorial.md": "per_device_train_batch_size sample_prompts sequence_length "
-    "tokenizer_name_or_path model_name_or_path lora_modules_to_save use_dora models offline_dir",
+    "docs/faq.md": "hang_timeout_s learning_rate warmup_steps ddp_timeout lora_modules_to_save "
+    "use_dora",
+    "docs/howto.md": "save_best add_tokens chat_template lora_r lora_alpha lora_target_modules "
+    "lr_scheduler_type lr_scheduler_kwargs packing sequence_length",
+    "docs/tutorial.md": "per_device_train_batch_size sample_prompts "
+    "tokenizer_name_or_path model_name_or_path models offline_dir",
     "docs/exactness.md": "init_optimizer full_determinism router_aux_loss_coef",
     "docs/scope.md": "model_config init_from",
     "docs/own-code.md": "callbacks loss order freeze train_only",
@@ -80,7 +82,8 @@ def help_text(
 ) -> str:
     """Return the text of `--help` (common settings), `--help all` or `--help NAME ...`.
 
-    Raises ConfigurationError for an unknown setting; the message names similar settings.
+    A name is that of a setting or a topic. Raises ConfigurationError for any other name; the
+    message names similar settings and the topics.
     """
     is_run = "train_data" in declared
     if is_run and not words:
@@ -91,15 +94,28 @@ def help_text(
     if not words:
         return head + "\n".join(_short(declared, prog)) + "\n"
     names = [word.lstrip("-").replace("-", "_") for word in words]
+    topics = _topics(declared)
     problems = []
     for name in names:
-        if name not in declared:
+        if name not in declared and name not in topics:
             alike = [each for each in declared if name in each] if name not in REFUSED else []
             near = f"; settings with {name} in their name: {', '.join(alike)}" if alike else ""
-            problems.append(unknown_name(name, declared) + near)
+            problems.append(f"{unknown_name(name, declared)}{near}; topics: {', '.join(topics)}")
     if problems:
         raise ConfigurationError(problems)
-    return "\n\n".join("\n".join(_story(name, declared)) for name in names) + "\n"
+    texts = [_story(each, declared) if each in declared else topics[each] for each in names]
+    return "\n\n".join("\n".join(text) for text in texts) + "\n"
+
+
+def _topics(declared: Mapping[str, Declaration]) -> dict[str, list[str]]:
+    """Return the lines of `--help TOPIC` for each topic with settings of this script."""
+    topics = {}
+    for topic, content in help_file()["topics"].items():
+        found = [declared[name] for name in content["settings"].split() if name in declared]
+        if len(found) > 1:
+            lines = [line for each in found for line in _entry(each)]
+            topics[topic] = [content["about"], *lines]
+    return topics
 
 
 def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
@@ -115,9 +131,12 @@ def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
     yield "\nThe command"
     for flag, text in OWN_FLAGS.items():
         yield from _columns(f"--{flag}", text)
+    topics = f"A topic: --help {'|'.join(_topics(declared))}"
+    yield ""
+    yield from textwrap.wrap(topics, WIDTH, break_long_words=False)
     yield (
-        f"\nAll {len(declared)} settings: --help all. One with its story: --help learning_rate. "
-        "To read: docs/running.md"
+        f"All {len(declared)} settings: --help all. One of them: --help learning_rate. "
+        "To read: docs/howto.md"
     )
 
 
@@ -135,10 +154,14 @@ def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
     for owner, declarations in itertools.groupby(declared.values(), lambda each: each.owner):
         yield f"\n{owner.__doc__}"
         for declaration in declarations:
-            yield f"  --{declaration.name} {placeholder(declaration)}"
-            indent = " " * 6
-            text = declaration.help + _default(declaration)
-            yield textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)
+            yield from _entry(declaration)
+
+
+def _entry(declaration: Declaration) -> list[str]:
+    """Return a setting's lines in `--help all` and in `--help TOPIC`."""
+    text, indent = declaration.help + _default(declaration), " " * 6
+    text = textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)
+    return [f"  --{declaration.name} {placeholder(declaration)}", text]
 
 
 def _default(declaration: Declaration) -> str:

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from command_lines import BASE, BOTH, parse
 
+from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
+from utils.config.declarations import declared_settings, help_file
 from utils.config.display import OWN_FLAGS, PAGES, SHORT_LIST
 from utils.config.errors import Answer, ConfigurationError
-from utils.config.preparation import parse_preparation
+from utils.config.preparation import PreparationArguments, parse_preparation
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.launch.script import run_script
 
@@ -46,6 +48,30 @@ def test_help_fits_two_screens_and_help_all_has_every_setting(parse_argv, helped
     assert not re.search(
         r"--(gradient_accumulation_steps|hub_token|deepspeed|max_length)\b", everything
     )
+
+
+def test_help_explains_a_topic(helped):
+    text = helped(parse_fine_tuning, "--help", "lora", "seed")
+    assert text.startswith("LoRA and QLoRA train adapters")
+    flags = re.findall(r"^ *--(\w+)", text, re.M)
+    assert flags[:3] == ["use_peft", "lora_r", "lora_alpha"]
+    assert flags[-1] == "seed", "a topic and a setting in one call"
+    assert "for most data (default: 16)" in " ".join(text.split())
+    assert "--validation_fraction NUMBER" in helped(parse_preparation, "--help", "data")
+    with pytest.raises(ConfigurationError, match=r"topics: data$"):
+        parse_preparation(["--help", "lora"])
+
+
+def test_each_setting_of_a_library_has_a_text_of_ours_and_each_topic_has_settings():
+    classes = (RunArguments, DataArguments, ModelArguments, FineTuneConfig, PreparationArguments)
+    declared, texts = declared_settings(classes), help_file()["texts"]
+    theirs = {name for name in texts if declared[name].help == texts[name]}
+    for name, declaration in declared.items():
+        assert len(declaration.help.split()) > 2, name
+        assert not re.search(r"Whether|\bvalue\.$|Defaults to", declaration.help), name
+    assert len(theirs) > 60
+    for content in help_file()["topics"].values():
+        assert set(content["settings"].split()) <= set(declared)
 
 
 def test_the_pages_that_help_names_speak_of_the_setting():
