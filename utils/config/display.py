@@ -48,7 +48,7 @@ OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them ou
 # Pages that explain a setting. A test checks that each page names its settings.
 PAGES = {
     "docs/data.md": "train_data on_overlong packing sources eval_sources columns tokenizer_backend "
-    "chat_template_kwargs on_bad_row num_proc shard merge template_date",
+    "chat_template_kwargs on_bad_row num_proc shard merge overwrite template_date",
     "docs/running.md": "max_tokens max_steps num_train_epochs dry_run save_minutes profile_steps "
     "early_stopping_patience early_stopping_threshold ema_decay sample_max_new_tokens async_save "
     "lm_eval_tasks stochastic_rounding max_eval_sequences use_peft pad_embeddings_to_multiple_of "
