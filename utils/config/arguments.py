@@ -127,8 +127,7 @@ class DataArguments(RawDataArguments):
     )
     max_eval_sequences: int | None = setting(
         None,
-        "evaluate each split on at most this many packed sequences, always the same ones; null: "
-        "all",
+        "evaluate each split on at most this many sequences, always the same ones; null: all",
     )
     packing: str = setting(
         "best_fit",
