@@ -76,6 +76,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / ".venv" / "bin" / "pip").symlink_to(directory / "programs" / "pip")
     guide = (ROOT / "docs" / "running.md").read_text()
     (directory / "my_run.yaml").write_text(guide.split("```yaml")[1].split("```")[0])
+    (directory / "my_chats.jsonl").touch()  # a raw file in train_data
     return directory
 
 
