@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import prepare_data
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
+from utils.training.callbacks import OwnCallbacks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-code.md"
 EXAMPLES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
@@ -59,7 +60,7 @@ def test_a_run_with_own_code_resumes_bit_for_bit(pretrained, own_files, tmp_path
     # An edited loss is refused, and other frozen layers cannot be accepted.
     (own_files / "my_loss.py").write_text(EXAMPLES["my_loss.py"] + "\n")
     again = tiny.copied(whole, tmp_path / "again", step=3)
-    with pytest.raises(ConfigurationError, match=r"loss: SHA-256 is .*--accept_changes loss"):
+    with pytest.raises(ConfigurationError, match=r"SHA-256 of focal is .*--accept_changes loss"):
         pretrained(again, **settings)
     with pytest.raises(ConfigurationError, match="cannot resume: its freeze is embed_tokens layer"):
         pretrained(again, **settings | {"freeze": "layers.0"})
@@ -67,6 +68,7 @@ def test_a_run_with_own_code_resumes_bit_for_bit(pretrained, own_files, tmp_path
 
 NLL = """
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
 
 def nll(logits, targets, positions):
     assert positions.min() >= 1 and len(logits) == len(targets) == len(positions)
@@ -74,6 +76,13 @@ def nll(logits, targets, positions):
 
 def mean(logits, targets, positions):
     return cross_entropy(logits, targets)
+
+def listed(logits, targets, positions):
+    return nll(logits, targets, positions)[None]
+
+class Asking(TrainerCallback):
+    def __init__(self, path):
+        pass
 """
 
 
@@ -96,7 +105,9 @@ def test_what_cannot_work_is_refused_before_the_start(
         ({"loss": "nll:mean"}, "--loss nll:mean: return a sum over tokens"),
         ({"loss": "nll:nll", "loss_head": "fused"}, r"does not go with loss_head fused"),
         ({"loss": "nll:gone"}, "nll:gone: AttributeError"),
+        ({"loss": "nll:listed"}, "--loss nll:listed: return a sum over tokens"),
         ({"callbacks": "nll:nll"}, "--callbacks nll:nll: no class of TrainerCallback"),
+        ({"callbacks": "nll:Asking"}, "--callbacks nll:Asking: missing a required argument"),
         ({"freeze": "layer.9"}, "--freeze layer.9: nothing in the model has this name"),
         ({"train_only": "norm", "freeze": "model"}, "leave no weight to train"),
     ):
@@ -112,6 +123,19 @@ def test_what_cannot_work_is_refused_before_the_start(
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=said):
             parse(argv, "")
+
+
+def test_a_callback_gets_its_own_state_if_others_come_and_go(own_files):
+    text = EXAMPLES["my_callbacks.py"]
+    (own_files / "other.py").write_text(text)
+    names = ["my_callbacks:LossAverage", "other:LossAverage"]
+    both = OwnCallbacks(names)
+    for number, callback in enumerate(both.made.values()):
+        callback.average = number + 1
+    saved = json.loads(json.dumps(both.state()))
+    (one := OwnCallbacks(names[1:])).restore(saved)
+    assert one.made[names[1]].average == 2
+    OwnCallbacks([]).restore(saved)
 
 
 @pytest.fixture

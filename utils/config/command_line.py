@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import (
@@ -34,7 +35,7 @@ _TRUTHS = {
 }
 
 # A word of Hydra's command lines, such as lr=3e-4, optimizer.lr=3e-4 or +experiment=small.
-_OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w./@]*=")
+_OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@]*=")
 
 # A function that resets settings to defaults or derives settings, with a line in `notes`.
 Settlement = Callable[[SettingValues], None]
@@ -100,8 +101,8 @@ def _checked_values(
 ) -> SettingValues:
     """Return the given values in the types of the settings; add faults to `problems`."""
     values = SettingValues(declared, {})
-    # Whole mappings come first, then their single values.
-    for name, entry in sorted(entries.items(), key=lambda item: "." in item[0]):
+    # Whole mappings come first, then their single values, the weaker sources before the stronger.
+    for name, entry in sorted(entries.items(), key=lambda item: ("." in item[0], item[1].rank)):
         is_flag, value = entry.rank == FLAGS_RANK, entry.value
         place, written = ("", f"--{name}") if is_flag else (f"{entry.source}: ", name)
         if mapping := mapping_of(name, declared):
@@ -184,7 +185,10 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     name = ""
     words: list[str] | None = None
     for word in argv:
-        is_override = (words is None or name == CONFIG_FLAG) and _OVERRIDE.match(word)
+        is_recipe = word.endswith((".yaml", ".yml"))
+        is_file = name == CONFIG_FLAG and is_recipe and Path(word).is_file()  # as lr=1/config.yaml
+        may_override = words is None or (name == CONFIG_FLAG and not is_file)
+        is_override = may_override and _OVERRIDE.match(word)
         if word.startswith("--") or is_override or re.fullmatch("-[a-z]", word):
             option, equals, attached = word.lstrip("-").partition("=")
             name, words = option.replace("-", "_"), [attached] if equals else []
@@ -195,7 +199,7 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         elif words is not None:
             words.append(word)
         else:
-            way = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--NAME VALUE"
+            way = f"--config {word}" if is_recipe else "--NAME VALUE"
             problems.append(f"unexpected argument {word!r}: give it as {way}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")

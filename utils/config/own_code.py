@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,9 @@ class OwnCode:
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Return the SHA-256 of each file, for provenance.json."""
-        of_loss = {"SHA-256": sha256_of(self.loss)} if self.loss else {}
+        of_loss = {}
+        if self.loss:
+            of_loss = {f"SHA-256 of {source_of(self.loss)[1]}": sha256_of(self.loss)}
         return {"callbacks": {each: sha256_of(each) for each in self.callbacks}, "loss": of_loss}
 
 
@@ -53,6 +56,20 @@ def load_own(entry: str) -> Any:
         return getattr(_module(path.resolve()), name)
     except Exception as error:
         raise ConfigurationError(f"{entry}: {type(error).__name__}: {error}") from error
+
+
+def callback_class(entry: str) -> type[Any]:
+    """Return the TrainerCallback class that an entry names. Raises ConfigurationError."""
+    from transformers import TrainerCallback  # slow to import
+
+    named = load_own(entry)
+    if not (isinstance(named, type) and issubclass(named, TrainerCallback)):
+        raise ConfigurationError(f"--callbacks {entry}: no class of TrainerCallback.")
+    try:
+        inspect.signature(named).bind()
+    except TypeError as error:
+        raise ConfigurationError(f"--callbacks {entry}: {error}; it gets none.") from error
+    return named
 
 
 @cache

@@ -92,7 +92,8 @@ def _parse(
     if values["dry_run"] or "LOCAL_RANK" not in values.environment:
         instead["ddp_backend"] = None  # with a backend accelerate would look for other processes
     if values["dataloader_num_workers"] is None:
-        instead["dataloader_num_workers"] = 0  # RunPlan derives the number
+        # RunPlan derives the number. Without workers TrainingArguments refuses to prefetch.
+        instead |= {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
     with launch_for_libraries(values):
         training = values.build(training_class, **instead)
     run, own_code = values.build(RunArguments), values.build(OwnCode)

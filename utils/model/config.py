@@ -212,15 +212,29 @@ def config_from_file(
     else:
         settings = {**defaults, **settings}
     config = AutoConfig.for_model(model_type, **settings)
-    unused = _unused(values, config)
-    if unused and any(name in values for name in WRITTEN_BY_LIBRARIES):
-        logger.info("%s: transformers' %s uses no %s", path, model_type, ", ".join(unused))
-    elif unused:
+    if misplaced := _misplaced(overrides or {}, config):
         raise ConfigurationError(
-            f"--model_config {path}: {model_type} has no setting {', '.join(unused)}: take it out, "
+            f"--model_config.{misplaced}: {model_type} has it in text_config: give "
+            f"--model_config.text_config.{misplaced}."
+        )
+    unused = _unused(values, config)
+    by_library = any(name in values for name in WRITTEN_BY_LIBRARIES)
+    if wrong := _unused(overrides or {}, config) if by_library else unused:
+        raise ConfigurationError(
+            f"--model_config {path}: {model_type} has no setting {', '.join(wrong)}: take it out, "
             "or correct its name."
         )
+    if unused:
+        logger.info("%s: transformers' %s uses no %s", path, model_type, ", ".join(unused))
     return config
+
+
+def _misplaced(overrides: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """Return an override that only the text model's inner configuration has, or ""."""
+    text = config.get_text_config(decoder=True)
+    own = {field.name for field in dataclasses.fields(config)}
+    inner = (name for name in overrides if name not in own and hasattr(text, name))
+    return "" if text is config else next(inner, "")
 
 
 def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:

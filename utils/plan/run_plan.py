@@ -14,6 +14,7 @@ from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
+from utils.config.own_code import callback_class
 from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler
@@ -97,6 +98,7 @@ class RunPlan:
             gradient_accumulation_steps=self.sampler.accumulation_steps,
             max_steps=self.total_steps,
             dataloader_num_workers=self.data_workers,
+            dataloader_prefetch_factor=self.settings.values["dataloader_prefetch_factor"],
             activation_checkpointing=checkpointing,
             gradient_checkpointing=checkpointing,
             run_name=tracker_name(training, run_id),
@@ -131,16 +133,15 @@ def log_plan(plan: RunPlan) -> None:
 def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
-    """Plan steps, kernels and memory. Raises ConfigurationError for a run that cannot work.
-
-    The error contains the log lines that were collected before it (see Report).
-    """
+    """Plan steps, kernels and memory. Raises ConfigurationError with the log lines before it."""
     run, training = settings.run, settings.training
     elsewhere = on_a_login_node(settings, launch)
     # Small models try the kernels on the device that trains, or on the CPU of a login node.
     device = None if elsewhere else training.device
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
+        for entry in settings.own_code.callbacks:
+            callback_class(entry)  # a faulty one is refused before the run starts
         check_quantization(settings, config, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")

@@ -108,7 +108,7 @@ class PreparationPlan:
         content = {
             "output_version": OUTPUT_VERSION,
             "sources": {name: [f.identity for f in files] for name, files in self.sources.items()},
-            "settings": asdict(self.settings),
+            "settings": asdict(self.settings, dict_factory=_without_unset_code),
             "tokenizer": tokenizer,
             "versions": {name: metadata.version(name) for name in ("tokenizers", "transformers")},
         }
@@ -118,6 +118,11 @@ class PreparationPlan:
         """Log the files, formats and columns that the plan reads or leaves out."""
         for level, text in self.lines:
             logger.log(level, text)
+
+
+def _without_unset_code(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Leave out own_format and own_sha256 without a value: older versions did not have them."""
+    return {name: value for name, value in fields if value or not name.startswith("own_")}
 
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:

@@ -125,6 +125,7 @@ def _launch(settings: RunSettings) -> LaunchFacts:
     install_stop_signals()
     launch = check_launch()
     check_same_precision(settings, launch)
+    check_same_code(settings, launch)
     args = settings.training
     output_dir = Path(str(args.output_dir))
 
@@ -185,6 +186,17 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
                     f"the ranks would compute differently: {answers[0][1]} on {launch.hosts[0]}, "
                     f"{shown} on {host}: set {name} yourself, or take nodes of one kind."
                 )
+
+
+def check_same_code(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Raise ConfigurationError if the user's own code differs between ranks; all ranks call it."""
+    digests = gathered(settings.own_code.digests())
+    for host, found in zip(launch.hosts, digests, strict=True):
+        if found != digests[0]:
+            raise ConfigurationError(
+                f"the files of --callbacks or --loss on {host} differ from those on "
+                f"{launch.hosts[0]}: put them on shared storage."
+            )
 
 
 def start_run(

@@ -20,8 +20,7 @@ from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.progress import Progress
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
-from utils.config.errors import ConfigurationError
-from utils.config.own_code import load_own
+from utils.config.own_code import callback_class
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
 from utils.training.smoothing import AveragedWeights
@@ -62,22 +61,22 @@ class OwnCallbacks:
     """The user's callbacks. An ExportableState of transformers resumes with its attributes."""
 
     def __init__(self, entries: Sequence[str]):
-        self.made: list[TrainerCallback] = []
-        for entry in entries:
-            made = load_own(entry)
-            if not (isinstance(made, type) and issubclass(made, TrainerCallback)):
-                raise ConfigurationError(f"--callbacks {entry}: no class of TrainerCallback.")
-            self.made.append(made())
+        self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return the attributes that each callback exports, or None; those of rank 0 are saved."""
-        exported = [one.state() if isinstance(one, ExportableState) else None for one in self.made]
-        return {OWN: [each and each.get("attributes") for each in exported]} if exported else {}
+        """Return the attributes that the callbacks export; those of rank 0 are saved."""
+        exported = {
+            entry: callback.state().get("attributes")
+            for entry, callback in self.made.items()
+            if isinstance(callback, ExportableState)
+        }
+        return {OWN: exported} if exported else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the attributes of callbacks that export some."""
-        for callback, attributes in zip(self.made, saved.get(OWN, ()), strict=False):
-            vars(callback).update(attributes or {})
+        for entry, attributes in saved.get(OWN, {}).items():
+            if entry in self.made:
+                vars(self.made[entry]).update(attributes or {})
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Callbacks:
         callbacks that measure how long evaluations and saves take.
         """
         order = [
-            self.epochs, *self.own.made, self.watchdog, self.inherited, self.stop,
+            self.epochs, *self.own.made.values(), self.watchdog, self.inherited, self.stop,
             self.early_stopping,
             self.average, self.profiler, self.throughput, self.mixture, self.memory, self.guard,
             self.journal, self.live,

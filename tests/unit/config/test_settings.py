@@ -188,6 +188,10 @@ def test_old_names_of_checkpointing_are_read(started):
     assert values["activation_checkpointing_kwargs"] == {"a": 1}
 
 
+def test_settings_of_data_workers_fit_a_number_of_workers_that_is_derived_later(started):
+    assert started("dataloader_prefetch_factor: 4")["dataloader_prefetch_factor"] == 4
+
+
 def test_null_resets_a_setting_with_an_empty_default(started):
     defaults = {"eval_data": [], "max_steps": -1, "eval_strategy": "no", "use_peft": False}
     for name, value in defaults.items():

@@ -157,7 +157,7 @@ def test_words_of_other_projects_are_answered_with_what_to_type(tmp_path):
         assert any(re.search(answer, each) for each in caught.value.problems), flag
 
 
-def test_a_dot_sets_one_value_of_a_mapping(tmp_path):
+def test_a_dot_sets_one_value_of_a_mapping(tmp_path, monkeypatch):
     (path := tmp_path / "a.yaml").write_text(
         "lr_scheduler_kwargs: {min_lr: 1.0, num_cycles: 2}\n"
         "model_config: {num_hidden_layers: 2, rope_parameters: {factor: 2}}\n"
@@ -177,6 +177,12 @@ def test_a_dot_sets_one_value_of_a_mapping(tmp_path):
     assert (values["learning_rate"], values["seed"], values["train_data"]) == (
         3e-4, 3, ["a=1", "b=2"],
     )  # fmt: skip
+    (point := tmp_path / "lr=1e-3" / "seed=2").mkdir(parents=True)
+    (point / "config.yaml").write_text("model_config.head_dim: 4\nmodel_config.hidden_size: 8\n")
+    monkeypatch.chdir(point.parent)  # the name of a sweep's point is no override
+    for word in ("seed=2/config.yaml", str(point / "config.yaml")):
+        values = read_settings((ModelArguments,), ["--config", word, "--model_config.head_dim=2"])
+        assert values["model_config_overrides"] == {"head_dim": 2, "hidden_size": 8}
     whole = ["--lr_scheduler_kwargs", '{"min_lr": 3}', "--lr_scheduler_kwargs.num_cycles", "1"]
     assert read_settings((PretrainConfig,), whole)["lr_scheduler_kwargs"] == {
         "min_lr": 3, "num_cycles": 1,

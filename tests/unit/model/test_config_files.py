@@ -22,10 +22,10 @@ LLAMA = {
 def built(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny.make_tokenizer(tmp_path / "tokenizer"))
 
-    def build(values):
+    def build(values, overrides=None):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(values))
-        return config_from_file(path, tokenizer)
+        return config_from_file(path, tokenizer, overrides)
 
     return build
 
@@ -75,3 +75,17 @@ def test_the_text_model_of_a_multimodal_file_follows_the_tokenizer(built):
     assert config.text_config.vocab_size == tiny.VOCABULARY
     with pytest.raises(ConfigurationError, match=r"no setting text_config.num_hiden_layers"):
         built({"model_type": "gemma3", "text_config": {"num_hiden_layers": 2}})
+
+
+def test_an_override_has_an_effect_or_is_refused(built):
+    gemma = {"model_type": "gemma3", "architectures": ["A"], "text_config": {"hidden_size": 64}}
+    assert built(LLAMA, {"num_hidden_layers": 3}).num_hidden_layers == 3
+    config = built(gemma, {"text_config": {"num_hidden_layers": 3}})
+    assert (config.text_config.num_hidden_layers, config.text_config.hidden_size) == (3, 64)
+    for values, overrides, said in (
+        (LLAMA, {"num_hiden_layers": 3}, "no setting num_hiden_layers"),
+        (gemma, {"text_config": {"num_hiden_layers": 3}}, "text_config.num_hiden_layers"),
+        (gemma, {"num_hidden_layers": 3}, "--model_config.text_config.num_hidden_layers"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            built(values, overrides)

@@ -1,6 +1,7 @@
 """The files of a preparation, its division into work, held-out documents and mixtures."""
 
 import gzip
+import hashlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from threading import Barrier
 
@@ -25,9 +27,10 @@ from utils.data.arrow_columns import open_columns
 from utils.data.token_dataset import open_token_dataset
 from utils.prepare import pipeline, units, work_plan
 from utils.prepare.pipeline import decoded_example
-from utils.prepare.rows import ChatDocument
+from utils.prepare.rows import ChatDocument, RowSettings
 from utils.prepare.units import content_digest
 from utils.prepare.values import Location
+from utils.prepare.work_plan import PreparationPlan, UnitSettings
 from utils.prepare.workspace import WORKSPACE, Workspace
 
 
@@ -133,6 +136,31 @@ def test_an_interrupted_assembly_is_continued(tmp_path, prepare, source, last, m
             prepare("out", **settings)
     assert (tmp_path / "out" / "tokenizer").exists() == (last == ".shards.finished")
     assert samples.data_bytes(whole) == samples.data_bytes(prepare("out", **settings))
+
+
+def test_the_digest_of_a_preparation_begun_before_own_formats_is_the_same():
+    """Otherwise finished data would be refused, and unfinished work would be done again."""
+    rows = {
+        "row_format": "text", "columns": [], "filters": [], "weight": 1.0, "max_tokens": None,
+        "chat_template_kwargs": None,
+    }  # fmt: skip
+    settings = {
+        "document_format": "text", "sources": [rows], "on_bad_row": "error",
+        "on_overlong": "error", "sequence_length": None, "validation_fraction": 0.0, "seed": 0,
+        "template_date": None,
+    }  # fmt: skip
+    content = {
+        "output_version": 3, "sources": {}, "settings": settings, "tokenizer": {},
+        "versions": {name: version(name) for name in ("tokenizers", "transformers")},
+    }  # fmt: skip
+    begun = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def digest(own_format=""):
+        sources = (RowSettings("text", own_format=own_format),)
+        made = UnitSettings("text", sources, "error", "error", None, 0.0, 0)
+        return PreparationPlan({}, [], made, False, {}, []).digest({})
+
+    assert digest() == begun != digest("my:f")
 
 
 def test_a_finished_preparation_is_not_done_again_nor_written_over(

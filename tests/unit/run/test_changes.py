@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import OwnCode
 from utils.config.recipes import dump_yaml, load_file
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.host.redaction import redacted
@@ -346,16 +347,22 @@ def test_own_code_is_compared_by_its_digest(runs, caplog, tmp_path, monkeypatch)
     for name in ("my.py", "moved.py"):
         (tmp_path / name).write_text("")
 
-    def code(loss, callback="cc"):
-        return {"own_code": {"loss": {"SHA-256": loss}, "callbacks": {"my:C": callback}}}
+    def start(accept=(), loss="my:f", callback="my:C"):
+        own = {"loss": loss, "callbacks": callback}
+        facts = {"own_code": OwnCode([callback], loss).digests()}
+        runs.start(accept, facts=facts, **own)
 
-    own = {"loss": "my:f", "callbacks": "my:C"}
-    runs.start(["loss"], facts=code("aa"), **own)
+    start(["loss"])
+    (tmp_path / "my.py").write_text("# edited")
     caplog.clear()
-    runs.start(facts=code("aa", "dd"), **own | {"loss": "moved:f"})
+    start(loss="moved:f")
     (line,) = warned(caplog)
-    assert line.splitlines()[1:] == [
-        "  loss: my:f -> moved:f (the same contents)", "  callbacks: my:C: cc -> dd",
-    ]  # fmt: skip
-    with pytest.raises(ConfigurationError, match="--accept_changes loss"):
-        runs.start(facts=code("bb", "dd"), **own | {"loss": "moved:f"})
+    first, second = line.splitlines()[1:]
+    assert first == "  loss: my:f -> moved:f (the same contents)"
+    assert second.startswith("  callbacks: my:C: e3b0c442")
+    for loss in ("moved:g", "my:f"):  # another function of the file, and another file
+        with pytest.raises(ConfigurationError, match="--accept_changes loss"):
+            start(loss=loss)
+    (tmp_path / "moved.py").write_text("# edited")
+    with pytest.raises(ConfigurationError, match=r"SHA-256 of f is .*--accept_changes loss"):
+        start(loss="moved:f")

@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.config.errors import ExitCode, NoProgressError, UnfitClusterError
+from utils.config.errors import (
+    ConfigurationError,
+    ExitCode,
+    NoProgressError,
+    UnfitClusterError,
+)
+from utils.config.own_code import OwnCode
 from utils.launch.processes import LaunchFacts
 from utils.run import start as startup
 from utils.run.start import check_progress, report_strategy
@@ -60,6 +66,17 @@ def test_hosts_that_decide_differently_are_refused(monkeypatch):
         startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
     other[None] = (None, "activation_checkpointing")
     startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
+
+
+def test_ranks_that_read_other_own_code_are_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text("")
+    own = SimpleNamespace(own_code=OwnCode([], "my:f"))
+    monkeypatch.setattr(startup, "gathered", lambda value: [value, {**value, "loss": {}}])
+    with pytest.raises(ConfigurationError, match="on n2 differ from those on n1"):
+        startup.check_same_code(own, LAUNCH)
+    monkeypatch.setattr(startup, "gathered", lambda value: [value, value])
+    startup.check_same_code(own, LAUNCH)
 
 
 def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
