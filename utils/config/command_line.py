@@ -102,7 +102,7 @@ def _checked_values(
     """Return the given values in the types of the settings; add faults to `problems`."""
     values = SettingValues(declared, {})
     # Whole mappings come first, then their single values, the weaker sources before the stronger.
-    for name, entry in sorted(entries.items(), key=lambda item: ("." in item[0], item[1].rank)):
+    for name, entry in sorted(entries.items(), key=lambda item: "." in item[0] and item[1].rank):
         is_flag, value = entry.rank == FLAGS_RANK, entry.value
         place, written = ("", f"--{name}") if is_flag else (f"{entry.source}: ", name)
         if mapping := mapping_of(name, declared):

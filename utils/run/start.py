@@ -191,12 +191,10 @@ def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
 def check_same_code(settings: RunSettings, launch: LaunchFacts) -> None:
     """Raise ConfigurationError if the user's own code differs between ranks; all ranks call it."""
     digests = gathered(settings.own_code.digests())
-    for host, found in zip(launch.hosts, digests, strict=True):
-        if found != digests[0]:
-            raise ConfigurationError(
-                f"the files of --callbacks or --loss on {host} differ from those on "
-                f"{launch.hosts[0]}: put them on shared storage."
-            )
+    others = [host for host, each in zip(launch.hosts, digests, strict=True) if each != digests[0]]
+    if others:
+        problem = f"--callbacks, --loss: {others[0]} and {launch.hosts[0]} have different files."
+        raise ConfigurationError(problem)
 
 
 def start_run(

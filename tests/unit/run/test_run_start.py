@@ -73,7 +73,7 @@ def test_ranks_that_read_other_own_code_are_refused(monkeypatch, tmp_path):
     (tmp_path / "my.py").write_text("")
     own = SimpleNamespace(own_code=OwnCode([], "my:f"))
     monkeypatch.setattr(startup, "gathered", lambda value: [value, {**value, "loss": {}}])
-    with pytest.raises(ConfigurationError, match="on n2 differ from those on n1"):
+    with pytest.raises(ConfigurationError, match="n2 and n1 have different files"):
         startup.check_same_code(own, LAUNCH)
     monkeypatch.setattr(startup, "gathered", lambda value: [value, value])
     startup.check_same_code(own, LAUNCH)
