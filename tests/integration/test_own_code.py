@@ -10,9 +10,10 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import prepare_data
+from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.training.callbacks import OwnCallbacks
@@ -86,15 +87,28 @@ class Asking(TrainerCallback):
 """
 
 
+def evaluated(run: Path, figure: str) -> list[float]:
+    return [line[figure] for line in read_journal(run / "metrics.jsonl") if figure in line]
+
+
 @pytest.mark.parametrize(
     "kind", [{}, {"use_peft": True, "lora_r": 4, "lora_dropout": 0}], ids=["full", "lora"]
 )
-def test_cross_entropy_as_an_own_loss_trains_as_before(kind, fine_tuned, own_files, tmp_path):
+def test_cross_entropy_as_an_own_loss_trains_as_before(
+    kind, fine_tuned, own_files, chats_heldout, tmp_path, monkeypatch
+):
     (own_files / "nll.py").write_text(NLL)
-    before = fine_tuned(tmp_path / "before", **kind, loss_head="logits")
+    padded = {**kind, **chats_heldout, "per_device_eval_batch_size": 3}
+    before = fine_tuned(tmp_path / "before", **padded, loss_head="logits")
+    # Classes of multimodal models say so.
+    monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
     accumulated = {"per_device_train_batch_size": 1, "loss": "nll.py:nll"}
-    after = fine_tuned(tmp_path / "after", **kind, **accumulated)
+    after = fine_tuned(tmp_path / "after", **padded, **accumulated)
     assert tiny.losses(after) == pytest.approx(tiny.losses(before), rel=1e-4)
+    for figure in ("heldout_loss", "heldout_accuracy"):
+        first, second = (evaluated(each, f"eval_{figure}") for each in (before, after))
+        assert len(first) == 2
+        assert second == pytest.approx(first, rel=1e-4), figure
 
 
 def test_what_cannot_work_is_refused_before_the_start(

@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from utils.config.errors import ConfigurationError
@@ -49,20 +50,24 @@ def install_own_loss(model: PreTrainedModel, entry: str) -> None:
         self: Any, *args: Any, labels: torch.Tensor | None = None,
         num_items_in_batch: Any = None, loss_positions: torch.Tensor | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if labels is None or not self.training:
-            items = {} if labels is None else {"num_items_in_batch": num_items_in_batch}
-            return original(*args, labels=labels, **items, **kwargs)
+        if labels is None:
+            return original(*args, **kwargs)
         logits = original(*args, **kwargs).logits
         chosen = find_loss_positions(labels) if loss_positions is None else loss_positions
-        if not len(chosen):  # a micro-batch of padding
-            return LossOutput(loss=logits.float().sum() * 0)
+        of_tokens = logits.flatten(0, 1).index_select(0, chosen).float()
         following = chosen + 1  # a target follows its prediction in the same document
         targets = labels.flatten().index_select(0, following)
+        if not self.training:
+            total = cross_entropy(of_tokens, targets, reduction="sum")
+            return LossOutput(loss=total / num_items_in_batch, hits=of_tokens.argmax(-1) == targets)
+        if not len(chosen):  # a micro-batch of padding
+            return LossOutput(loss=of_tokens.sum())
         positions = kwargs.get("position_ids")
         if positions is None:  # each sequence is one document
             positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
         places = positions.flatten().index_select(0, following)
-        of_tokens = logits.flatten(0, 1).index_select(0, chosen).float()
         return LossOutput(loss=function(of_tokens, targets, places) / num_items_in_batch)
 
     model.forward = types.MethodType(forward, model)
+    unlike_its_own: Any = model
+    unlike_its_own.accepts_loss_kwargs = True  # False in the classes of Qwen3.5 and Gemma 4
