@@ -26,6 +26,7 @@ from utils.plan.memory_plan import (
     ROWS,
     VARIABLE,
     changed,
+    kept_batch,
     planned_device,
     possible_checkpointing,
     remedies,
@@ -237,10 +238,12 @@ def suggest(planner: Planner, report: Report) -> None:
         report.warn(f"suggest: nothing fits {gpus}; {remedies(setup, most, planner.room)}")
         return
     best, kept = ordered[0], setup.settings.run.global_batch_size
+    batch = kept_batch(setup, {ROWS: best.micro_batch})
     lines = [
         f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
         f"  strategy: {FILES.get(best.strategy, best.strategy)}",
         f"  per_device_train_batch_size: {best.micro_batch}",
+        *(f"  {name}: {size}" for name, size in batch.items()),
         f"  activation_checkpointing: {best.recomputed}",
         "the best of each kind:",
         f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "

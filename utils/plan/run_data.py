@@ -103,13 +103,16 @@ def choose_sizes(
 ) -> RunSettings:
     """Return settings in which sequence_length and global_batch_size are set; log derived ones.
 
-    A run that resumes keeps the values that it began with, whatever the number of ranks. Raises
-    ConfigurationError if the training data cannot be opened.
+    A run that resumes keeps the values that it began with, whatever the number of ranks and the
+    micro-batch. Raises ConfigurationError if the training data cannot be opened.
     """
-    if None not in (settings.data.sequence_length, settings.run.global_batch_size):
+    values = settings.values
+    if values.rank("sequence_length") and values.rank("global_batch_size"):
         return settings
     found = on_rank_0(lambda: _sizes_of_the_run(settings))
-    settings = with_derived(settings, found or _derived_sizes(settings, config, launch.world_size))
+    if not found and None in (settings.data.sequence_length, settings.run.global_batch_size):
+        found = _derived_sizes(settings, config, launch.world_size)
+    settings = with_derived(settings, found)
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     return settings
@@ -121,10 +124,14 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
     foreign = foreign_checkpoint(named, output_dir)
     record = output_dir if foreign is None else foreign.record
-    starts, given = RunRecord(record).starts, settings.values.given
+    starts, values = RunRecord(record).starts, settings.values
     before = settings_in_force(record, starts) if starts else {}
     why = f"as the run in {record} began"
-    return {name: (before[name], why) for name in SIZES if name in before.keys() - given.keys()}
+    ours = [name for name in SIZES if not values.rank(name)]
+    ours = [name for name in ours if name not in settings.run.accept_changes]
+    return {
+        name: (before[name], why) for name in ours if before.get(name) not in (None, values[name])
+    }
 
 
 def _derived_sizes(
@@ -133,26 +140,30 @@ def _derived_sizes(
     """Derive each size that is null from data, model and ranks; return it with the reason."""
     data, found = settings.data, dict[str, tuple[Any, str]]()
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
-    train = np.concatenate([_open(name).lengths for name in train_sources(data.train_data)])
-    splits = [_open(path, name).lengths for name, path in eval_splits(data.eval_data).items()]
-    lengths, length = np.concatenate([train, *splits]), data.sequence_length
+    train = [_open(name).lengths for name in train_sources(data.train_data)]
+    splits = eval_splits(data.eval_data).items()
+    every = [*train, *(_open(path, name).lengths for name, path in splits)]
+    length = data.sequence_length
     if length is None:
-        longest = int(lengths.max(initial=1))
+        longest = max(int(lengths.max(initial=1)) for lengths in every)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         fitting = max(LEAST_LENGTH, 1 << (longest - 1).bit_length())
         length = min(fitting, MOST_LENGTH, positions or MOST_LENGTH)
         why = (
-            f"the longest of {len(lengths):,} documents has {longest:,} tokens, the model "
+            f"the longest of {sum(map(len, every)):,} documents has {longest:,} tokens, the model "
             f"{positions or 'any number of'} positions; --sequence_length changes it"
         )
         found["sequence_length"] = length, why
-        too_long = int((lengths > length).sum())
+        too_long = sum(int((lengths > length).sum()) for lengths in every)
         if too_long and fine_tuning and "on_overlong" not in given:
             keeps = f"; --sequence_length {longest} keeps it" * (longest <= (positions or longest))
             found["on_overlong"] = "truncate", f"{too_long:,} documents lose their end{keeps}"
     if settings.run.global_batch_size is None:
-        tokens = np.minimum(train, length) if fine_tuning else train  # pretraining splits them
-        rows = len(train) if data.packing == "none" else int(tokens.sum()) // length
+        most = (
+            length if fine_tuning else np.iinfo(np.int64).max
+        )  # pretraining splits longer documents
+        tokens = sum(int(np.minimum(lengths, most).sum()) for lengths in train)
+        rows = sum(map(len, train)) if data.packing == "none" else tokens // length
         why = f"about {rows:,} sequences, {counted_ranks(ranks)}; --global_batch_size changes it"
         found["global_batch_size"] = batch_for(rows, ranks), why
     if "sequence_length" in found and "per_device_train_batch_size" not in given:

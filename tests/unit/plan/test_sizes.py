@@ -104,3 +104,25 @@ def test_the_estimate_is_at_most_the_number_of_sequences():
     for lengths in (SMALL, np.arange(1, 900), np.array([5000, 3, 3, 3])):
         plan = plan_packing(lengths, 1024, "best_fit", "split", where="x")
         assert plan.sequences >= int(lengths.sum()) // 1024
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Let the run's directory hold a start with 16 sequences of 64 tokens a step."""
+    before = {"sequence_length": 64, "on_overlong": "error", "global_batch_size": 16}
+    monkeypatch.setattr(run_data, "RunRecord", lambda _path: SimpleNamespace(starts=[{}]))
+    monkeypatch.setattr(run_data, "settings_in_force", lambda *_: before)
+
+
+@pytest.mark.parametrize("length", [None, 64])
+def test_a_smaller_micro_batch_keeps_the_global_batch_of_the_run(sized, begun, length):
+    given = {"sequence_length": length} if length else {}
+    settings = sized(SMALL, per_device_train_batch_size=2, **given)
+    assert (settings.data.sequence_length, settings.run.global_batch_size) == (64, 16)
+    assert settings.training.per_device_train_batch_size == 2
+    assert f"global_batch_size 16: as the run in {settings.training.output_dir} began" in (
+        settings.values.notes
+    )
+    accepted = sized(SMALL, per_device_train_batch_size=2, accept_changes="global_batch_size")
+    assert accepted.run.global_batch_size == 2
+    assert sized(SMALL, global_batch_size=8).run.global_batch_size == 8

@@ -38,8 +38,8 @@ def plan(monkeypatch):
 
     def make(memory_mib: float, ranks=4, strategy="fsdp2", **changes):
         given = planned.settings(
-            use_cpu=None, dry_run="true", assume="4xA100-40GB", global_batch_size=16,
-            sequence_length=256, bf16="true", **changes,
+            use_cpu=None, dry_run="true", assume="4xA100-40GB", sequence_length=256, bf16="true",
+            **{"global_batch_size": 16} | changes,
         )  # fmt: skip
         run = planned.setup(WIDE, given, world_size=ranks, strategy=strategy)
         planner = make_planner(run, 128.0)
@@ -77,6 +77,8 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
         rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+ to [\d,]+", lines[6]
     )
     assert planner.setup.settings.run.global_batch_size == 16
+    _, text = suggested(plan(200, global_batch_size=None, per_device_train_batch_size=4))
+    assert text.splitlines()[3] == "  global_batch_size: 16", "the recipe does not have it"
     # Pasted into the recipe, the settings have the same prediction as in the table.
     again = plan(200, per_device_train_batch_size=best.micro_batch)
     assert again.candidate("fsdp2", best.micro_batch, best.recomputed) == best
@@ -116,7 +118,7 @@ def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
     _, text = suggested(planner)
     assert text.splitlines()[-1].endswith("?")
     line = forecast_line(planner, "none", 10)
-    assert "no speed, the GPUs are known by their memory alone" in line
+    assert "no speed, only the memory of 4 x GPUs of 40 GiB is known" in line
     line = forecast_line(plan(40_000), "none", 100)
     assert re.search(
         r"forecast: [\d,]+ to [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line
