@@ -134,16 +134,22 @@ def main(argv: list[str] | None = None) -> int:
     signals = StopSignals()
     try:
         verdict = leave_or_print(run(sys.argv[1:] if argv is None else argv, signals))
+        signals.asked = True  # nothing is left to save: Ctrl-C skips the report
         if ALONE and signals.directory is not None:
-            # Only rank 0 writes this file. In a job, the job script reports instead.
-            for note in signals.directory.rglob(RUN_STARTED):
-                output_dir = Path(note.read_text(encoding="utf-8").strip())
-                if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
-                    write_report(output_dir)
-                tell(output_dir, verdict.exit_code, verdict.text)
+            with contextlib.suppress(KeyboardInterrupt):
+                report(signals.directory, verdict)
         return verdict.exit_code
     finally:
         signals.clean_up()
+
+
+def report(directory: Path, verdict: Verdict) -> None:
+    """Write the report of a failed run and send its message. In a job, the job script does this."""
+    for note in directory.rglob(RUN_STARTED):  # only rank 0 writes this file
+        output_dir = Path(note.read_text(encoding="utf-8").strip())
+        if verdict.exit_code not in (ExitCode.DONE, ExitCode.STOPPED, EXIT_CODE):
+            write_report(output_dir)
+        tell(output_dir, verdict.exit_code, verdict.text)
 
 
 def run(command: list[str], signals: StopSignals) -> Verdict:

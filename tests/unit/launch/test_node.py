@@ -146,6 +146,25 @@ sys.exit(node.main({[str(worker), "stop", str(tmp_path / "up")]}))
     assert not [*tmp_path.glob("up"), *tmp_path.glob("stoker-*")]
 
 
+@pytest.mark.slow
+def test_ctrl_c_while_the_report_of_a_failed_run_is_written_skips_it(tmp_path):
+    (tmp_path / node.RUN_STARTED).write_text(str(tmp_path))
+    (tmp_path / "STAGE").write_text("TRAINING")
+    made = f"""
+import os, signal, sys
+from pathlib import Path
+from utils.launch import node
+def run(_command, signals):
+    signals.directory, signals.started = Path({str(tmp_path)!r}), True
+    return node.Verdict("rank 0 failed", 1)
+node.run, node.write_report = run, lambda _run: os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+sys.exit(node.main([]))
+"""
+    done = launch(tmp_path, "-c", made, script=Path(sys.executable), PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (1, "rank 0 failed\n")
+
+
 def test_what_is_no_file_is_not_launched(tmp_path):
     done = launch(tmp_path)
     assert done.returncode == 2, done.stdout
