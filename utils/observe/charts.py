@@ -352,7 +352,7 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
 def _exponentials(lines: Sequence[Line], key: str) -> list[Line]:
     """Return lines with the exponential of `key` as `perplexity`; infinity above 1e300."""
     losses = column(lines, key)
-    values = np.exp(np.where(losses < 690, losses, math.inf)).tolist()
+    values = np.exp(np.where(losses >= 690, math.inf, losses)).tolist()
     return [{**line, "perplexity": one} for line, one in zip(lines, values, strict=True)]
 
 

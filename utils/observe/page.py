@@ -172,7 +172,7 @@ def _headline(run: History) -> dict[str, str]:
 
 
 def _exponential(loss: float) -> float:
-    return math.exp(loss) if loss < 690 else math.inf
+    return math.inf if loss >= 690 else math.exp(loss)
 
 
 def _shortened(text: Any) -> str:

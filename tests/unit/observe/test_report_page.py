@@ -11,6 +11,7 @@ from made_up_run import BEGIN, loss, train_line, write_run, write_run_of_ranks
 import report
 from utils.config.errors import ConfigurationError
 from utils.observe.history import read_run
+from utils.observe.page import _exponential, figure
 
 
 @pytest.fixture(autouse=True)
@@ -179,3 +180,7 @@ def test_what_is_no_run_is_refused_all_at_once(made_up_run, tmp_path):
     with pytest.raises(ConfigurationError) as refused:
         report.main(words)
     assert len(refused.value.problems) == 2
+
+
+def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either():
+    assert [figure(_exponential(loss)) for loss in (0.0, 700.0, math.nan)] == ["1", "inf", "nan"]
