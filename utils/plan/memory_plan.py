@@ -206,14 +206,12 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
             found.append(changes)
     if not found:
         return "no micro-batch, recomputation, sharding or LoRA makes it fit: take a smaller model"
-    texts = [
-        ", ".join(f"{name}: {value}" for name, value in (one | kept_batch(setup, one)).items())
-        for one in found
-    ]
+    found = [{**one, **kept_batch(setup, one)} for one in found]
+    texts = [", ".join(f"{name}: {value}" for name, value in one.items()) for one in found]
     return "by the same prediction this fits: " + "; or ".join(texts).replace("True", "true")
 
 
-def kept_batch(setup: Setup, changes: Mapping[str, Any]) -> dict[str, int]:
+def kept_batch(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the global batch to give with `changes`, or {}: it is not given and would change."""
     given = setup.settings.values.rank("global_batch_size") > 0
     changes_it = {ROWS, GPUS} & changes.keys() and not given
