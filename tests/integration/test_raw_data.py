@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from launching import run_processes
 
 import prepare_data
 import pretrain
@@ -86,6 +87,28 @@ def test_a_raw_file_trains_directly_is_prepared_once_and_resumes(
     assert content(run / "data") == made
 
 
+def test_two_ranks_train_on_two_raw_files_with_derived_sizes(fine_tuning, tmp_path):
+    """Rank 0 prepares, the other rank waits; the sizes are derived from the prepared data."""
+    raw = [pairs(tmp_path / "a.jsonl", 60), pairs(tmp_path / "b.jsonl", 30, seed=3)]
+    run, sizes = tmp_path / "run", ("sequence_length", "global_batch_size")
+    settings = dict.fromkeys(sizes) | {"columns": ["question=prompt", "answer=completion"]}
+    settings |= {"max_steps": 2, "save_steps": 2}
+    argv = fine_tuning(run, **settings, train_data=raw)
+    told = run_processes("cpu", "sft_train.py", argv).succeeded()
+    assert "settings: sequence_length 128: the longest of 90 documents" in told
+    assert "x 2 ranks x" in told
+    assert "| `train` | 90 |" in (run / "final/README.md").read_text()
+
+    # After a change of a file all ranks refuse. The command of the refusal resumes the run.
+    pairs(raw[1], 31)
+    refused = run_processes("cpu", "sft_train.py", argv)
+    assert refused.codes == (2, 2)
+    assert f"--train_data {run}/data resumes it" in refused.stdout
+    del settings["columns"]
+    own = fine_tuning(run, **settings, train_data=run / "data")
+    assert sft_train.main([*own, "--dry_run"]) == 0
+
+
 def test_data_are_prepared_again_if_they_changed_before_the_run_began(
     pretraining, tmp_path, capfd, monkeypatch
 ):
@@ -97,7 +120,7 @@ def test_data_are_prepared_again_if_they_changed_before_the_run_began(
         rows = [json.dumps({"text": text}) for text in texts]
         (folder / f"{number}.jsonl").write_text("\n".join(rows))
         if number == 0:
-            with pytest.raises(ConfigurationError, match="batch_size 4,000,000: lower it"):
+            with pytest.raises(ConfigurationError, match="fewer than global_batch_size 4,000,000"):
                 pretrain.main(pretraining(run, train_data=folder, global_batch_size=4_000_000))
             first = content(run / "data")
     capfd.readouterr()
@@ -118,7 +141,7 @@ def test_what_cannot_be_prepared_beside_the_run_is_refused(pretraining, workspac
     tokens = workspace / "documents"
     for changes, problem in (
         ({"train_data": [f"{one}=1", f"{two}=2"]}, "leave the weights out"),
-        ({"eval_data": f"held={one}"}, f"prepare_data.py --sources {one} --tokenizer"),
+        ({"eval_data": f"held={one}"}, "one.jsonl: a file, not a token dataset"),
         ({"columns": "a=text"}, "has no effect: no raw file is in train_data"),
         ({"train_data": one}, "no known format"),
         ({"train_data": one, "tokenizer_name_or_path": None}, "give --tokenizer_name_or_path"),

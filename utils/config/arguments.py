@@ -392,9 +392,6 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the largest micro-batch up to `micro_batch_size` that divides the batch of a rank.
-
-    Return 0 if the global batch does not divide by the ranks.
-    """
+    """Return the largest micro-batch that divides a rank's batch; 0 if ranks do not divide it."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)

@@ -61,9 +61,6 @@ class ConfigurationError(ValueError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(f"- {problem}" for problem in self.problems))
 
-    def __reduce__(self) -> tuple[type, tuple[list[str], list[tuple[int, str]]]]:
-        return type(self), (self.problems, list(self.report))  # for an error of another process
-
 
 class Answer(SystemExit):
     """An exit with code 0 and a text, as of `--print_config`. run_script masks its secrets."""

@@ -31,10 +31,12 @@ class RawData:
 def is_raw(path: str) -> bool:
     """Tell whether a path is a file, or a folder with files that are no dataset, model or run."""
     given = Path(path)
-    if not given.is_dir():
-        return given.is_file()
     marks = [name for mark in _NOT_RAW for name in (mark, f"*/{mark}")]
-    return any(given.iterdir()) and not any(any(given.glob(mark)) for mark in marks)
+    with suppress(OSError):  # a path without permission is reported when it is opened
+        if not given.is_dir():
+            return given.is_file()
+        return any(given.iterdir()) and not any(any(given.glob(mark)) for mark in marks)
+    return False
 
 
 def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
@@ -49,7 +51,7 @@ def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, R
         train.append(entry if weight is None else f"{entry}={weight:.12g}")
     held_out = {name: path for name, path in splits.items() if is_raw(path)}
     splits |= {name: f"{folder}/{name}" for name in held_out}
-    if held_out.get(VALIDATION) in raw:  # see `hold_out`
+    if data.validation_fraction and held_out.get(VALIDATION) in raw:  # see `hold_out`
         del held_out[VALIDATION]
     named = [f"{name}={path}" for name, path in held_out.items()]
     replaced = replace(
@@ -74,7 +76,7 @@ def hold_out(values: SettingValues) -> None:
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
     """Refuse raw files that cannot be prepared together, and flags that only raw files have."""
-    sources, splits = train_sources(values["train_data"]), eval_splits(values["eval_data"])
+    sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
     if len(raw) > 1 and sources[raw[0]] is not None:
         yield (
@@ -83,13 +85,6 @@ def check_raw_data(values: SettingValues) -> Iterator[str]:
         )
     if raw:
         return
-    for name, path in splits.items():
-        if is_raw(path):
-            yield (
-                f"eval_data {name}={path} is not tokenized, but train_data is. Prepare it, and "
-                f"give {name}=DIR/train: python prepare_data.py --sources {path} "
-                f"--tokenizer_name_or_path {next(iter(sources))}/tokenizer --output_dir DIR"
-            )
     for each in fields(RawDataArguments):
         if values.changed(each.name):
             problem = f"{values.shown(each.name)} has no effect: no raw file is in train_data"

@@ -117,7 +117,7 @@ def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) ->
     return replace(
         settings,
         run=values.build(RunArguments),
-        data=values.build(DataArguments),
+        data=take_out_raw(values.build(DataArguments), str(settings.training.output_dir))[0],
         training=with_values(settings.training, **{micro: values[micro]}),
         values=values,
         resolved={name: values.written(name) for name in values},

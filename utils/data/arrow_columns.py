@@ -95,7 +95,7 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
         )
     what = f"not a token dataset (no {STATE_FILE} in it or in {default_split}/)"
     if not directory.is_dir():
-        what = "no such file or directory"
+        what = "a file, not a token dataset" if directory.exists() else "no such file or directory"
     raise ConfigurationError(
         f"{directory}: {what}. Make one with prepare_data.py --sources, or with `datasets`: "
         "Dataset.save_to_disk."

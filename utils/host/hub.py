@@ -35,7 +35,7 @@ def hub_fault() -> str:
 
     def ask() -> None:
         try:
-            session.head(constants.ENDPOINT, timeout=PROBE_LIMIT_S)
+            session.head(constants.ENDPOINT)
             answer.set_result("")
         except Exception as error:  # errors of the HTTP library, of proxies and of the system
             answer.set_result(f"cannot be reached ({type(error).__name__}: {error})")
@@ -49,18 +49,19 @@ def hub_fault() -> str:
     return f"{constants.ENDPOINT} {fault}" if fault else ""
 
 
-def settle_connection(name: str | None, revision: str | None = None) -> None:
+def settle_connection(name: str | None, revision: str | None = None) -> bool:
     """Set the Hub's libraries offline if a model or tokenizer needs the Hub and it does not answer.
 
-    `name` may be a local folder: nothing is asked then. Raises ConfigurationError if the Hub's
-    cache lacks the name.
+    Returns whether they are offline then. `name` may be a local folder: nothing is asked then.
+    Raises ConfigurationError if the Hub's cache lacks the name.
     """
     if not name or not _NAME.fullmatch(name) or Path(name).exists() or not (fault := hub_fault()):
-        return
+        return False
     stay_offline()
     if problem := lacking(name, revision):
         raise ConfigurationError(problem)
     logger.info("Hugging Face Hub: %s: %s comes from its cache", fault, name)
+    return True
 
 
 def stay_offline() -> None:

@@ -70,7 +70,7 @@ def install_stop_signals() -> None:
             target=_answer_signals, args=(_wakeup_pipe[0], ready), name="signals", daemon=True
         ).start()
         ready.wait()
-        _set_death_signal(0)  # the thread has its own
+        set_death_signal(0)  # the thread has its own
     signal.set_wakeup_fd(_wakeup_pipe[1], warn_on_full_buffer=False)
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it
@@ -109,7 +109,7 @@ def end_with_launcher() -> None:
     """
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
     if _started_by(parent):
-        _set_death_signal(signal.SIGKILL)
+        set_death_signal(signal.SIGKILL)
         orphaned = os.getppid() != parent  # the launcher died before the call of prctl
     elif launcher:
         orphaned = not _command_line(launcher)  # the parent is a script of the user
@@ -124,7 +124,7 @@ def _started_by(parent: int) -> bool:
     return parent == int(os.environ.get(LAUNCHER, "0")) or is_launcher(parent)
 
 
-def _set_death_signal(number: int) -> None:
+def set_death_signal(number: int) -> None:
     """Let the kernel send a signal to this process when its parent dies; 0 sends none.
 
     Each thread has a setting. The kernel sends the signal if one thread asks for it.
@@ -164,7 +164,7 @@ def _node_request() -> str | None:
 def _answer_signals(pipe: int, ready: threading.Event) -> None:
     global _requested  # noqa: PLW0603 - see above
     if _started_by(os.getppid()):
-        _set_death_signal(signal.SIGKILL)
+        set_death_signal(signal.SIGKILL)
     ready.set()
     while True:
         numbers = {*os.read(pipe, 64)}  # one byte per signal that has a handler
@@ -203,7 +203,7 @@ def _announce_the_save() -> None:
         said += " (torchrun waits 30 s for the save; slurm/launch_node.sh waits until it is done)"
     elif is_launcher(os.getppid()):
         # `accelerate launch` of one process ends in a quarter of a second. This process stays.
-        _set_death_signal(0)
+        set_death_signal(0)
         said = f"{CTRL_C}: process {os.getpid()} saves a checkpoint after this step and then ends"
     if global_rank() == 0:
         write_error(f"\n{said}\n")

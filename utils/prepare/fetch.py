@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from utils.config.errors import ConfigurationError, StorageError
 from utils.config.preparation import PreparationArguments, Source, check_preparation, sources_of
 from utils.host.foreign import foreign
-from utils.host.hub import lacking
+from utils.host.hub import lacking, stay_offline
 from utils.host.machine import host_name
 from utils.prepare.hub_datasets import PARQUET_BRANCH, HubCache, Kind, files_of_split, hub_dataset
 from utils.prepare.tokenizer import given_tokenizer
@@ -94,7 +94,7 @@ def _missing_files(
     """Return (folders as `fetch` returns them, necessary downloads, their size in bytes).
 
     If the Hub cannot be reached, log a warning and return no downloads: the cache may be enough.
-    Raises ConfigurationError instead if `models` or `offline_dir` is set, and for unknown names.
+    Raises ConfigurationError instead if `offline_dir` is set, and for names that are unknown.
     """
     named: list[tuple[str, Any]] = [
         (path, source) for source in sources_of(arguments) for path in source.paths
@@ -113,9 +113,10 @@ def _missing_files(
             if detail is True and not any(file.filename.endswith(".safetensors") for file in files):
                 raise ValueError("has no weights as safetensors, and others are not loaded")
         except Exception as error:
-            if _is_unreachable(error) and not (arguments.models or arguments.offline_dir):
+            if _is_unreachable(error) and not arguments.offline_dir:
                 logger.warning("%s: using the cache of the Hub", error.__cause__ or error)
-                return {}, [], 0
+                stay_offline()
+                return fetch(arguments), [], 0
             problems.append(f"{given}: {describe_fault(error)}")
             continue
         if wanted:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -55,10 +56,11 @@ def prepare(arguments: PreparationArguments) -> None:
     if workspace.is_prepared():
         logger.info("%s: already prepared with these settings", workspace.publish())
     elif folder := finish_preparation(arguments, plan, tokenizer, workspace):
-        evaluated = "".join(f" {folder / split}" for split in plan.splits if split != TRAIN)
-        flags = f"--train_data {folder / TRAIN}" + (evaluated and f" --eval_data{evaluated}")
+        names = [shlex.quote(str(folder / split)) for split in plan.splits]  # the first is train
+        evaluated = f" --eval_data {' '.join(names[1:])}" if names[1:] else ""
         script = "pretrain.py" if plan.settings.document_format == "text" else "sft_train.py"
-        logger.info("next: python %s %s, with a recipe and your other settings", script, flags)
+        command = f"python {script} --train_data {names[0]}{evaluated}"
+        logger.info("next: %s, with a recipe and your other settings", command)
 
 
 def begin_preparation(

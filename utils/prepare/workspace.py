@@ -281,13 +281,12 @@ def beside(folder: str | Path, state: str) -> Path:
 
 def foreign_files(folder: Path) -> list[str]:
     """Return the names of files in a folder, and of links, that no preparation wrote."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
-    names = [str(path.relative_to(folder)) for path in paths]
-    return [
-        name
-        for name, path in zip(names, paths, strict=True)
-        if path.is_symlink() or not _OWN_FILES.fullmatch(name)
-    ]
+    found = []
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink() or (path.is_file() and not _OWN_FILES.fullmatch(name)):
+            found.append(name)
+    return found
 
 
 def readers(folder: Path) -> list[str]:

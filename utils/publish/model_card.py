@@ -154,8 +154,8 @@ class _Card:
         yield "\n## Data\n"
         yield "| data | documents | tokens | trained on | sources |\n|---|---|---|---|---|"
         weights = train_sources(self.settings["train_data"])
-        if len(weights) > len(self.data):  # several raw files are one dataset
-            weights = {", ".join(weights): None}
+        if len(weights) > len(self.data):  # several raw files, without weights, are one dataset
+            weights = dict.fromkeys(str(dataset.path) for dataset in self.data)
         for (path, weight), dataset in zip(weights.items(), self.data, strict=True):
             counts, files = dataset.statistics, _source_files(dataset)
             share = counts.loss_tokens / max(counts.tokens, 1)

@@ -331,8 +331,9 @@ def _why_harmless(name: str, before: Snapshot, now: Snapshot, *, resumes: bool) 
     if name in WEIGHTS and resumes and not now.settings.get("use_peft"):
         return "the run resumes from weights of its own"  # LoRA's checkpoints have only adapters
     if name == "train_data":
-        old, new = (train_sources(one.settings[name]) for one in (before, now))
-        if [*old.values()] != [*new.values()]:  # the mixture has other weights
+        # Without weights the number of entries may differ: several raw files are one dataset.
+        old, new = (train_sources(one.settings[name]).values() for one in (before, now))
+        if [*filter(None, old)] != [*filter(None, new)]:  # the mixture has other weights
             return ""
     kind = "model_name_or_path" if name in (*WEIGHTS, "model_revision") else name
     held, holds = (one.contents[kind] for one in (before, now))

@@ -3,26 +3,27 @@
 import logging
 import multiprocessing
 import os
+import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
+from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import Answer, ConfigurationError, LostProcessError
 from utils.config.preparation import PreparationArguments, RawDataArguments, prepare_command
-from utils.config.raw_data import RawData
-from utils.config.settings import RunSettings
 from utils.config.strategy import SUBMITTING
-from utils.host.collectives import cpu_group, on_rank_0
+from utils.host.collectives import answers_of, attempt, cpu_group, on_rank_0
 from utils.host.run_lock import take_run_lock
 from utils.launch.script import configure_logging
-from utils.model.stages import stage_tokenizer
-from utils.run.preflight import known_files
+from utils.launch.signals import set_death_signal
+
+if TYPE_CHECKING:  # the process that tokenizes imports this module, and starts soon
+    from utils.config.raw_data import RawData
+    from utils.config.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ LARGEST_BYTES = 10**9
 LONGEST_PREPARATION_S = 24 * 3600
 
 
-def prepare_raw_data(settings: RunSettings) -> None:
+def prepare_raw_data(settings: "RunSettings") -> None:
     """Prepare the raw files of train_data and eval_data, unless that is done; all ranks call this.
 
     A separate process tokenizes. The other ranks wait over gloo, which has a limit of a day. A dry
@@ -39,15 +40,16 @@ def prepare_raw_data(settings: RunSettings) -> None:
     """
     if (raw := settings.raw) is None:
         return
-    group = None if settings.run.dry_run else cpu_group(LONGEST_PREPARATION_S)
+    group = cpu_group(LONGEST_PREPARATION_S)  # None in a dry run
     on_rank_0(lambda: _prepare_once(settings, raw), group)
     if group is not None:
         torch.distributed.destroy_process_group(group)
 
 
-def _prepare_once(settings: RunSettings, raw: RawData) -> None:
+def _prepare_once(settings: "RunSettings", raw: "RawData") -> None:
     from utils.prepare.fetch import fetch
-    from utils.prepare.pipeline import begin_preparation, finish_preparation
+    from utils.prepare.pipeline import begin_preparation
+    from utils.run.preflight import known_files
 
     output_dir = Path(str(settings.training.output_dir))
     arguments = _arguments(settings, raw)
@@ -55,25 +57,24 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     known_files(output_dir)
     fetch(arguments)
     plan, tokenizer, workspace = begin_preparation(arguments)
-    if workspace.is_prepared():
-        logger.info("train_data: %s is prepared in %s", names, workspace.publish())
-        return
     if workspace.replaced and RunRecord(output_dir).exists:
         raise ConfigurationError(
             f"train_data {names}: the files or their settings have changed since the run in "
             f"{output_dir} began. --train_data {raw.folder} resumes it with the data of then. For "
             "the new data name another --output_dir."
         )
-    size = sum(file.size for files in plan.sources.values() for file in files)
+    if workspace.is_prepared():
+        logger.info("train_data: %s is prepared in %s", names, workspace.publish())
+        return
+    size, refusal = sum(file.size for files in plan.sources.values() for file in files), ""
     if size > LARGEST_BYTES:
+        refusal = f"{size / 1e9:,.1f} GB are more than the 1 GB that a run prepares itself"
+    elif SUBMITTING in os.environ or _is_batch_job():
+        refusal = "it is not tokenized, and the GPUs of a job would wait for that"
+    if refusal:
         raise ConfigurationError(
-            f"train_data {names}: {size / 1e9:,.1f} GB are more than the 1 GB that a run prepares "
-            f"itself. Prepare them first, then give the same command again: {command}"
-        )
-    if SUBMITTING in os.environ or _is_batch_job():
-        raise ConfigurationError(
-            f"train_data {names} is not tokenized, and the GPUs of a job would wait for that. Run "
-            f"this on the login node, then submit the same command again: {command}"
+            f"train_data {names}: {refusal}. Run this on the login node, then give the same "
+            f"command again: {command}"
         )
     if settings.run.dry_run:
         raise Answer(
@@ -86,20 +87,43 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     take_run_lock(output_dir)  # no second job prepares there
     logger.info("train_data: preparing %s, as this command does: %s", names, command)
+    _prepare_apart(arguments, plan, tokenizer, workspace)
+
+
+def _prepare_apart(*work: Any) -> None:
+    """Call `finish_preparation` in a separate process, which ends when this process ends."""
     spawn = multiprocessing.get_context("spawn")
-    with_threads = mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "true"})
+    answer, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_prepare, args=(sender, os.getpid(), *work))
+    process.start()
+    sender.close()  # only the process has it now, so its end is seen here
     try:
-        with with_threads, ProcessPoolExecutor(1, spawn, configure_logging) as pool:
-            pool.submit(finish_preparation, arguments, plan, tokenizer, workspace).result()
-    except BrokenProcessPool as error:
+        answers_of([answer.recv()])
+    except EOFError:
         raise LostProcessError(
-            f"the process that prepared {names} was killed: the same command continues its work"
-        ) from error
+            "the process that prepared train_data was killed: the same command continues its work"
+        ) from None
 
 
-def _arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:
-    model = settings.model.model_name_or_path
-    tokenizer = raw.tokenizer or model or stage_tokenizer(settings)
+def _prepare(sender: Connection, parent: int, *work: Any) -> None:
+    from utils.prepare.pipeline import finish_preparation
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # slurm/launch_node.sh ignores Ctrl-C
+    set_death_signal(signal.SIGINT)
+    configure_logging()
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # this process only tokenizes
+    try:
+        if os.getppid() == parent:
+            sender.send(attempt(lambda: finish_preparation(*work)))
+    except KeyboardInterrupt:  # also if the parent has died
+        pass
+    os._exit(0)  # the libraries' teardown takes seconds
+
+
+def _arguments(settings: "RunSettings", raw: "RawData") -> PreparationArguments:
+    from utils.model.stages import stage_tokenizer
+
+    tokenizer = raw.tokenizer or settings.model.model_name_or_path or stage_tokenizer(settings)
     if not tokenizer:
         raise ConfigurationError(
             f"train_data {' '.join(raw.sources)} is not tokenized, and a model from scratch has no "

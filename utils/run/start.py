@@ -43,7 +43,7 @@ from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered, on_rank_0
 from utils.host.environment import report_environment
-from utils.host.hub import settle_connection
+from utils.host.hub import settle_connection, stay_offline
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, take_run_lock
@@ -103,21 +103,26 @@ def start_process(settings: RunSettings) -> LaunchFacts:
         logger.info("settings: %s", note)
     load_env_file()
     report_environment()
-    model = settings.model
-    settle_connection(model.model_name_or_path, model.model_revision)
-    settle_connection(settings.values["tokenizer_name_or_path"])
     if settings.training.push_to_hub and not (os.environ.get("HF_WRITE_TOKEN") or get_token()):
         logger.warning("push_to_hub: %s Nothing will be uploaded without.", NO_TOKEN)
     if settings.training.log_level == "debug":  # NCCL reads these variables in the first collective
         for name in ("NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
             os.environ.setdefault(name, "INFO")
     launch = _planned_launch(settings) if settings.run.dry_run else _launch(settings)
+    if on_rank_0(lambda: _settle_hub(settings)):  # ranks that differ would load other commits
+        stay_offline()
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):
         keep_freed_memory(os.environ)
         if line := settle_products():
             logger.info("float32 products: %s", line)
     return launch
+
+
+def _settle_hub(settings: RunSettings) -> bool:
+    model, tokenizer = settings.model, settings.values["tokenizer_name_or_path"]
+    is_offline = settle_connection(model.model_name_or_path, model.model_revision)
+    return settle_connection(tokenizer) or is_offline
 
 
 def _launch(settings: RunSettings) -> LaunchFacts:
