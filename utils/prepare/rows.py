@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,20 +166,24 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
     return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
 
 
-def converted(record: Record, own_format: str) -> Record | BadRow:
-    """Return the record that the user's function makes of a record; None leaves a record out."""
+def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
+    """Return a function that converts a record by the user's function, if one is given."""
     if not own_format:
-        return record
-    function = load_own(own_format)
-    try:
-        made = function(dict(record.fields))
-        fields = None if made is None else dict(made)
-    except Exception as error:
-        fault = f"{own_format}: {type(error).__name__}: {error}"
-        return BadRow("own_format", fault, record.location)
-    if fields is None:
-        return BadRow(FILTERED, f"left out by {own_format}", record.location)
-    return replace(record, fields=fields, left_out=())
+        return lambda record: record
+    function = load_own(own_format)  # once, because it looks at the file
+
+    def convert(record: Record) -> Record | BadRow:
+        try:
+            made = function(dict(record.fields))
+            fields = None if made is None else dict(made)
+        except Exception as error:
+            fault = f"{own_format}: {type(error).__name__}: {error}"
+            return BadRow("own_format", fault, record.location)
+        if fields is None:
+            return BadRow(FILTERED, f"left out by {own_format}", record.location)
+        return replace(record, fields=fields, left_out=())
+
+    return convert
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:

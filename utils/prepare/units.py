@@ -25,7 +25,7 @@ from utils.prepare.rows import (
     CompletionDocument,
     Document,
     TextDocument,
-    converted,
+    converter,
     parse_document,
 )
 from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
@@ -260,10 +260,10 @@ def read_documents(
     and is empty.
     """
     rows = settings.sources[unit.source]
-    read = set(rows.read_columns)
+    read, convert = set(rows.read_columns), converter(rows.own_format)
     for part in unit.parts:
         for given in read_records(part, None if rows.own_format else rows.read_columns):
-            record = given if isinstance(given, BadRow) else converted(given, rows.own_format)
+            record = given if isinstance(given, BadRow) else convert(given)
             if isinstance(record, BadRow):
                 yield record
                 continue

@@ -28,7 +28,7 @@ from utils.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
-    converted,
+    converter,
     detect_formats,
     holds_chats,
     parse_document,
@@ -299,9 +299,10 @@ def _decide_formats(
 def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) -> Record:
     """Return the first record, with all its columns; ConfigurationError if there are no records."""
     text_column = RowSettings("text", source.columns).read_columns
+    convert = converter(source.own_format)
     for part in parts:
         for record in read_records(part, text_column if part.file.kind == "text" else None):
-            made = converted(record, source.own_format) if isinstance(record, Record) else record
+            made = convert(record) if isinstance(record, Record) else record
             if isinstance(made, Record):
                 return made
             made.refuse(on_bad_row)
