@@ -334,7 +334,7 @@ def plan_steps(
     micro_batch, ranks = training.per_device_train_batch_size, launch.world_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, ranks)
     if (rows := len(data.train)) < run.global_batch_size:
-        advice = f"give --global_batch_size {batch_for(rows, ranks)}"
+        advice = f"give --global_batch_size {batch_for(rows, ranks)} (at most {rows:,})"
         if rows < ranks:
             advice = f"use at most {rows} of the {ranks} ranks, a shorter --sequence_length"
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Checks of output_dir before training: shared by all hosts, writable, space, no foreign files."""
+"""Checks before training: ranks that agree; an output_dir that is shared, writable and large."""
 
 import logging
 import os
@@ -15,9 +15,11 @@ from utils.checkpoints.discovery import (
 )
 from utils.checkpoints.files import CONFIG, PROVENANCE, readable
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import ConfigurationError, StorageError
+from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
+from utils.config.precision import CHOSEN
 from utils.config.raw_data import PREPARED
-from utils.host.collectives import on_every_rank, on_rank_0
+from utils.config.settings import RunSettings
+from utils.host.collectives import gathered, on_every_rank, on_rank_0
 from utils.host.journal_file import FILE_NAME
 from utils.host.machine import host_name
 from utils.host.run_lock import FOLDER
@@ -30,6 +32,27 @@ logger = logging.getLogger(__name__)
 MARK = ".stoker-preflight-"  # prefix of a temporary file's name
 SIGHT_LIMIT_S = 5.0  # an NFS client caches a directory's contents for some seconds
 PROBE_BYTES = 2**14
+
+
+def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Raise UnfitClusterError if ranks chose different values of CHOSEN; all ranks call this."""
+    for name in CHOSEN:
+        answers = gathered((settings.values[name], settings.values.shown(name)))
+        for host, (value, shown) in zip(launch.hosts, answers, strict=True):
+            if value != answers[0][0]:
+                raise UnfitClusterError(
+                    f"the ranks would compute differently: {answers[0][1]} on {launch.hosts[0]}, "
+                    f"{shown} on {host}: set {name} yourself, or take nodes of one kind."
+                )
+
+
+def check_same_code(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Raise ConfigurationError if the user's own code differs between ranks; all ranks call it."""
+    digests = gathered(settings.own_code.digests())
+    others = [host for host, each in zip(launch.hosts, digests, strict=True) if each != digests[0]]
+    if others:
+        problem = f"--callbacks, --loss: {others[0]} and {launch.hosts[0]} have different files."
+        raise ConfigurationError(problem)
 
 
 def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:

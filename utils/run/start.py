@@ -34,14 +34,13 @@ from utils.checkpoints.files import (
 from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.record import RunRecord
 from utils.checkpoints.store import BackgroundWriter, Checkpoints, remove_leftovers
-from utils.config.errors import ConfigurationError, NoProgressError, StorageError, UnfitClusterError
+from utils.config.errors import ConfigurationError, NoProgressError, StorageError
 from utils.config.launch_settings import strategy_variables
-from utils.config.precision import CHOSEN
 from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
 from utils.host.atomic_files import replace_text
-from utils.host.collectives import gathered, on_rank_0
+from utils.host.collectives import on_rank_0
 from utils.host.environment import report_environment
 from utils.host.hub import settle_connection, stay_offline
 from utils.host.machine import global_rank
@@ -63,7 +62,13 @@ from utils.model.weights import check_without_loading, published_rows, weights_d
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan, on_a_login_node, tracker_name
 from utils.publish.hub import NO_TOKEN
-from utils.run.preflight import check_place, check_storage, known_files
+from utils.run.preflight import (
+    check_place,
+    check_same_code,
+    check_same_precision,
+    check_storage,
+    known_files,
+)
 from utils.run.provenance import accepted_changes, identity_facts, slurm_job, write_provenance
 from utils.run.trackers import prepare_trackers
 
@@ -181,27 +186,6 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
         logger.warning("%s has no effect: the launch decides, by %s", shown, launch.strategy)
 
 
-def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if ranks chose different values of CHOSEN; all ranks call this."""
-    for name in CHOSEN:
-        answers = gathered((settings.values[name], settings.values.shown(name)))
-        for host, (value, shown) in zip(launch.hosts, answers, strict=True):
-            if value != answers[0][0]:
-                raise UnfitClusterError(
-                    f"the ranks would compute differently: {answers[0][1]} on {launch.hosts[0]}, "
-                    f"{shown} on {host}: set {name} yourself, or take nodes of one kind."
-                )
-
-
-def check_same_code(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise ConfigurationError if the user's own code differs between ranks; all ranks call it."""
-    digests = gathered(settings.own_code.digests())
-    others = [host for host, each in zip(launch.hosts, digests, strict=True) if each != digests[0]]
-    if others:
-        problem = f"--callbacks, --loss: {others[0]} and {launch.hosts[0]} have different files."
-        raise ConfigurationError(problem)
-
-
 def start_run(
     settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFacts
 ) -> tuple[Run, Checkpoints]:
@@ -277,7 +261,7 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
         **run.facts,
     )
     if run.finished:
-        logger.info("%s is finished: nothing is left to do", output_dir)
+        logger.info("%s is finished: nothing is left to do, unless it gets more steps", output_dir)
         leave_run_lock(output_dir)
     return run if weights is None else dataclasses.replace(run, weights_from=weights["path"])
 

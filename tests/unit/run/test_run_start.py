@@ -12,7 +12,7 @@ from utils.config.errors import (
 )
 from utils.config.own_code import OwnCode
 from utils.launch.processes import LaunchFacts
-from utils.run import start as startup
+from utils.run import preflight
 from utils.run.start import check_progress, report_strategy
 
 JOB = {"job_id": "42", "cluster": "c", "restart_count": "3"}
@@ -58,25 +58,25 @@ def settings(bf16: bool, shown: str) -> SimpleNamespace:
 def test_hosts_that_decide_differently_are_refused(monkeypatch):
     amx, no_amx = (True, "bf16 True (fast)"), (False, "bf16 False (slow)")
     other = {True: no_amx, False: no_amx, None: ("auto", "activation_checkpointing auto")}
-    monkeypatch.setattr(startup, "gathered", lambda value: [value, other[value[0]]])
+    monkeypatch.setattr(preflight, "gathered", lambda value: [value, other[value[0]]])
     message = r"bf16 True \(fast\) on n1, bf16 False \(slow\) on n2"
     with pytest.raises(UnfitClusterError, match=message):
-        startup.check_same_precision(settings(*amx), LAUNCH)
+        preflight.check_same_precision(settings(*amx), LAUNCH)
     with pytest.raises(UnfitClusterError, match="activation_checkpointing auto on n2: set "):
-        startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
+        preflight.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
     other[None] = (None, "activation_checkpointing")
-    startup.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
+    preflight.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
 
 
 def test_ranks_that_read_other_own_code_are_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text("")
     own = SimpleNamespace(own_code=OwnCode([], "my:f"))
-    monkeypatch.setattr(startup, "gathered", lambda value: [value, {**value, "loss": {}}])
+    monkeypatch.setattr(preflight, "gathered", lambda value: [value, {**value, "loss": {}}])
     with pytest.raises(ConfigurationError, match="n2 and n1 have different files"):
-        startup.check_same_code(own, LAUNCH)
-    monkeypatch.setattr(startup, "gathered", lambda value: [value, value])
-    startup.check_same_code(own, LAUNCH)
+        preflight.check_same_code(own, LAUNCH)
+    monkeypatch.setattr(preflight, "gathered", lambda value: [value, value])
+    preflight.check_same_code(own, LAUNCH)
 
 
 def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
