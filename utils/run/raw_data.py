@@ -69,7 +69,7 @@ def _prepare_once(settings: "RunSettings", raw: "RawData") -> None:
     size, refusal = sum(file.size for files in plan.sources.values() for file in files), ""
     if size > LARGEST_BYTES:
         refusal = f"{size / 1e9:,.1f} GB are more than the 1 GB that a run prepares itself"
-    elif SUBMITTING in os.environ or _is_batch_job():
+    elif SUBMITTING in os.environ or ("SLURM_JOB_ID" in os.environ and not sys.stdin.isatty()):
         refusal = "it is not tokenized, and the GPUs of a job would wait for that"
     if refusal:
         raise ConfigurationError(
@@ -108,7 +108,7 @@ def _prepare_apart(*work: Any) -> None:
 def _prepare(sender: Connection, parent: int, *work: Any) -> None:
     from utils.prepare.pipeline import finish_preparation
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # slurm/launch_node.sh ignores Ctrl-C
+    signal.signal(signal.SIGINT, _end_once)  # slurm/launch_node.sh lets ranks ignore Ctrl-C
     set_death_signal(signal.SIGINT)
     configure_logging()
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # this process only tokenizes
@@ -116,8 +116,13 @@ def _prepare(sender: Connection, parent: int, *work: Any) -> None:
         if os.getppid() == parent:
             sender.send(attempt(lambda: finish_preparation(*work)))
     except KeyboardInterrupt:  # also if the parent has died
-        pass
+        return
     os._exit(0)  # the libraries' teardown takes seconds
+
+
+def _end_once(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also ends the parent: a second signal
+    raise KeyboardInterrupt
 
 
 def _arguments(settings: "RunSettings", raw: "RawData") -> PreparationArguments:
@@ -138,7 +143,3 @@ def _arguments(settings: "RunSettings", raw: "RawData") -> PreparationArguments:
         num_proc=len(os.sched_getaffinity(0)),
         overwrite=True,
     )
-
-
-def _is_batch_job() -> bool:
-    return "SLURM_JOB_ID" in os.environ and not (sys.stdin and sys.stdin.isatty())
