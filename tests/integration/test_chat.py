@@ -93,8 +93,14 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     assert told == plain(base, T9 | {"role": "system"}, T5)
     with_variable = ask(base, *asked, "--system", "t9", "--chat_template_kwargs", '{"x": 1}')
     assert with_variable.out.strip() == told
-    put = TextStreamer.put  # a replacement presses Ctrl-C after each token
-    monkeypatch.setattr(TextStreamer, "put", lambda *each: put(*each) or signal.raise_signal(2))
+    put = TextStreamer.put  # the replacement presses Ctrl-C once in an answer, after the prompt
+
+    def put_and_press(streamer, tokens):
+        put(streamer, tokens)
+        if tokens.dim() > 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TextStreamer, "put", put_and_press)
     assert ask(base, typed="t5\n/reset\nt5").out.split() == first.split()[:1] * 2
     command = [sys.executable, "chat.py", tmp_path / "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

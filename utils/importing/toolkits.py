@@ -25,6 +25,7 @@ from utils.config.declarations import (
     declared_settings,
     other_names,
 )
+from utils.config.own_code import OwnCode
 
 UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
@@ -183,7 +184,8 @@ class Conversion:
             self.given.setdefault(name, Given(value, self.its_default))
         self.pretraining = self.value("stage") == "pt" or "pretraining_dataset" in entries
         training = PretrainConfig if self.pretraining else FineTuneConfig
-        self.declared = declared_settings((RunArguments, DataArguments, ModelArguments, training))
+        classes = (RunArguments, DataArguments, ModelArguments, OwnCode, training)
+        self.declared = declared_settings(classes)
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting in `given`. name: our name."""

@@ -16,6 +16,7 @@ KINDS = {
 
 def make_callbacks(**given: object) -> Callbacks:
     made = {name: mock.create_autospec(kind, instance=True) for name, kind in KINDS.items()}
+    made["own"].made = {}  # the callbacks of --callbacks
     return Callbacks(**made | given)
 
 
