@@ -37,6 +37,7 @@ def training_rows(kind: str) -> Iterator[str]:
         shown = (hardware or ["2 CPU cores"])[0].replace(" x ", "x")
         forecast = (predicted or ["[measured](demo.md)"])[0].replace(" GiB a GPU", " GiB")
         forecast = re.sub(" tokens/s|, [^,]* for a billion tokens", "", forecast)
+        forecast = forecast.replace(" to ", "-")
         yield f"- {name}: {shown}, {forecast}"
 
 
