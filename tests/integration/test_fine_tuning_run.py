@@ -86,7 +86,7 @@ def test_users_own_datasets_train_as_they_are(
     tiny.save(extra, {"input_ids": rows, "attention_mask": mask, "id": mask})
     evaluation = {"eval_data": f"test={mine}", "eval_strategy": "steps", "eval_steps": 1}
     sft_train.main(fine_tuning(tmp_path / "a", max_steps=1, train_data=mine, **evaluation))
-    assert "test: 9 documents with" in capsys.readouterr().out, "a small held-out split is named"
+    assert "test: a small held-out split (9 documents" in capsys.readouterr().out
     weighted = [f"{extra}=3", f"{workspace / 'chats'}=1"]
     pretrain.main(pretraining(tmp_path / "b", max_steps=1, train_data=weighted))
     assert all(len(tiny.losses(tmp_path / run)) == 1 for run in "ab")
