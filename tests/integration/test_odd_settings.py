@@ -115,7 +115,7 @@ def ending(tmp_path, workspace, base_model, pretraining, fine_tuning):
                 sys.stdout, sys.stderr = (
                     os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2)
                 )
-                code = _run(lambda: main(argv))
+                code = _run(lambda: main(argv), None, announced=False)
             except BaseException:
                 traceback.print_exc()
             os._exit(code)

@@ -296,5 +296,5 @@ def test_an_upload_that_fails_at_the_end_is_a_warning_with_the_command(
     monkeypatch.setenv("HF_WRITE_TOKEN", TOKEN)
     with caplog.at_level(logging.WARNING):
         push_at_the_end(Path("run"), "me/x", False)  # tests are offline
-    assert "run/final is complete but not uploaded (me/x: the upload failed" in caplog.text
+    assert "run/final is complete but not uploaded (me/x: this process is offline" in caplog.text
     assert "login node: python -m utils.publish.hub run me/x --public" in caplog.text
