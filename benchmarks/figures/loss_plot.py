@@ -12,7 +12,7 @@ from utils.observe.history import History, read_run
 
 RECORD = ROOT / "benchmarks" / "results" / "interrupted_run"
 PICTURE = ROOT / "docs" / "images" / "loss.svg"
-# Why a start ended early, for each such start: see EVENTS in examples/interrupted_run.py.
+# The reason of each start that ended early: see EVENTS in examples/interrupted_run.py.
 CAUSES = ("the process is killed", "the node fails")
 LEFT, RIGHT = 74, 846  # pixels: the horizontal axis
 LOSS, DIFFERENCE, BAR = (44, 280), (318, 376), (440, 464)  # top and bottom of each part

@@ -54,7 +54,7 @@ def load_own(entry: str) -> Any:
     path, name = source_of(entry)
     try:
         return getattr(_module(path.resolve()), name)
-    except Exception as error:
+    except Exception as error:  # the user's file may raise anything
         raise ConfigurationError(f"{entry}: {type(error).__name__}: {error}") from error
 
 

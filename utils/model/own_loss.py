@@ -30,7 +30,7 @@ def check_own_loss(entry: str) -> None:
     try:
         whole, *halves = (function(logits[part], targets[part], places[part]) for part in parts)
         (gradient,) = torch.autograd.grad(whole, logits)
-    except Exception as error:
+    except Exception as error:  # the user's function may raise anything
         raise ConfigurationError(f"--loss {entry}: {type(error).__name__}: {error}") from error
     same = whole.ndim == 0 and torch.allclose(whole, sum(halves), rtol=1e-4)
     if not same or not gradient.any():

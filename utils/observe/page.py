@@ -101,7 +101,7 @@ def log_next_step(output_dir: Path) -> None:
         run = read_run(output_dir, whole=False)
         page = f"; report: {output_dir / FILE_NAME}" if (output_dir / FILE_NAME).is_file() else ""
         logger.info("next: %s%s", advice(run, end_of_run(run), None), page)
-    except Exception as error:
+    except Exception as error:  # a page about the run must not end the run
         logger.warning("%s: the run cannot be read (%r)", output_dir, error)
 
 

@@ -66,7 +66,10 @@ def prepare(arguments: PreparationArguments) -> None:
 def begin_preparation(
     arguments: PreparationArguments,
 ) -> tuple[PreparationPlan, "PreTrainedTokenizerBase", Workspace]:
-    """Plan a preparation and load its tokenizer; write nothing. Raises as `prepare` does."""
+    """Plan a preparation and load its tokenizer. Raises as `prepare` does.
+
+    Write nothing, except with `overwrite`: clean up after an interrupted replacement.
+    """
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()

@@ -176,7 +176,7 @@ def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
         try:
             made = function(dict(record.fields))
             fields = None if made is None else dict(made)
-        except Exception as error:
+        except Exception as error:  # the user's function may raise anything
             fault = f"{own_format}: {type(error).__name__}: {error}"
             return BadRow("own_format", fault, record.location)
         if fields is None:

@@ -161,22 +161,20 @@ class Workspace:
         Raises ConfigurationError if output_dir has other files, or if a process reads it.
         """
         folder = self.output_dir.resolve()
-        old = beside(folder, "old")
+        old, new = beside(folder, "old"), beside(folder, "new")
+        refuse_foreign_files(old)
+        refuse_foreign_files(new)
         if old.exists() and not folder.exists():
             old.replace(folder)  # a process was killed in `publish`
         if self.root.exists() or not (folder / TRAIN).exists() or self._is_current():
             return self
-        if others := foreign_files(folder):
-            raise ConfigurationError(
-                f"output_dir: {folder}: holds {', '.join(others[:5])}, which prepare_data.py did "
-                "not write: nothing is overwritten; move it away, or choose another --output_dir"
-            )
+        refuse_foreign_files(folder)
         if users := readers(folder):
             raise ConfigurationError(
                 f"output_dir: {folder}: is in use by {'; '.join(users)}: wait for the end, or "
                 "choose another --output_dir"
             )
-        staged = replace(self, output_dir=beside(folder, "new"), replaced=folder)
+        staged = replace(self, output_dir=new, replaced=folder)
         if not staged.root.exists() and not staged._is_current():
             shutil.rmtree(staged.output_dir, ignore_errors=True)
         return staged
@@ -287,6 +285,15 @@ def foreign_files(folder: Path) -> list[str]:
         if path.is_symlink() or (path.is_file() and not _OWN_FILES.fullmatch(name)):
             found.append(name)
     return found
+
+
+def refuse_foreign_files(folder: Path) -> None:
+    """Raise ConfigurationError if a folder to replace or delete has files of somebody else."""
+    if others := foreign_files(folder):
+        raise ConfigurationError(
+            f"output_dir: {folder}: holds {', '.join(others[:5])}, which prepare_data.py did not "
+            "write: nothing is overwritten; move it away, or choose another --output_dir"
+        )
 
 
 def readers(folder: Path) -> list[str]:

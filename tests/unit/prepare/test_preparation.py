@@ -218,6 +218,13 @@ def test_overwrite_replaces_finished_datasets_of_ours_when_the_new_ones_are_comp
     with pytest.raises(ConfigurationError, match=r"holds train/notes\.txt, which prepare_data\.py"):
         prepare("out", **changed)
     (out / "train/notes.txt").unlink()
+    for state in ("old", "new"):  # hidden folders beside it, which the replacement uses
+        mine = tmp_path / f".out.{state}" / "mine.txt"
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        with pytest.raises(ConfigurationError, match=r"holds mine\.txt, which prepare_data\.py"):
+            prepare("out", **changed)
+        mine.unlink()
     assert samples.data_bytes(out) == old
 
     prepare("out", **changed)
