@@ -6,7 +6,8 @@ import pytest
 from test_repository import ROOT
 
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
-from utils.config.declarations import declared_settings, other_names
+from utils.config.declarations import declared_settings
+from utils.config.foreign_words import other_names
 from utils.config.own_code import OwnCode
 from utils.config.preparation import (
     ENTRY_KEYS,

@@ -4,7 +4,8 @@ arguments         the settings of pretrain.py and sft_train.py: fields, help, de
 own_code          the user's callbacks and loss, from files of this machine
 preparation       the settings of prepare_data.py
 raw_data          raw files in train_data, and the prepared datasets that take their place
-declarations      name, type and default of a setting; values with sources; unknown names
+declarations      name, type and default of a setting; values with sources
+foreign_words     names of other toolkits, typing errors and refused settings: what to type instead
 command_line      reads flags and recipes, and reports all faults in one error
 recipes           strict YAML files, and `extends`
 settings          the settings of a run: overruled ones are reset, missing ones derived, all checked

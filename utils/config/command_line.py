@@ -10,7 +10,6 @@ from typing import Any
 
 from utils.config.declarations import (
     FLAGS_RANK,
-    REFUSED,
     Check,
     Declaration,
     Given,
@@ -18,14 +17,12 @@ from utils.config.declarations import (
     UnusableSettingError,
     checked_value,
     declared_settings,
-    other_names,
-    our_name,
     placeholder,
     shown,
-    unknown_name,
 )
 from utils.config.display import config_text, help_text
 from utils.config.errors import Answer, ConfigurationError
+from utils.config.foreign_words import other_names, our_name, refused, unknown_name
 from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
@@ -131,7 +128,7 @@ def without_sections(
     """Yield the entries with a section, as `optimizer: {lr: 1}`, replaced by `optimizer.lr: 1`."""
     for name, entry in entries.items():
         is_value = name in declared and f"{name}_overrides" not in declared
-        answered = name in REFUSED or not other_names().get(name, "x").isidentifier()
+        answered = name in refused() or not other_names().get(name, "x").isidentifier()
         if isinstance(entry.value, dict) and entry.value and not (is_value or answered):
             inner = entry.value.items()
             parts = {f"{name}.{key}": replace(entry, value=value) for key, value in inner}

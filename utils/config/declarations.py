@@ -1,16 +1,12 @@
-"""Declarations of settings, and the values of all settings with the source of each value.
-
-REFUSED and other_names.yaml have answers to users who give a refused or unknown setting.
-"""
+"""Declarations of settings, and the values of all settings with the source of each value."""
 
 import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -18,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from utils.config.errors import ConfigurationError
+from utils.config.foreign_words import refused
 
 # Defaults that mean "nothing". A setting with such a default may be set to null.
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "no", "none", False, 0, -1)
@@ -27,59 +24,7 @@ _TYPE_NAMES: dict[Any, str] = {
 }  # fmt: skip
 FLAGS_RANK = 10**6  # above any number of recipe files
 Arguments = TypeVar("Arguments")
-
-
-OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 HELP = Path(__file__).with_name("help.yaml")
-
-
-def by_name(table: Mapping[str, str]) -> dict[str, str]:
-    """Turn {answer: names separated by spaces} into {name: answer}."""
-    return {name: answer for answer, names in table.items() for name in names.split()}
-
-
-# Library settings that a user cannot set. The reason completes "... cannot be set here:".
-REFUSED = by_name({
-    "strategy says how processes share the model, as in strategy: fsdp2": ""
-    "deepspeed fsdp fsdp_config parallelism_config",
-    "final/ is uploaded once, at the end of the run: push_to_hub with hub_model_id": ""
-    "hub_always_push hub_revision hub_strategy",
-    "settings are printed and saved, tokens must not be: put HF_TOKEN into the environment or .env":
-    "hub_token",
-    "it makes a dense attention mask on packed sequences: --compile true compiles layer by layer":
-    "torch_compile torch_compile_backend torch_compile_mode",
-    "the script always trains, evaluates as eval_strategy says, keeps no predictions, and logs "
-    "tokens and memory": "batch_eval_metrics do_eval do_predict do_train eval_accumulation_steps "
-    "eval_do_concat_batches eval_use_gather_object include_for_metrics "
-    "include_num_input_tokens_seen prediction_loss_only skip_memory_metrics",
-    "a run saves all that it needs, as save_steps says and when it is stopped, and resumes by "
-    "itself": "enable_jit_checkpoint ignore_data_skip save_on_each_node "
-    "save_only_model",
-    "it follows from global_batch_size, which is per_device_train_batch_size x gradient "
-    "accumulation x ranks: give that": "auto_find_batch_size gradient_accumulation_steps",
-    "the loader divides full global batches of packed sequences over the ranks, in an order that "
-    "follows from seed": "accelerator_config data_seed dataloader_drop_last dataloader_in_order "
-    "dataloader_multiprocessing_context eval_packing label_names length_column_name "
-    "packing_strategy pad_to_multiple_of padding_free remove_unused_columns shuffle_dataset "
-    "train_sampling_strategy",
-    "the loss is the negative log-likelihood of the next token, the mean over the global batch": ""
-    "average_tokens_across_devices label_smoothing_factor loss_type",
-    "Liger's kernels are not tested with packed sequences": "liger_kernel_config use_liger_kernel",
-    "the launcher gives the rank through the environment": "local_rank",
-    "code that comes with a model is not run": "trust_remote_code",
-    "with a cache, packed documents would attend to each other": "use_cache",
-    "prepare_data.py tokenizes the data, applies the chat template and marks what is trained on": ""
-    "assistant_only_loss chat_template_path completion_only_loss dataset_kwargs dataset_num_proc "
-    "dataset_text_field",
-    "special tokens come from the tokenizer: --tokenizer_name_or_path": "eos_token pad_token",
-    "set --sequence_length, and --on_overlong for longer documents": "max_length truncation_mode",
-    "models are set by --model_name_or_path, --dtype and their like": "model_init_kwargs",
-    "8 bits are not supported: load_in_4bit: true takes half as much, dtype: bfloat16 twice": ""
-    "load_in_8bit",
-    "Stoker sets it as the strategy needs it: remove it": ""
-    "bnb_4bit_quant_storage",
-    "LoRA here is for causal language models": "lora_task_type",
-})  # fmt: skip
 
 
 class UnusableSettingError(LookupError):
@@ -115,7 +60,7 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any)
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return every setting that a user may give: the fields of the classes except REFUSED.
+    """Return every setting that a user may give: the fields of the classes except refused ones.
 
     If two classes have a field of the same name, the first class declares the setting.
     """
@@ -123,7 +68,7 @@ def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration
     for owner in argument_classes:
         hints = get_type_hints(owner)
         for each in dataclasses.fields(owner):
-            if each.init and each.name not in REFUSED and each.name not in declared:
+            if each.init and each.name not in refused() and each.name not in declared:
                 declared[each.name] = _declaration(owner, hints[each.name], each)
     return declared
 
@@ -325,50 +270,8 @@ Check = Callable[[SettingValues], Iterable[str]]
 
 
 @cache
-def other_names() -> dict[str, str]:
-    """Return {setting of another toolkit: the name of the setting here, or advice}."""
-    import yaml  # the launcher imports this module before it checks the packages
-
-    return by_name(yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")))
-
-
-@cache
 def help_file() -> dict[str, Any]:
     """Return help.yaml: the topics of `--help`, and texts for the libraries' settings."""
-    import yaml  # see other_names
+    import yaml  # the launcher imports this module before it checks the packages
 
     return dict(yaml.safe_load(HELP.read_text(encoding="utf-8")))
-
-
-def our_name(name: str, known: Collection[str]) -> str:
-    """Return our name for another toolkit's setting, such as lr or optimizer.lr; "" if unknown."""
-    plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
-    ours = other_names().get(plain, plain)
-    return ours if ours.partition(".")[0] in known else ""
-
-
-def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
-    """Return the message on an unknown setting: why it is refused, or a name that may be meant.
-
-    `written` is "--lr" on a command line and "lr" in a recipe. `value` follows our name for it.
-    """
-    known, name = list(known), written.removeprefix("--")
-    dashes = written.removesuffix(name)
-    if name in REFUSED:
-        return f"{written} cannot be set here: {REFUSED[name]}"
-    switch = name.removeprefix("no_")
-    if dashes and switch != name and switch in known:
-        return f"unknown setting {written}: give --{switch} false"
-    answers = {each: f"{dashes}{each} cannot be set here: {why}" for each, why in REFUSED.items()}
-    for other, ours in other_names().items():
-        if ours.partition(".")[0] in known:
-            answers[other] = f"here it is {dashes}{ours}"
-        elif not ours.isidentifier():
-            answers[other] = ours
-    plain, ours = name.rpartition(".")[2], our_name(name, known)
-    exact = f"here it is {dashes}{ours}{value}" if ours else answers.get(plain)
-    answers |= {each: f"did you mean {dashes}{each}?" for each in known}
-    near = get_close_matches(plain, answers, n=1, cutoff=0.9)
-    near = near or get_close_matches(plain, known, n=1, cutoff=0.8)
-    advice = answers[near[0]] if near else "--help all lists all settings"
-    return f"unknown setting {written}: {exact or advice}"

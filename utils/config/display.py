@@ -8,69 +8,20 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from utils.config.declarations import (
-    REFUSED,
     Declaration,
     SettingValues,
     help_file,
     placeholder,
     shown,
-    unknown_name,
 )
 from utils.config.errors import ConfigurationError
+from utils.config.foreign_words import refused, unknown_name
 from utils.config.recipes import entry_text
 from utils.config.rules import RULES
 
 WIDTH = 98  # a hundred columns less two
 
-# The settings that most runs set; `--help all` shows the rest. A test checks that each exists.
-SHORT_LIST = {
-    "Model": "model_name_or_path model_config init_from use_peft lora_r lora_alpha load_in_4bit "
-    "attn_implementation",
-    "Data": "train_data eval_data sequence_length packing on_overlong",
-    "Batch and schedule": "global_batch_size per_device_train_batch_size num_train_epochs "
-    "max_steps learning_rate lr_scheduler_type warmup_steps weight_decay seed",
-    "Precision and memory": "strategy bf16 dtype optim_states activation_checkpointing compile",
-    "Checkpoints": "output_dir save_steps save_minutes save_total_limit save_best",
-    "Evaluation and logging": "eval_steps logging_steps report_to run_name",
-}
-FINE_TUNING_ONLY = ("use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_overlong")
-# Flags that control the command itself.
-OWN_FLAGS = {
-    "config RECIPE.yaml ...": "recipes, YAML files of settings: later ones win over earlier ones, "
-    "flags over all",
-    "dry_run": "check everything, print arithmetic and memory, start nothing (--assume "
-    "8xH100-80GB: as on those GPUs; --suggest: what fits them)",
-    "print_config [all]": "print the settings that are not defaults and where each comes from, as "
-    "a recipe; all: every one",
-    "help NAME ...": "all about a setting, or the settings of a topic, such as lora; all: all",
-}
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
-# Pages that explain a setting. A test checks that each page names its settings.
-PAGES = {
-    "docs/data.md": "train_data on_overlong packing sources eval_sources columns tokenizer_backend "
-    "chat_template_kwargs on_bad_row num_proc shard merge overwrite template_date",
-    "docs/running.md": "max_tokens max_steps num_train_epochs dry_run save_minutes profile_steps "
-    "early_stopping_patience early_stopping_threshold ema_decay sample_max_new_tokens async_save "
-    "lm_eval_tasks stochastic_rounding max_eval_sequences use_peft pad_embeddings_to_multiple_of "
-    "compile neftune_noise_alpha report_to run_name push_to_hub hub_private_repo hub_model_id "
-    "load_best_model_at_end metric_for_best_model resume_from_checkpoint",
-    "docs/memory.md": "bf16 load_in_4bit bnb_4bit_quant_type "
-    "use_bnb_nested_quant activation_checkpointing activation_offloading dtype",
-    "docs/parallelism.md": "strategy assume suggest optim_states",
-    "docs/slurm.md": "output_dir save_steps save_total_limit accept_changes validation_fraction "
-    "format",
-    "docs/metrics.md": "eval_data loss_head",
-    "docs/faq.md": "hang_timeout_s learning_rate warmup_steps ddp_timeout lora_modules_to_save "
-    "use_dora",
-    "docs/howto.md": "save_best add_tokens chat_template lora_r lora_alpha lora_target_modules "
-    "lr_scheduler_type lr_scheduler_kwargs packing sequence_length",
-    "docs/tutorial.md": "per_device_train_batch_size sample_prompts "
-    "tokenizer_name_or_path model_name_or_path models offline_dir",
-    "docs/exactness.md": "init_optimizer full_determinism router_aux_loss_coef",
-    "docs/scope.md": "model_config init_from",
-    "docs/own-code.md": "callbacks loss order freeze train_only",
-    "docs/coming-from.md": "model_config_overrides",
-}
 LIBRARIES = {
     "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer",
     "trl": "https://huggingface.co/docs/trl/sft_trainer",
@@ -98,7 +49,7 @@ def help_text(
     problems = []
     for name in names:
         if name not in declared and name not in topics:
-            alike = [each for each in declared if name in each] if name not in REFUSED else []
+            alike = [each for each in declared if name in each] if name not in refused() else []
             near = f"; settings with {name} in their name: {', '.join(alike)}" if alike else ""
             problems.append(f"{unknown_name(name, declared)}{near}; topics: {', '.join(topics)}")
     if problems:
@@ -119,17 +70,19 @@ def _topics(declared: Mapping[str, Declaration]) -> dict[str, list[str]]:
 
 
 def _short(declared: Mapping[str, Declaration], prog: str) -> Iterator[str]:
-    for title, names in SHORT_LIST.items():
+    texts = help_file()
+    left_out = texts["fine_tuning_only"].split() if prog == "pretrain.py" else []
+    for title, names in texts["short"].items():
         yield f"\n{title}"
         for name in names.split():
-            if prog == "pretrain.py" and name in FINE_TUNING_ONLY:
+            if name in left_out:
                 continue
             declaration = declared[name]
             sentence = re.split(r"(?<=[a-z`)])\. ", declaration.help)[0].rstrip(".")
             text = textwrap.shorten(sentence, 160, placeholder=" ...") + _default(declaration)
             yield from _columns(f"--{name} {placeholder(declaration)}", text)
     yield "\nThe command"
-    for flag, text in OWN_FLAGS.items():
+    for flag, text in texts["flags"].items():
         yield from _columns(f"--{flag}", text)
     topics = f"A topic: --help {'|'.join(_topics(declared))}"
     yield ""
@@ -183,7 +136,7 @@ def _story(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
         facts["choices"] = ", ".join(map(shown, declaration.choices))
     if "train_data" in declared and (conflicts := list(_conflicts(name, declared))):
         facts["no effect"] = "; ".join(conflicts)
-    documents = [page for page, names in PAGES.items() if name in names.split()]
+    documents = [page for page, names in help_file()["pages"].items() if name in names.split()]
     owners = [each for each in declaration.owner.__mro__ if name in inspect.get_annotations(each)]
     libraries = [LIBRARIES.get(each.__module__.partition(".")[0]) for each in owners]
     documents += [*filter(None, libraries)][:1]

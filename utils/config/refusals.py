@@ -16,10 +16,9 @@ from utils.config.declarations import (
     Check,
     SettingValues,
     UnusableSettingError,
-    other_names,
     shown,
-    unknown_name,
 )
+from utils.config.foreign_words import other_names, unknown_name
 from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of
 from utils.config.raw_data import check_raw_data

@@ -1,14 +1,16 @@
 """The keys of axolotl, LLaMA-Factory and TRL, and the state of a conversion.
 
-Our name for a key comes from the toolkit's table, else from utils/config/other_names.yaml. A key in
-neither table has the same name here.
+Our name for a key comes from the toolkit's table in toolkits.yaml, else from
+utils/config/foreign_words.yaml. A key in neither table has the same name here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from utils.config.arguments import (
     DataArguments,
@@ -18,13 +20,11 @@ from utils.config.arguments import (
     RunArguments,
 )
 from utils.config.declarations import (
-    REFUSED,
     Given,
-    by_name,
     checked_value,
     declared_settings,
-    other_names,
 )
+from utils.config.foreign_words import by_name, other_names, refused
 from utils.config.own_code import OwnCode
 
 UNKNOWN = "unknown here, left out"
@@ -43,111 +43,17 @@ class Toolkit:
     null in a config replaces a default.
     """
 
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     names: Mapping[str, str]
     defaults: Mapping[str, Any]
-    winners: tuple[str, ...] = ()
+    winners: Sequence[str] = ()
     null_counts: bool = True
 
 
+_TABLES = yaml.safe_load(Path(__file__).with_name("toolkits.yaml").read_text(encoding="utf-8"))
+TOOLKITS = {kind: Toolkit(**table) for kind, table in _TABLES["toolkits"].items()}
 # {key of a toolkit or of a dataset's entry: why the key has no counterpart here}.
-LEFT = by_name({
-    "not needed: Stoker does it by itself, or in its own way (docs/coming-from.md)": ""
-    "auto_resume_from_checkpoints resume_from_checkpoint save_only_model overwrite_output_dir "
-    "overwrite_cache save_safetensors attn_implementation flash_attention flash_attn "
-    "sdp_attention flex_attention xformers_attention flex_attn_compile_kwargs special_tokens "
-    "eos_token pad_token eot_tokens model_type tokenizer_type is_llama_derived_model "
-    "tokenizer_use_fast tokenizer_legacy push_dataset_to_hub skip_prepare_dataset "
-    "shuffle_merged_datasets streaming dataset_prepared_path pad_to_sequence_len "
-    "eval_sample_packing group_by_length max_packed_sequence_len pretrain_multipack_attn plugins "
-    "liger_rms_norm liger_glu_activation liger_layer_norm liger_rope liger_rms_norm_gated "
-    "liger_fused_linear_cross_entropy cut_cross_entropy lora_mlp_kernel lora_qkv_kernel "
-    "lora_o_kernel use_kernels flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp "
-    "experts_implementation use_scattermoe use_sonicmoe fused_attn_kernel lora_target_linear "
-    "lora_fan_in_fan_out gradient_checkpointing_kwargs do_train strict debug plot_loss "
-    "ddp_timeout quantization_method low_cpu_mem_usage hf_use_auth_token "
-    "loss_watchdog_threshold loss_watchdog_patience",
-    "the tokenizer's own chat template prints the prompt; another one is a file: chat_template of "
-    "the data recipe": "template chat_template chat_template_path format no_input_format "
-    "system_prompt system_format default_system conversation tool_format",
-    "answers, and what ends them, are trained on; train: false in a message leaves one out": ""
-    "train_on_inputs roles_to_train train_on_eos train_on_eot train_on_prompt mask_history "
-    "assistant_only_loss completion_only_loss message_field_training "
-    "message_field_training_detail",
-    "messages have role and content, or from and value, and the usual roles (docs/data.md): rename "
-    "others in the data": "role content role_tag content_tag message_field_role "
-    "message_field_content roles user_tag assistant_tag observation_tag function_tag system_tag",
-    "system messages stay: take them out of the data": "drop_system_message",
-    "a thought is reasoning_content of its message or a part of the answer; whether answers think: "
-    "chat_template_kwargs of the data recipe": "split_thinking field_thinking "
-    "template_thinking_key preserve_thinking",
-    "a source is read whole, and the ending of a file tells its type; weight takes a share, "
-    "max_tokens limits it": "shards_idx num_samples skip max_samples ds_type preprocess_shards "
-    "load_from folder preprocessing_batch_size",
-    "only text is trained on, from the columns of the format": "columns images videos audios "
-    "ranking chosen rejected kto_tag processor_type freeze_mm_modules freeze_vision_tower "
-    "freeze_multi_modal_projector freeze_language_model image_max_pixels video_max_pixels",
-    "another method: this run trains without it": "qat relora lisa_n_layers unfrozen_parameters "
-    "fp8 use_badam use_galore use_apollo use_adam_mini use_muon use_dft_loss use_eaft_loss "
-    "use_asft_loss use_eaft use_llama_pro pissa_init loraplus_lr_ratio mixture_of_depths "
-    "curriculum_sampling tensor_parallel_size context_parallel_size expert_parallel_size "
-    "dp_replicate_size",
-    "the adapter of an earlier run: init_from names the run's directory": "lora_model_dir",
-    "Weights & Biases reads WANDB_ENTITY and the like from the environment": ""
-    "wandb_entity wandb_run_id wandb_mode wandb_watch wandb_log_model",
-})  # fmt: skip
-
-TOOLKITS = {
-    "axolotl": Toolkit(
-        marks=("base_model", "micro_batch_size", "sequence_len", "sample_packing", "adapter"),
-        names={
-            "datasets": "sources", "pretraining_dataset": "sources", "rl": "stage",
-            "test_datasets": "eval_sources", "val_set_size": "validation", "adapter": "adapter",
-            "dataset_processes": "num_proc", "dataset_num_proc": "num_proc",
-            "excess_length_strategy": "overlong", "tokens": "add_tokens",
-            "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
-            "warmup_ratio": "warmup_steps", "torch_compile": "compile",
-            "revision_of_model": "model_revision", "batch_size": "total_batch_size",
-        },
-        defaults={
-            "sequence_length": 512, "overlong": "drop", "lora_r": 8, "lora_alpha": 8,
-            "lora_dropout": 0.0, "lr_scheduler_type": "cosine", "num_train_epochs": 1,
-            "save_total_limit": 4, "warmup_steps": 0.03,
-        },
-        winners=("bf16", "datasets", "warmup_steps", "dataset_num_proc"),
-        null_counts=False,
-    ),
-    "llamafactory": Toolkit(
-        marks=("stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_rank"),
-        names={
-            "dataset": "sources", "eval_dataset": "eval_sources", "val_size": "validation",
-            "preprocessing_num_workers": "num_proc", "finetuning_type": "adapter",
-            "warmup_ratio": "warmup_steps",
-        },
-        defaults={
-            "sequence_length": 2048, "overlong": "truncate", "adapter": "lora", "lora_r": 8,
-            "lora_dropout": 0.0, "gradient_checkpointing": True, "learning_rate": 5e-5,
-            "per_device_train_batch_size": 8,
-        },
-        winners=("neat_packing", "warmup_steps"),
-    ),
-    "trl": Toolkit(
-        marks=("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split",
-               "max_length", "chat_template", "model_revision", "hub_model_id"),
-        names={
-            "dataset_name": "sources", "dataset_mixture": "sources", "dataset_mixer": "sources",
-            "datasets": "sources", "dataset_num_proc": "num_proc",
-            "preprocessing_num_workers": "num_proc", "max_length": "sequence_length",
-            "warmup_ratio": "warmup_steps",
-        },
-        defaults={
-            "sequence_length": 1024, "overlong": "truncate", "bf16": True,
-            "gradient_checkpointing": True, "per_device_train_batch_size": 8, "learning_rate": 2e-5,
-        },
-        winners=("datasets", "dataset_mixture", "dataset_mixer", "max_length", "warmup_steps",
-                 "dtype", "dataset_num_proc"),
-    ),
-}  # fmt: skip
+LEFT = by_name(_TABLES["left"])
 
 
 class Conversion:
@@ -208,7 +114,7 @@ class Conversion:
     def leave(self, key: str, value: Any, ours: str = "") -> None:
         """Note why a key has no counterpart. key: may be a path such as datasets.roles."""
         name = key.rpartition(".")[2]
-        reason = LEFT.get(name) or REFUSED.get(ours or name) or other_names().get(name)
+        reason = LEFT.get(name) or refused().get(ours or name) or other_names().get(name)
         if value in (None, ""):
             reason = EMPTY
         elif reason is None:

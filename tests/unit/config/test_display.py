@@ -8,14 +8,13 @@ from command_lines import BASE, BOTH, parse
 
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
 from utils.config.declarations import declared_settings, help_file
-from utils.config.display import OWN_FLAGS, PAGES, SHORT_LIST
 from utils.config.errors import Answer, ConfigurationError
 from utils.config.preparation import PreparationArguments, parse_preparation
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.launch.script import run_script
 
 ROOT = Path(__file__).parents[3]
-SHORT = [name for names in SHORT_LIST.values() for name in names.split()]
+SHORT = [name for names in help_file()["short"].values() for name in names.split()]
 
 
 @pytest.fixture
@@ -35,7 +34,10 @@ def test_help_fits_two_screens_and_help_all_has_every_setting(parse_argv, helped
     lines = short.splitlines()
     assert len(lines) <= 96
     assert max(map(len, lines)) <= 100
-    flags, own = re.findall(r"^  --(\w+)", short, re.M), [each.split()[0] for each in OWN_FLAGS]
+    flags, own = (
+        re.findall(r"^  --(\w+)", short, re.M),
+        [each.split()[0] for each in help_file()["flags"]],
+    )
     tuning = ["use_peft", "lora_r", "lora_alpha", "load_in_4bit", "on_overlong"]
     left_out = tuning if parse_argv is parse_pretraining else []
     assert flags == [name for name in SHORT if name not in left_out] + own
@@ -75,7 +77,7 @@ def test_each_setting_of_a_library_has_a_text_of_ours_and_each_topic_has_setting
 
 
 def test_the_pages_that_help_names_speak_of_the_setting():
-    for page, names in PAGES.items():
+    for page, names in help_file()["pages"].items():
         text = (ROOT / page).read_text()
         missing = [name for name in names.split() if not re.search(rf"(`|--){name}\b", text)]
         assert not missing, page

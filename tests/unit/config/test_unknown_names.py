@@ -15,8 +15,9 @@ from utils.config.arguments import (
     RunArguments,
 )
 from utils.config.command_line import read_settings
-from utils.config.declarations import REFUSED, declared_settings, other_names, unknown_name
+from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
+from utils.config.foreign_words import other_names, refused, unknown_name
 from utils.config.own_code import OwnCode
 from utils.config.preparation import PreparationArguments
 
@@ -63,7 +64,7 @@ def names(argument_class):
 
 
 def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries():
-    assert REFUSED.keys() <= names(SFTConfig) | names(ModelConfig)
+    assert refused().keys() <= names(SFTConfig) | names(ModelConfig)
     own = {
         *("compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"),
         *("pad_embeddings_to_multiple_of", "model_config_overrides", "freeze", "train_only"),
@@ -71,25 +72,25 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
     assert names(ModelArguments) == names(ModelConfig) | own
-    added = names(SFTConfig) - names(TrainingArguments) - REFUSED.keys() - {"packing"}  # our own
+    added = names(SFTConfig) - names(TrainingArguments) - refused().keys() - {"packing"}  # our own
     assert added == {"activation_offloading", "router_aux_loss_coef"}, "refuse it, or see it act"
     assert KNOWN["packing"].owner is DataArguments
     tokens = [name for name in KNOWN if "token" in name and "tokenizer" not in name]
     own = ["max_tokens", "sample_max_new_tokens", "add_tokens"]
     assert tokens == own, "no Hub token is a setting"
-    assert not REFUSED.keys() & (names(PreparationArguments) | names(DataArguments))
+    assert not refused().keys() & (names(PreparationArguments) | names(DataArguments))
     ours = {answer for answer in other_names().values() if answer.isidentifier()}
     assert ours <= {*KNOWN, "config"}
     # transformers' `debug` is a setting, but `debug: true` is not one of its values.
-    assert other_names().keys() & (KNOWN.keys() | REFUSED.keys()) == {"debug"}
+    assert other_names().keys() & (KNOWN.keys() | refused().keys()) == {"debug"}
 
 
 def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):
     path = tmp_path / "all.yaml"
-    path.write_text("".join(f"{name}: 1\n" for name in REFUSED))
+    path.write_text("".join(f"{name}: 1\n" for name in refused()))
     with pytest.raises(ConfigurationError) as caught:
         read_settings(CLASSES, ["--config", str(path)])
-    for line, (name, reason) in enumerate(REFUSED.items(), 1):
+    for line, (name, reason) in enumerate(refused().items(), 1):
         assert f"{path}:{line}: {name} cannot be set here: {reason}" in caught.value.problems
 
 
