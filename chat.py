@@ -16,11 +16,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from utils.launch.script import configure_environment, run_script
+from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer one prompt, or a person; returns the exit code."""
+    from utils.launch.script import configure_environment
+
     configure_environment()  # before the libraries below read it
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("chat.py", description=__doc__, formatter_class=form)
@@ -39,16 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=kwargs)
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    from utils.launch.signals import EXIT_CODE
     from utils.run.chat import ChatModel, check_flags, opening, talk
 
     check_flags(given)  # before the weights, which may take minutes
     model = ChatModel(given)
     if given.prompt is None:
         talk(model, given.system)
-    else:
-        model.answer([*opening(given.system), {"role": "user", "content": given.prompt}])
-    return 0
+        return 0
+    model.answer([*opening(given.system), {"role": "user", "content": given.prompt}])
+    return EXIT_CODE if model.interrupted else 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, __doc__, announced=True))
+    sys.exit(start(main, __doc__, announced=True))

@@ -15,13 +15,14 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from utils.host.redaction import install_redaction, load_env_file
-from utils.launch.script import configure_hub, run_script
+from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the datasets; returns the exit code."""
     from utils.config.preparation import parse_preparation
+    from utils.host.redaction import install_redaction, load_env_file
+    from utils.launch.script import configure_hub
 
     arguments = parse_preparation(argv, description=__doc__.splitlines()[0])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -43,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, __doc__, announced=True))
+    sys.exit(start(main, __doc__, announced=True))

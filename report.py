@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.host.journal_file import printable
-from utils.launch.script import run_script
+from utils.launch.entry import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page that the command line asks for, and say where it is."""
+    from utils.host.journal_file import printable
     from utils.observe.page import FILE_NAME, run_directories, write_pages
 
     form = argparse.RawDescriptionHelpFormatter
@@ -41,4 +41,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, __doc__))
+    sys.exit(start(main, __doc__))

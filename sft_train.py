@@ -11,11 +11,13 @@ what will happen and stops before weights are loaded. The same command resumes a
 
 import sys
 
-from utils.launch.script import configure_environment, run_script
+from utils.launch.entry import start
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one fine-tuning job, from its recipe to a saved model."""
+    from utils.launch.script import configure_environment
+
     configure_environment()  # before the libraries below read it
     from utils.config.settings import parse_fine_tuning
 
@@ -63,4 +65,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, __doc__, announced=True))
+    sys.exit(start(main, __doc__, announced=True))

@@ -13,7 +13,7 @@ import argparse
 import sys
 from functools import partial
 
-from utils.launch.script import run_script
+from utils.launch.entry import start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,4 +43,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(start(main))

@@ -71,7 +71,7 @@ def test_the_lock_of_another_host_is_stale_once_its_heartbeat_stops(
         if end == signal.SIGSTOP:
             os.kill(owner.pid, signal.SIGCONT)
     assert taken.exit_code == ExitCode.DONE, taken.output
-    assert f"the run directory belongs to {named}" in taken.output
+    assert f"{run} belongs to {named}" in taken.output
     assert f"{run}: its last owner is gone ({named}" in taken.output
     assert f"resuming from {run}/checkpoint-3" in taken.output
     assert took_s > HOST_WATCH_S

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import tiny
+from launching import run_processes
 from safetensors.torch import load_file, save_file
 
 import pretrain
@@ -82,3 +83,51 @@ def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, mo
     shown = capfd.readouterr().out
     assert "settings: bf16 true (as this run began); a new run here has false" in shown
     assert "resuming from" in shown
+
+
+RATES = '''
+import json
+from pathlib import Path
+from transformers import TrainerCallback
+
+class Rates(TrainerCallback):
+    """Notes the learning rate of each step before the step is taken."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        rates = [group["lr"] for group in kwargs["optimizer"].param_groups]
+        with (Path(args.output_dir) / f"rates-{args.process_index}").open("a") as file:
+            file.write(json.dumps(rates) + "\\n")
+'''
+WSD = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 2}
+WSD["lr_scheduler_kwargs"] = '{"num_decay_steps": 3}'
+LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        (None, {"lr_scheduler_type": "cosine", "ema_decay": 0.9}),
+        (None, {**WSD, **LORA}),
+        pytest.param("fsdp2", {}, marks=pytest.mark.exhaustive),
+        pytest.param("zero2", {}, marks=pytest.mark.exhaustive),
+        pytest.param("zero3", {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["cosine and EMA", "WSD and LoRA", "fsdp2", "zero2", "zero3"],
+)
+def test_a_finished_run_with_more_steps_follows_the_new_schedule_at_once(
+    strategy, settings, fine_tuned, fine_tuning, tmp_path, capsys
+):
+    (tmp_path / "rates.py").write_text(RATES)
+    settings = {"callbacks": f"{tmp_path}/rates.py:Rates", "save_steps": 6, **settings}
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for folder, steps in ((run, 6), (run, 12), (whole, 12)):
+        if strategy is None:
+            fine_tuned(folder, **settings, max_steps=steps)
+        else:
+            argv = fine_tuning(folder, **settings, max_steps=steps)
+            run_processes(strategy, "sft_train.py", argv).succeeded()
+    rates, expected = ((each / "rates-0").read_text().splitlines() for each in (run, whole))
+    assert len(rates) == len(expected) == 12
+    assert rates[6:] == expected[6:]
+    if strategy is None:
+        assert capsys.readouterr().out.count("the schedule has changed, step 7 takes ") == 1

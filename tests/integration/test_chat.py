@@ -64,9 +64,9 @@ def plain(directory, *asked):
 def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path):
     make_models(base_model, models := tmp_path / "models")
 
-    def ask(model, *flags, typed=""):
+    def ask(model, *flags, typed="", code=0):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert chat.main([str(model), *flags, "--greedy", "--max_new_tokens", "12"]) == 0
+        assert chat.main([str(model), *flags, "--greedy", "--max_new_tokens", "12"]) == code
         return capsys.readouterr()
 
     base, run, asked = models / "base", tmp_path / "run", ("--prompt", "t5")
@@ -83,7 +83,9 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     assert ask(models / "adapter", *asked).out == shown.out
     shutil.copytree(base, run / "final")
     expected = plain(models / "text", "t5")
-    assert ask(models / "text", *asked).out.strip() == expected
+    shown = ask(models / "text", *asked)
+    assert shown.out.strip() == expected
+    assert "[not finished after 12 tokens: --max_new_tokens 24 allows more]" in shown.err
     let_it_end_texts(models / "text")
     assert ask(models / "text", *asked).out.strip() == expected
     shown = ask(base, typed="t5\nt7 t8\n/reset\nt5\n/system t9\nt5\n/quit\nt5\n")
@@ -101,7 +103,10 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(TextStreamer, "put", put_and_press)
-    assert ask(base, typed="t5\n/reset\nt5").out.split() == first.split()[:1] * 2
+    shown = ask(base, typed="t5\n/reset\nt5")
+    assert shown.out.split() == first.split()[:1] * 2
+    assert shown.err.count("[not finished after 1 tokens: Ctrl-C]") == 2
+    assert ask(base, *asked, code=130).out.split() == first.split()[:1]
     command = [sys.executable, "chat.py", tmp_path / "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.split(". ")[0][-23:]) == (2, "none: no such directory")

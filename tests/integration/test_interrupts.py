@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from launching import (
 )
 
 from utils.host.run_lock import BY_USER
-from utils.launch.signals import SAVING, Stage
+from utils.launch.signals import SAME_PRESS_S, SAVING, Stage
 from utils.observe.run_state import read_status
 
 pytestmark = pytest.mark.slow
@@ -46,8 +47,13 @@ def held(tmp_path, pretraining):
     def start(launcher: str, step: int, *events: tuple[str, object]) -> tuple[int, str]:
         (hold / str(step)).touch()
 
+        def press_again(terminal: int) -> None:
+            time.sleep(2 * SAME_PRESS_S)
+            press_ctrl_c(terminal)
+
         do = {
             "press": press_ctrl_c,
+            "press again": press_again,
             "release": lambda _terminal: (hold / str(step)).unlink(),
         }
         command = [*LAUNCHERS[launcher], str(ROOT / "pretrain.py"), *pretraining(run)]
@@ -56,7 +62,7 @@ def held(tmp_path, pretraining):
     return start, run
 
 
-PRESS, AGAIN, RELEASE = ("step 2/6", "press"), (SAVING, "press"), (SAVING, "release")
+PRESS, AGAIN, RELEASE = ("step 2/6", "press"), (SAVING, "press again"), (SAVING, "release")
 
 
 def test_ctrl_c_before_the_first_step_ends_at_once(held):
@@ -87,6 +93,8 @@ def test_ctrl_c_saves_and_the_run_resumes(held, pretraining, tmp_path, launcher,
     ours = shown.partition("Traceback")[0]
     assert code == exit_code, shown
     assert ours == shown or launcher == "torchrun"
+    last = shown.rstrip().splitlines()[-1]
+    assert launcher != "torchrun" or last == "stopped with a checkpoint; the same command resumes"
     step = re.search(rf"stopped at step (\d) of 6 with {run}/checkpoint-\1", ours)
     assert step, shown
     status = read_status(run, {})

@@ -152,6 +152,39 @@ def test_a_callback_gets_its_own_state_if_others_come_and_go(own_files):
     OwnCallbacks([]).restore(saved)
 
 
+STATES = """
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+class AtStart(TrainerCallback, ExportableState):
+    best = torch.tensor(1.0)
+    def state(self):
+        return {"args": {}, "attributes": {"steps": 0, "best": self.best}}
+
+class AtTheFirstStep(AtStart):
+    best = None
+    def on_step_end(self, args, state, control, **kwargs):
+        print(f"took step {state.global_step}")
+        self.best = {"loss": torch.tensor(1.0)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "steps"),
+    [("AtStart", "['best']", 0), ("AtTheFirstStep", "['best']['loss']", 1)],
+)
+def test_a_state_that_is_no_json_is_refused_long_before_the_first_checkpoint(
+    pretrained, own_files, tmp_path, capsys, name, key, steps
+):
+    (own_files / "states.py").write_text(STATES)
+    with pytest.raises(ConfigurationError) as refused:
+        pretrained(tmp_path / "run", callbacks=f"states:{name}", logging_steps=99)
+    problem = f"--callbacks states:{name}: its state()['attributes']{key} cannot be saved"
+    assert problem in refused.value.problems[0]
+    assert capsys.readouterr().out.count("took step") == steps
+
+
 @pytest.fixture
 def characters(tmp_path) -> Path:
     """Make a tokenizer whose ids are the codes of ASCII characters."""

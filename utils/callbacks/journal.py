@@ -165,8 +165,10 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
 def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
     remarks, step_s = [], line.get("step_time_s")
     if step_s is not None:
-        limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"
-        remarks.append(f"eta {duration(step_s * (line['max_steps'] - line['step']))}{limit}")
+        left_s = step_s * (line["max_steps"] - line["step"])
+        if round(left_s):
+            limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"
+            remarks.append(f"eta {duration(left_s)}{limit}")
         if (share := line.get("data_wait_s", 0.0) / step_s) > SLOW_LOADER:
             remarks.append(f"waits for data {share:.0%}")
         if (cost := line.get("slowest_cost", 0.0)) > SLOW_RANK:

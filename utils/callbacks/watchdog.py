@@ -23,13 +23,7 @@ from utils.host.faults import place, thread_frames, waits_for_ranks
 from utils.host.machine import host_name
 from utils.host.redaction import write_error
 from utils.host.run_lock import known_loss
-from utils.launch.verdict import (
-    Note,
-    hang_verdict,
-    leave_note,
-    leave_verdict,
-    read_notes,
-)
+from utils.launch.verdict import Note, hang_verdict, leave_note, leave_verdict, read_notes
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
 LONGEST_GAP_S = 10.0  # between two calls of look(); after a longer gap the process was suspended

@@ -1,10 +1,13 @@
 """Host name, rank, processor and memory of this process."""
 
+import ctypes
 import os
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def host_name() -> str:
@@ -15,6 +18,14 @@ def host_name() -> str:
 def global_rank() -> int:
     """Return the rank of this process over all nodes, from the launcher; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
+
+
+def set_death_signal(number: int) -> None:
+    """Let the kernel send a signal to this process when its parent dies; 0 sends none.
+
+    Each thread has a setting. The kernel sends the signal if one thread asks for it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def cpu_fact(name: str) -> str:

@@ -52,6 +52,18 @@ def take_run_lock(output_dir: Path) -> None:
     atexit.register(leave_run_lock, output_dir)
 
 
+def refuse_if_in_use(output_dir: Path) -> None:
+    """Raise ConfigurationError early if another process probably uses a directory.
+
+    `take_run_lock` decides later. Wait for a heartbeat only if the last one came moments ago.
+    """
+    owner = next(run_owners(output_dir), None)
+    if owner is None or output_dir.resolve() in _held:
+        return
+    if owner.alive and owner.age_s < WATCH_S / 2 and not _is_gone(owner):
+        _wait_for_the_last_owner(output_dir)
+
+
 def leave_run_lock(output_dir: Path) -> None:
     """Release the run lock if this process holds it. Raises nothing."""
     if lock := _held.pop(output_dir.resolve(), None):
@@ -200,7 +212,7 @@ class RunLock:
         self.phase = "starting"
         self.folder.mkdir(exist_ok=True)
         while True:
-            self.path = self.folder / f"owner-{self._wait_for_the_last_owner() + 1}"
+            self.path = self.folder / f"owner-{_wait_for_the_last_owner(output_dir) + 1}"
             with contextlib.suppress(FileExistsError):  # another new job was faster
                 self.write(os.O_CREAT | os.O_EXCL)
                 break
@@ -219,40 +231,6 @@ class RunLock:
             f"{self.output_dir} was taken over by {owner or NAMELESS}: this run gave no sign of "
             f"life for longer than {WATCH_S:.0f} s (was it suspended?)."
         )
-
-    def _wait_for_the_last_owner(self) -> int:
-        """Wait until the last owner has ended, or gave no heartbeat for WATCH_S.
-
-        Return the number of the owner's file, 0 if the directory had no owner. Raises
-        ConfigurationError if the owner gives a heartbeat.
-        """
-        seen: RunOwner | None = None
-        number, owner = _newest(self.folder)
-        if number == 0 or (owner and owner.left):
-            return number
-        if owner is None or not self._is_gone(owner):
-            logger.info(
-                "the run directory belongs to %s: waiting up to %.0f s for its heartbeat",
-                owner or NAMELESS, WATCH_S,
-            )  # fmt: skip
-            for number, owner in _changes(self.folder):
-                if owner and owner.left:
-                    return number
-                # A file that was unreadable once and then has the same content is no heartbeat.
-                if seen and owner and owner != seen:
-                    raise ConfigurationError(
-                        f"{self.output_dir} is in use by {owner}: two jobs in one directory would "
-                        "overwrite each other. Wait for it to end, stop it (touch "
-                        f"{self.output_dir / 'STOP'}), or name another --output_dir."
-                    )
-                seen = seen or owner
-        logger.warning("%s: its last owner is gone (%s)", self.output_dir, owner or NAMELESS)
-        return number
-
-    def _is_gone(self, last: RunOwner) -> bool:
-        # Slurm requeues a job only after all its processes have ended.
-        job, start = self.owner["job"], self.owner["restart_count"]
-        return last.gone or (job is not None and last.job == job and last.restart_count < start)
 
     def _keep_beating(self) -> None:
         warned = False
@@ -276,6 +254,43 @@ class RunLock:
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
             file.write((json.dumps(content).ljust(SIZE - 1) + "\n").encode())
+
+
+def _wait_for_the_last_owner(output_dir: Path) -> int:
+    """Wait until the last owner has ended, or gave no heartbeat for WATCH_S.
+
+    Return the number of the owner's file, 0 if the directory had no owner. Raises
+    ConfigurationError if the owner gives a heartbeat.
+    """
+    folder = output_dir / FOLDER
+    number, owner = _newest(folder)
+    if number == 0 or (owner and owner.left):
+        return number
+    if owner is None or not _is_gone(owner):
+        logger.info(
+            "%s belongs to %s: waiting up to %.0f s for its heartbeat",
+            output_dir, owner or NAMELESS, WATCH_S,
+        )  # fmt: skip
+        seen: RunOwner | None = None
+        for number, owner in _changes(folder):
+            if owner and owner.left:
+                return number
+            # A file that was unreadable once and then has the same content is no heartbeat.
+            if seen and owner and owner != seen:
+                raise ConfigurationError(
+                    f"{output_dir} is in use by {owner}: two jobs in one directory would "
+                    "overwrite each other. Wait for it to end, stop it (touch "
+                    f"{output_dir / 'STOP'}), or name another --output_dir."
+                )
+            seen = seen or owner
+    logger.warning("%s: its last owner is gone (%s)", output_dir, owner or NAMELESS)
+    return number
+
+
+def _is_gone(last: RunOwner) -> bool:
+    # Slurm requeues a job only after all its processes have ended.
+    job, start = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return last.gone or (job is not None and last.job == job and last.restart_count < start)
 
 
 def _machine() -> str:

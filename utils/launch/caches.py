@@ -16,12 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from utils.config.errors import ConfigurationError, StorageError
-from utils.host.atomic_files import (
-    cache_root,
-    locked_directory,
-    paths_inside,
-    remove_abandoned,
-)
+from utils.host.atomic_files import cache_root, locked_directory, paths_inside, remove_abandoned
 from utils.host.machine import cpu_fact, host_name
 from utils.launch.signals import NODE_DIR
 from utils.launch.verdict import NOTES_DIR

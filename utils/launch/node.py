@@ -4,6 +4,7 @@ slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT 
 """
 
 import argparse
+import atexit
 import contextlib
 import importlib.util
 import logging
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +40,7 @@ from utils.launch.signals import (
     STOP,
     Stage,
     stage_of_node,
+    state,
 )
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import (
@@ -86,6 +89,8 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: object) -> None:
         by_user = number == signal.SIGINT
+        if by_user and not state.is_new_press(time.monotonic()):
+            return
         # In a job the signal INT comes from scancel, and requeueing would start the job again.
         if by_user and (self.asked or self.stage is not Stage.TRAINING or not ALONE):
             self._interrupt()
@@ -168,6 +173,7 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
             pack_compiled(directory / "compiled", known)
         return verdict
     except KeyboardInterrupt:
+        atexit.register(logging.disable)  # runs first: torch's exit handlers would log
         return Verdict(f"{BY_USER}, {signals.stage.value}", EXIT_CODE)
     except Exception as error:
         refusal = error if isinstance(error, ConfigurationError) else missing_package(error)

@@ -38,6 +38,7 @@ from utils.launch.signals import (
     NODE_DIR,
     end_with_launcher,
     is_launcher,
+    raise_at_ctrl_c,
     stop_request,
 )
 from utils.launch.verdict import leave_note, runs_begun
@@ -187,6 +188,7 @@ def run_script(
     checkpoint) becomes 0, because torchrun would kill the other ranks at any other code.
     """
     end_with_launcher()
+    raise_at_ctrl_c()
     ending: int | None = None  # None while main runs, and after errors that pass through
     last: list[Callable[[], None]] = []  # write reports, send messages; only without a launcher
 
@@ -250,7 +252,6 @@ def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> 
     except ConfigurationError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C cuts the exit handlers short
         return _interrupted()
     except Exception as error:
         # torch's handler would raise an error here when a data worker ends.
@@ -293,6 +294,7 @@ def _interrupted(why: str = "") -> int:
     note_error(BY_USER)
     if global_rank() == 0:
         write_error(f"\n{BY_USER}{why}\n")
+    atexit.register(logging.disable)  # runs first: torch's exit handlers would log
     return EXIT_CODE
 
 
@@ -356,16 +358,17 @@ def _refuse(error: ConfigurationError, of_this_rank: bool = False) -> int:
 def _show(lines: list[str], again: list[str]) -> None:
     """Write lines to stderr, and let `again` be printed below the traceback of the launcher.
 
-    Under torchrun, write `again` to TORCHELASTIC_ERROR_FILE, which torchrun prints last. When
-    `accelerate launch` runs one process without torchrun, start a shell that waits for the
-    launcher's end, at most 5 s, and then prints `again`.
+    Under torchrun, write `again` to TORCHELASTIC_ERROR_FILE, which torchrun prints last. After
+    Ctrl-C torchrun does not print this file, and `accelerate launch` of one process never does:
+    start a shell that waits for the launcher's end, at most 5 s, and then prints `again`.
     """
     write_error("".join(f"{line}\n" for line in lines))
     if NODE_DIR in os.environ:  # slurm/launch_node.sh prints the cause last
         return
     text = redact("".join(f"{line}\n" for line in again))
     with contextlib.suppress(OSError):  # the lines were printed before
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file and stop_request() != CTRL_C:
             details = {"message": text.rstrip(), "extraInfo": {"timestamp": int(time.time())}}
             Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")
             return

@@ -10,15 +10,17 @@ these files comes from torchrun, because another process failed, and the process
 """
 
 import contextlib
-import ctypes
+import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from utils.host.machine import global_rank
+from utils.host.machine import global_rank, set_death_signal
 from utils.host.redaction import write_error
 from utils.host.run_lock import BY_USER, held_runs, leave_run_lock, note_error
 
@@ -33,7 +35,7 @@ _LAUNCHERS = (
     "accelerate", "accelerate.commands.accelerate_cli", "accelerate.commands.launch",
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch",
 )  # fmt: skip
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+SAME_PRESS_S = 0.3  # SIGINTs with shorter gaps are one press of Ctrl-C
 # After a SIGTERM of Slurm, the launcher writes the file STOP within this time.
 FILE_WITHIN_S = 3.0
 KILLED_BY_SIGTERM = 128 + signal.SIGTERM
@@ -47,9 +49,45 @@ class Stage(Enum):
     FINISHING = "after training; the same command finishes the run"
 
 
-_stage = Stage.STARTING
-_requested: str | None = None
-_wakeup_pipe: tuple[int, int] | None = None
+@dataclass
+class SignalState:
+    """The part of the run of this process, and its request to stop.
+
+    requested   the source of a request to stop, such as "SIGTERM"
+    pressed_at  the time of the last SIGINT, by time.monotonic()
+    pipe        the reading and the writing end; Python writes the number of each signal
+    """
+
+    stage: Stage = Stage.STARTING
+    requested: str | None = None
+    pressed_at: float = -math.inf
+    pipe: tuple[int, int] | None = None
+
+    def is_new_press(self, now: float) -> bool:
+        """Return whether a SIGINT at time `now` is another press than the last one.
+
+        A terminal, a launcher and `timeout` may each pass on the same press.
+        """
+        before, self.pressed_at = self.pressed_at, now
+        return now - before > SAME_PRESS_S
+
+
+state = SignalState()  # signals belong to the process
+
+
+def raise_at_ctrl_c() -> None:
+    """Let the first Ctrl-C raise KeyboardInterrupt, and the second end this process at once."""
+
+    def press(*_: object) -> None:
+        if not state.is_new_press(time.monotonic()):
+            return
+        if state.requested == CTRL_C:
+            os._exit(EXIT_CODE)
+        state.requested = CTRL_C
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it
+        signal.signal(signal.SIGINT, press)
 
 
 def install_stop_signals() -> None:
@@ -59,21 +97,20 @@ def install_stop_signals() -> None:
     (signal.set_wakeup_fd), because Python runs handlers only in the main thread, which may be
     blocked in a collective.
     """
-    global _requested, _wakeup_pipe  # noqa: PLW0603 - one thread serves all runs of a process
-    _requested = None
+    state.requested = None
     enter_stage(Stage.STARTING)
-    if _wakeup_pipe is None:
-        _wakeup_pipe = os.pipe()
-        os.set_blocking(_wakeup_pipe[1], False)
+    if state.pipe is None:
+        state.pipe = os.pipe()
+        os.set_blocking(state.pipe[1], False)
         ready = threading.Event()
         threading.Thread(
-            target=_answer_signals, args=(_wakeup_pipe[0], ready), name="signals", daemon=True
+            target=_answer_signals, args=(state.pipe[0], ready), name="signals", daemon=True
         ).start()
         ready.wait()
         set_death_signal(0)  # the thread has its own
-    signal.set_wakeup_fd(_wakeup_pipe[1], warn_on_full_buffer=False)
+    signal.set_wakeup_fd(state.pipe[1], warn_on_full_buffer=False)
     numbers = [signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         numbers.append(signal.SIGINT)
     for number in numbers:
         # Only signals with a handler are written to the pipe; an empty handler is enough.
@@ -86,8 +123,7 @@ def install_stop_signals() -> None:
 
 def enter_stage(stage: Stage) -> None:
     """Note the part of the run, in this process and for the launcher of this node."""
-    global _stage  # noqa: PLW0603 - one thread serves all runs of a process
-    _stage = stage
+    state.stage = stage
     directory = os.environ.get(NODE_DIR)
     if directory and os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a full disk must not end the run
@@ -124,14 +160,6 @@ def _started_by(parent: int) -> bool:
     return parent == int(os.environ.get(LAUNCHER, "0")) or is_launcher(parent)
 
 
-def set_death_signal(number: int) -> None:
-    """Let the kernel send a signal to this process when its parent dies; 0 sends none.
-
-    Each thread has a setting. The kernel sends the signal if one thread asks for it.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
 def is_launcher(process: int) -> bool:
     """Return whether the process id is `accelerate launch`, torchrun or DeepSpeed's launcher."""
     return any(Path(word).name in _LAUNCHERS for word in _command_line(process))
@@ -148,7 +176,7 @@ def _command_line(process: int) -> list[str]:
 
 def stop_request() -> str | None:
     """Return the source of a request to stop, such as the signal; None if there is no request."""
-    return _requested or _node_request()
+    return state.requested or _node_request()
 
 
 def _node_request() -> str | None:
@@ -162,7 +190,6 @@ def _node_request() -> str | None:
 
 
 def _answer_signals(pipe: int, ready: threading.Event) -> None:
-    global _requested  # noqa: PLW0603 - see above
     if _started_by(os.getppid()):
         set_death_signal(signal.SIGKILL)
     ready.set()
@@ -171,16 +198,23 @@ def _answer_signals(pipe: int, ready: threading.Event) -> None:
         if os.environ.get(NODE_DIR):
             if signal.SIGTERM in numbers:
                 _obey_the_launcher()
-            continue
-        # At the second Ctrl-C torchrun sends SIGTERM.
-        again = _requested == CTRL_C and signal.SIGTERM in numbers
-        if again or (signal.SIGINT in numbers and (_requested or _stage is not Stage.TRAINING)):
+        else:
+            _answer(numbers, time.monotonic())
+
+
+def _answer(numbers: Collection[int], now: float) -> None:
+    """Act on signals that came at time `now`, without slurm/launch_node.sh."""
+    # At the second Ctrl-C torchrun sends SIGTERM.
+    by_torchrun = state.requested == CTRL_C and signal.SIGTERM in numbers
+    if signal.SIGINT in numbers or by_torchrun:
+        if not state.is_new_press(now):
+            return
+        if state.requested or state.stage is not Stage.TRAINING:
             _end_by_user()
-        elif signal.SIGINT in numbers:
-            _announce_the_save()
-            _requested = CTRL_C
-        elif asked := numbers & {signal.SIGTERM, signal.SIGUSR1}:
-            _requested = _requested or signal.Signals(min(asked)).name
+        _announce_the_save()
+        state.requested = CTRL_C
+    elif numbers:
+        state.requested = state.requested or signal.Signals(min(numbers)).name
 
 
 def _obey_the_launcher() -> None:
@@ -215,7 +249,7 @@ def _end_by_user() -> None:
     for run in held_runs():
         leave_run_lock(run)
     if global_rank() == 0 and not os.environ.get(NODE_DIR):  # else the launcher says it
-        write_error(f"\n{BY_USER}, {_stage.value}\n")
+        write_error(f"\n{BY_USER}, {state.stage.value}\n")
     os._exit(EXIT_CODE)
 
 

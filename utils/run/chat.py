@@ -5,6 +5,7 @@ import contextlib
 import re
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from utils.config.errors import ConfigurationError
 from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
 from utils.host.hub import settle_connection
 from utils.host.redaction import redact
+from utils.launch.signals import state
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
@@ -123,7 +125,12 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
 
 class ChatModel:
-    """A model with its tokenizer and chat template. Without a template, it only continues texts."""
+    """A model with its tokenizer and chat template. Without a template, it only continues texts.
+
+    interrupted  whether Ctrl-C cut the last answer short
+    """
+
+    interrupted = False
 
     def __init__(self, given: argparse.Namespace):
         """Load the model and set generation options, from the flags. Raises ConfigurationError."""
@@ -185,6 +192,23 @@ class ChatModel:
             )
         return messages[0]["content"]
 
+    def _room(self, prompt_tokens: int) -> tuple[int, str]:
+        """Return the number of new tokens for a prompt, and what a longer answer would need.
+
+        Raises ConfigurationError if the prompt exceeds the model's positions.
+        """
+        room = self.settings.max_new_tokens
+        limit = f"--max_new_tokens {2 * room} allows more"
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", 0)
+        if positions and positions - prompt_tokens < room:
+            room = positions - prompt_tokens
+            limit = f"the model has {positions:,} positions; /reset forgets the conversation"
+        if not prompt_tokens or room < 1:
+            raise ConfigurationError(
+                f"{self.path}: {prompt_tokens:,} tokens do not fit {positions:,} positions."
+            )
+        return room, limit
+
     def answer(self, messages: Messages) -> str:
         """Generate, print and return an answer, which Ctrl-C cuts short.
 
@@ -201,17 +225,12 @@ class ChatModel:
         else:  # the template has added the special tokens
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         inputs = self.tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
-        room = self.settings.max_new_tokens
-        if positions := getattr(self.model.config.get_text_config(), "max_position_embeddings", 0):
-            room = min(room, positions - len(ids))
-        if not ids or room < 1:
-            raise ConfigurationError(
-                f"{self.path}: {len(ids):,} tokens do not fit {positions:,} positions."
-            )
+        room, limit = self._room(len(ids))
         pressed: list[bool] = []
 
         def press(*_: object) -> None:
-            if pressed:
+            is_new = state.is_new_press(time.monotonic())
+            if is_new and pressed:
                 raise KeyboardInterrupt  # the second time does not wait for the next token
             pressed.append(True)
 
@@ -233,9 +252,11 @@ class ChatModel:
                 "out of GPU memory: a smaller --max_new_tokens, or --device auto."
             ) from error
         finally:
+            self.interrupted = bool(pressed)
             signal.signal(signal.SIGINT, before)
         if not set(output.tolist()) & set(self.settings.eos_token_id):
-            say(f"[not finished after {len(output):,} tokens]")
+            why = "Ctrl-C" if pressed else limit
+            say(f"[not finished after {len(output):,} tokens: {why}]")
         answer: str = self.tokenizer.decode(output, skip_special_tokens=True)
         if not answer.strip():
             say("[the answer is empty: the model ended at once]")

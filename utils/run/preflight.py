@@ -34,25 +34,25 @@ SIGHT_LIMIT_S = 5.0  # an NFS client caches a directory's contents for some seco
 PROBE_BYTES = 2**14
 
 
-def check_same_precision(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise UnfitClusterError if ranks chose different values of CHOSEN; all ranks call this."""
-    for name in CHOSEN:
-        answers = gathered((settings.values[name], settings.values.shown(name)))
-        for host, (value, shown) in zip(launch.hosts, answers, strict=True):
-            if value != answers[0][0]:
+def check_same_start(settings: RunSettings, launch: LaunchFacts) -> None:
+    """Raise ConfigurationError if ranks differ in a value of CHOSEN or in the user's own code.
+
+    A different value is an UnfitClusterError. Collective.
+    """
+    chosen = {name: (settings.values[name], settings.values.shown(name)) for name in CHOSEN}
+    first, *others = gathered((chosen, settings.own_code.digests()))
+    for host, (values, digests) in zip(launch.hosts[1:], others, strict=True):
+        for name, (value, shown) in values.items():
+            if value != first[0][name][0]:
                 raise UnfitClusterError(
-                    f"the ranks would compute differently: {answers[0][1]} on {launch.hosts[0]}, "
-                    f"{shown} on {host}: set {name} yourself, or take nodes of one kind."
+                    f"the ranks would compute differently: {first[0][name][1]} on "
+                    f"{launch.hosts[0]}, {shown} on {host}: set {name} yourself, or take nodes of "
+                    "one kind."
                 )
-
-
-def check_same_code(settings: RunSettings, launch: LaunchFacts) -> None:
-    """Raise ConfigurationError if the user's own code differs between ranks; all ranks call it."""
-    digests = gathered(settings.own_code.digests())
-    others = [host for host, each in zip(launch.hosts, digests, strict=True) if each != digests[0]]
-    if others:
-        problem = f"--callbacks, --loss: {others[0]} and {launch.hosts[0]} have different files."
-        raise ConfigurationError(problem)
+        if digests != first[1]:
+            raise ConfigurationError(
+                f"--callbacks, --loss: {host} and {launch.hosts[0]} have different files."
+            )
 
 
 def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: LaunchFacts) -> None:

@@ -17,9 +17,9 @@ from utils.config.errors import Answer, ConfigurationError, LostProcessError
 from utils.config.preparation import PreparationArguments, RawDataArguments, prepare_command
 from utils.config.strategy import SUBMITTING
 from utils.host.collectives import answers_of, attempt, cpu_group, on_rank_0
+from utils.host.machine import set_death_signal
 from utils.host.run_lock import take_run_lock
 from utils.launch.script import configure_logging
-from utils.launch.signals import set_death_signal
 
 if TYPE_CHECKING:  # the process that tokenizes imports this module, and starts soon
     from utils.config.raw_data import RawData

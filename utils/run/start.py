@@ -45,14 +45,9 @@ from utils.host.environment import report_environment
 from utils.host.hub import settle_connection, stay_offline
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
-from utils.host.run_lock import leave_run_lock, take_run_lock
+from utils.host.run_lock import leave_run_lock, refuse_if_in_use, take_run_lock
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
-from utils.launch.processes import (
-    LaunchFacts,
-    check_connected,
-    check_launch,
-    requested_strategy,
-)
+from utils.launch.processes import LaunchFacts, check_connected, check_launch, requested_strategy
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
 from utils.launch.verdict import mark_run_started
@@ -62,13 +57,7 @@ from utils.model.weights import check_without_loading, published_rows, weights_d
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan, on_a_login_node, tracker_name
 from utils.publish.hub import NO_TOKEN
-from utils.run.preflight import (
-    check_place,
-    check_same_code,
-    check_same_precision,
-    check_storage,
-    known_files,
-)
+from utils.run.preflight import check_place, check_same_start, check_storage, known_files
 from utils.run.provenance import accepted_changes, identity_facts, slurm_job, write_provenance
 from utils.run.trackers import prepare_trackers
 
@@ -134,10 +123,10 @@ def _launch(settings: RunSettings) -> LaunchFacts:
     """Check the launch; on rank 0 copy the checkpoint of --resume_from_checkpoint to output_dir."""
     install_stop_signals()
     launch = check_launch()
-    check_same_precision(settings, launch)
-    check_same_code(settings, launch)
+    check_same_start(settings, launch)
     args = settings.training
     output_dir = Path(str(args.output_dir))
+    on_rank_0(lambda: refuse_if_in_use(output_dir))
 
     def adopt() -> None:
         known_files(output_dir)

@@ -1,5 +1,6 @@
 """The callbacks of a run and other helper objects of the trainer, as fields of a dataclass."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.progress import Progress
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
+from utils.config.errors import ConfigurationError
 from utils.config.own_code import callback_class
 from utils.training.losses import ExpertBalance, SourceLosses
 from utils.training.optimizer import InheritedOptimizer
@@ -64,12 +66,18 @@ class OwnCallbacks:
         self.made = {entry: callback_class(entry)() for entry in entries}
 
     def state(self) -> dict[str, Any]:
-        """Return the attributes that the callbacks export; those of rank 0 are saved."""
-        exported = {
-            entry: callback.state().get("attributes")
-            for entry, callback in self.made.items()
-            if isinstance(callback, ExportableState)
+        """Return the attributes that the callbacks export; those of rank 0 are saved.
+
+        Raises ConfigurationError for a state that Trainer cannot write into a checkpoint.
+        """
+        exporting = {
+            entry: each for entry, each in self.made.items() if isinstance(each, ExportableState)
         }
+        states = {entry: callback.state() for entry, callback in exporting.items()}
+        for entry, state in states.items():
+            for part, values in state.items():
+                _check_json(f"--callbacks {entry}: its state()[{part!r}]", values)
+        exported = {entry: state.get("attributes") for entry, state in states.items()}
         return {OWN: exported} if exported else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -77,6 +85,19 @@ class OwnCallbacks:
         for entry, attributes in saved.get(OWN, {}).items():
             if entry in self.made:
                 vars(self.made[entry]).update(attributes or {})
+
+
+def _check_json(name: str, value: Any) -> None:
+    """Raise ConfigurationError, with the key, if a value of a callback's state is no JSON."""
+    try:
+        json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            _check_json(f"{name}[{key!r}]", inner)
+        raise ConfigurationError(
+            f"{name} cannot be saved in a checkpoint, which holds JSON: {error}. Return numbers, "
+            "strings, lists and dicts, such as loss.item() for a tensor."
+        ) from error
 
 
 @dataclass

@@ -20,13 +20,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 from typing_extensions import override
@@ -80,6 +77,8 @@ class SavingTrainer(Trainer):
         self, tr_loss: torch.Tensor, grad_norm: Any, *others: Any, **named: Any
     ) -> None:
         """Log, evaluate and save if due; save after an interrupted evaluation."""
+        if self.state.global_step == self.callbacks.progress.first_step:
+            self.callbacks.own.state()  # raises now, and not at the first checkpoint
         self.callbacks.guard.take_step(self.state.global_step - 1, grad_norm)
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, **named)
@@ -220,6 +219,7 @@ class SavingTrainer(Trainer):
             self._globalstep_last_logged -= saved["unlogged_steps"]
         for part in self.callbacks.stateful():
             part.restore(saved)
+        self.callbacks.own.state()  # raises if a checkpoint could not store it
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
@@ -271,7 +271,10 @@ class SavingTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self.callbacks.progress.begin(Phase.LOAD, self.state.global_step)
         with loadable_checkpoint(self, resume_from_checkpoint) as loadable:
-            return super()._prepare_for_training(max_steps, train_dataloader, loadable)
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, loadable)
+        if resume_from_checkpoint is not None:
+            follow_schedule(self.lr_scheduler)
+        return prepared
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -311,6 +314,30 @@ class SavingTrainer(Trainer):
                 "is another model's or another Stoker's. Give final/ to a new run (--init_from)."
             )
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+
+def follow_schedule(scheduler: Any) -> None:
+    """Set the learning rate of the next step by this start's schedule.
+
+    Trainer restores the rate that was in force when the checkpoint was saved. If max_steps or
+    another setting of the schedule has changed, the first step would still use the old rate, which
+    is 0 at the end of most schedules. Without a change both rates are equal bit for bit.
+    """
+    if isinstance(scheduler, AcceleratedScheduler):  # under DeepSpeed
+        scheduler = scheduler.scheduler
+    if not isinstance(scheduler, LambdaLR):
+        return  # such as reduce_lr_on_plateau: the rate follows from the losses, not from the step
+    step, factors = scheduler.last_epoch, scheduler.lr_lambdas
+    rates = [base * at(step) for base, at in zip(scheduler.base_lrs, factors, strict=True)]
+    groups = scheduler.optimizer.param_groups
+    if rates != [group["lr"] for group in groups]:
+        logger.info(
+            "learning rate: the schedule has changed, step %d takes %.3g instead of %.3g",
+            step + 1, rates[0], groups[0]["lr"],
+        )  # fmt: skip
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 def save_random_states(directory: Path, args: TrainingArguments) -> None:

@@ -271,3 +271,4 @@ class PackedTrainer(SavingTrainer):
             if not logs["total_flos"]:
                 del logs["total_flos"]  # the callback Throughput counts FLOPs instead
         super().log(logs, start_time)
+        self.callbacks.own.state()  # raises, before the hours until a checkpoint

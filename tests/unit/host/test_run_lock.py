@@ -18,7 +18,13 @@ from launching import ROOT
 
 from utils.config.errors import ConfigurationError
 from utils.host import run_lock
-from utils.host.run_lock import known_loss, leave_run_lock, take_run_lock, taken_over
+from utils.host.run_lock import (
+    known_loss,
+    leave_run_lock,
+    refuse_if_in_use,
+    take_run_lock,
+    taken_over,
+)
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 HERE = {
@@ -103,8 +109,9 @@ def test_a_second_job_is_refused_and_told_whose_it_is(holder, tmp_path, monkeypa
     process = holder()
     named = rf"{tmp_path} is in use by process {process.pid} on \S+ \(Slurm job 42\), since 20"
     for _ in range(2):  # a refusal changes nothing
-        with pytest.raises(ConfigurationError, match=rf"{named}.*touch \S+/STOP"):
-            take_run_lock(tmp_path)
+        for take in (refuse_if_in_use, take_run_lock):
+            with pytest.raises(ConfigurationError, match=rf"{named}.*touch \S+/STOP"):
+                take(tmp_path)
     assert process.poll() is None
     assert taken_over(tmp_path) is None, "what was never held cannot be lost"
 
@@ -219,12 +226,12 @@ from utils.config.errors import ConfigurationError
 run_lock.BEAT_S, run_lock.WATCH_S, run_lock.LOOK_S = 0.05, 20.0, 0.001
 output_dir, log = pathlib.Path(sys.argv[1]), open(sys.argv[2], "a", buffering=1)
 inside, pid = output_dir / "inside", str(os.getpid())
-wait = run_lock.RunLock._wait_for_the_last_owner
-def act_late(lock):
-    number = wait(lock)
+wait = run_lock._wait_for_the_last_owner
+def act_late(output_dir):
+    number = wait(output_dir)
     time.sleep(random.choice([0, 0, 0.01, 0.1]) * random.random())
     return number
-run_lock.RunLock._wait_for_the_last_owner = act_late
+run_lock._wait_for_the_last_owner = act_late
 print("ready", flush=True)
 while True:
     try:

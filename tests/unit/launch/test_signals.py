@@ -17,6 +17,7 @@ import ctypes, os, signal, sys, time
 from utils.launch import signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 signals.FILE_WITHIN_S = float(os.environ.get("WITHIN_S", "1"))
+signals.SAME_PRESS_S = 0
 signals.install_stop_signals()
 print("ready", flush=True)
 """
@@ -114,6 +115,58 @@ def test_the_first_ctrl_c_is_a_request_and_the_second_ends_at_once(start, second
     child.send_signal(second)
     training = signals.Stage.TRAINING.value
     assert end(child) == (130, f"\n{signals.BY_USER}, {training}\n")
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_signals_of_one_press_count_once(monkeypatch, second):
+    """`timeout` sends SIGINT to the process and to its group; torchrun answers by SIGTERM."""
+    state, ended = signals.SignalState(signals.Stage.TRAINING), []
+    monkeypatch.setattr(signals, "state", state)
+    monkeypatch.setattr(signals, "_end_by_user", lambda: ended.append(True))
+    monkeypatch.setattr(signals, "_announce_the_save", lambda: None)
+    signals._answer({signal.SIGINT}, 100.0)
+    for now in (100.0, 100.1, 100.35):  # the gaps count, so a key that is held down is one press
+        signals._answer({second}, now)
+    assert (state.requested, ended) == ("Ctrl-C", [])
+    signals._answer({second}, 101.0)
+    assert ended == [True]
+
+
+AT_THE_START = """
+import os, signal, sys, time
+from utils.launch.entry import start
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)  # of the same press
+        print("cleans up", flush=True)
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("came here", flush=True)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+if sys.argv[1] == "import":
+    import importlib.abc
+    class Press(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, *_):
+            os.kill(os.getpid(), signal.SIGINT)
+    sys.meta_path.insert(0, Press())
+sys.exit(start(main))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_the_start_of_a_script_shows_no_traceback():
+    """While the script imports nothing is shown. The second press does not wait for the end."""
+    for moment, code, shown in (("import", -2, ""), ("main", 130, "cleans up\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", AT_THE_START, moment],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (code, shown)
 
 
 @pytest.mark.slow

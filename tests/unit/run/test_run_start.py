@@ -11,6 +11,7 @@ from utils.config.errors import (
     UnfitClusterError,
 )
 from utils.config.own_code import OwnCode
+from utils.config.precision import CHOSEN
 from utils.launch.processes import LaunchFacts
 from utils.run import preflight
 from utils.run.start import check_progress, report_strategy
@@ -52,31 +53,33 @@ LAUNCH = LaunchFacts(rank=0, world_size=2, strategy="ddp", hosts=("n1", "n2"), d
 
 def settings(bf16: bool, shown: str) -> SimpleNamespace:
     values = type("Values", (dict,), {"shown": lambda _, name: {"bf16": shown}.get(name, name)})
-    return SimpleNamespace(values=values(bf16=bf16, activation_checkpointing=None))
+    own_code = OwnCode([], "my.py:f")
+    return SimpleNamespace(values=values(bf16=bf16, activation_checkpointing=None),
+                           own_code=own_code)  # fmt: skip
 
 
-def test_hosts_that_decide_differently_are_refused(monkeypatch):
-    amx, no_amx = (True, "bf16 True (fast)"), (False, "bf16 False (slow)")
-    other = {True: no_amx, False: no_amx, None: ("auto", "activation_checkpointing auto")}
-    monkeypatch.setattr(preflight, "gathered", lambda value: [value, other[value[0]]])
-    message = r"bf16 True \(fast\) on n1, bf16 False \(slow\) on n2"
-    with pytest.raises(UnfitClusterError, match=message):
-        preflight.check_same_precision(settings(*amx), LAUNCH)
-    with pytest.raises(UnfitClusterError, match="activation_checkpointing auto on n2: set "):
-        preflight.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
-    other[None] = (None, "activation_checkpointing")
-    preflight.check_same_precision(settings(False, "bf16 False (default)"), LAUNCH)
-
-
-def test_ranks_that_read_other_own_code_are_refused(monkeypatch, tmp_path):
+def test_ranks_that_decide_differently_or_have_other_own_code_are_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text("")
-    own = SimpleNamespace(own_code=OwnCode([], "my:f"))
-    monkeypatch.setattr(preflight, "gathered", lambda value: [value, {**value, "loss": {}}])
+    amx, no_amx = settings(True, "bf16 True (fast)"), settings(False, "bf16 False (slow)")
+    auto = {"activation_checkpointing": ("auto", "activation_checkpointing auto")}
+
+    def check(own: SimpleNamespace, values: dict | None = None, digests: dict | None = None):
+        """Let the second rank have the settings of no_amx, with these changes."""
+        theirs = {name: (no_amx.values[name], no_amx.values.shown(name)) for name in CHOSEN}
+        other = theirs | (values or {}), {**own.own_code.digests(), **(digests or {})}
+        monkeypatch.setattr(preflight, "gathered", lambda value: [value, other])
+        preflight.check_same_start(own, LAUNCH)
+
+    check(no_amx)
+    check(settings(False, "bf16 False (default)"))
+    message = r"bf16 True \(fast\) on n1, bf16 False \(slow\) on n2"
+    with pytest.raises(UnfitClusterError, match=message):
+        check(amx)
+    with pytest.raises(UnfitClusterError, match="activation_checkpointing auto on n2: set "):
+        check(no_amx, auto)
     with pytest.raises(ConfigurationError, match="n2 and n1 have different files"):
-        preflight.check_same_code(own, LAUNCH)
-    monkeypatch.setattr(preflight, "gathered", lambda value: [value, value])
-    preflight.check_same_code(own, LAUNCH)
+        check(no_amx, digests={"loss": {}})
 
 
 def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
