@@ -27,7 +27,7 @@ MOST_CHOICES = 8  # the page shows that many; `--help NAME` shows all
 def with_tables(document: str) -> str:
     """Return the document with all lists between its marks made anew."""
     training, preparation = (declared_settings(CLASSES[kind]) for kind in ("sft", "data"))
-    theirs = [name for name in help_file()["texts"] if name in training]
+    theirs = [name for name in help_file()["texts"]["libraries"] if name in training]
     ours = (each for each in training.values() if each.name not in theirs)
     lines = ["## Training", *settings(ours)]
     lines += [

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -51,9 +51,9 @@ class Declaration:
     help: str
 
 
-def setting(default: Any = dataclasses.MISSING, help: str = "", **metadata: Any) -> Any:
-    """Return a dataclass field that declares a setting, which is required without a default."""
-    metadata = {"help": help, "ours": True, **metadata}
+def setting(default: Any, choices: Sequence[Any] | None = None) -> Any:
+    """Return a dataclass field that declares a setting with choices or with a list as default."""
+    metadata = {"choices": choices}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -82,9 +82,7 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
     for member in types:  # transformers' `SomeEnum | str` allows only the enum's values
         if isinstance(member, type) and issubclass(member, Enum):
             choices = tuple(item.value for item in member)
-    text = str(each.metadata.get("help", "see --help")).replace("%%", "%")  # argparse's escape
-    if "ours" not in each.metadata:
-        text = help_file()["texts"].get(each.name, text)
+    texts = help_texts()
     return Declaration(
         name=each.name,
         owner=owner,
@@ -93,7 +91,7 @@ def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration
         choices=choices,
         required=default is missing,
         default=None if default is missing else getattr(default, "value", default),
-        help=text,
+        help=texts.get(f"{owner.__name__}.{each.name}") or texts.get(each.name, "see --help"),
     )
 
 
@@ -275,3 +273,10 @@ def help_file() -> dict[str, Any]:
     import yaml  # the launcher imports this module before it checks the packages
 
     return dict(yaml.safe_load(HELP.read_text(encoding="utf-8")))
+
+
+@cache
+def help_texts() -> dict[str, str]:
+    """Return the texts of all settings by name, or by CLASS.NAME."""
+    texts = help_file()["texts"]
+    return {**texts["libraries"], **texts["stoker"]}

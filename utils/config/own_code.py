@@ -11,19 +11,15 @@ from types import ModuleType
 from typing import Any
 
 from utils.config.declarations import setting
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 
 
 @dataclass(frozen=True)
 class OwnCode:
     """Your own Python code: FILE.py:NAME, or MODULE:NAME in the working directory."""
 
-    callbacks: list[str] = setting(
-        [], "your own TrainerCallback classes, in this order: my_module:MyCallback, file.py:Other"
-    )
-    loss: str | None = setting(
-        None, "your own function for the training loss, a sum over tokens: my_module:my_loss"
-    )
+    callbacks: list[str] = setting([])
+    loss: str | None = None
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Return the SHA-256 of each file, for provenance.json."""
@@ -40,7 +36,7 @@ def source_of(entry: str) -> tuple[Path, str]:
     if not where or not name.isidentifier():
         raise ValueError(f"{entry}: expected my_module:NAME or path/to/file.py:NAME")
     if not path.is_file():
-        raise ValueError(f"{entry}: there is no file {path} in {Path.cwd()}")
+        raise ValueError(f"{entry}: there is no file {path} in {Path.cwd()}{did_you_mean(path)}")
     return path, name
 
 

@@ -27,112 +27,34 @@ COLUMNS = (
 class RawDataArguments:
     """How text or chats are read: settings of prepare_data.py, and of training on raw files."""
 
-    format: str = setting(
-        "auto",
-        "what a record holds: text, messages, sharegpt (conversations), alpaca (instruction, "
-        "output) or prompt_completion; auto decides by the first record's columns; "
-        "my_module:my_format is your own function of a record",
-    )
-    columns: list[str] = setting(
-        [],
-        "names of columns in the files as THEIRS=OURS, such as question=prompt answer=completion, "
-        "or body=text",
-    )
-    add_tokens: list[str] = setting(
-        [],
-        "tokens to add to the tokenizer: training appends a row for each to the model's "
-        "embedding; a new row starts as the mean of the others",
-    )
-    chat_template: str | None = setting(None, "Jinja file; null: the tokenizer's own template")
-    chat_template_kwargs: dict[str, Any] | None = setting(
-        None,
-        "variables for the chat template, such as '{\"enable_thinking\": false}', in this data; "
-        "they become the template's defaults for samples, chat.py and final/; variables of a "
-        "source or of a row's column override them",
-    )
-    on_bad_row: str = setting(
-        "error",
-        "stop at a record that cannot be used, or skip and count it",
-        choices=("error", "skip"),
-    )
-    validation_fraction: float = setting(
-        0.0, "share of the documents, chosen by their content, that goes to the split 'validation'"
-    )
+    format: str = "auto"
+    columns: list[str] = setting([])
+    add_tokens: list[str] = setting([])
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    on_bad_row: str = setting("error", choices=("error", "skip"))
+    validation_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
 class PreparationArguments(RawDataArguments):
     """Documents, tokenizer, held-out share and division of the work."""
 
-    sources: list[str | dict[str, Any]] = setting(
-        [],
-        "files, folders or globs with the training documents: text, JSONL, JSON, CSV (also "
-        ".gz, .zst), Parquet, a folder written by datasets' save_to_disk, or OWNER/NAME of a "
-        "dataset of the Hub; in a recipe also mappings of path, split, format, columns, filter, "
-        "weight, max_tokens and chat_template_kwargs, and for the Hub subset, revision and "
-        "max_files",
-    )
-    tokenizer_name_or_path: str = setting(
-        "", "tokenizer folder, or Hub name; examples/train_tokenizer.py trains one"
-    )
-    output_dir: str = setting("", "folder for the tokenizer and one dataset per split")
-    eval_sources: list[str | dict[str, Any]] = setting(
-        [],
-        "evaluation splits as NAME=PATH (from a folder with splits: the split of that name); a "
-        "repeated name adds a path to its split; in a recipe also mappings with the key name",
-    )
-    models: list[str] = setting(
-        [],
-        "also fetch these models of the Hub (OWNER/NAME, or OWNER/NAME@REVISION) with tokenizer, "
-        "so that jobs without a network find them; weights only as safetensors. Needs no sources",
-    )
-    offline_dir: str | None = setting(
-        None,
-        "fetch everything of the Hub that the settings name into this folder, check that it loads "
-        "without a network, and prepare nothing; machines without a network use the folder as "
-        "HF_HOME",
-    )
-    tokenizer_backend: str = setting(
-        "auto",
-        "what tokenizes texts (chats always use the tokenizer itself): tokenizers, or gigatoken, "
-        "many times faster; auto takes gigatoken if it is installed and gives the same ids, which "
-        "is checked at the start",
-        choices=("auto", "tokenizers", "gigatoken"),
-    )
-    template_date: str | None = setting(
-        None,
-        "date (YYYY-MM-DD) for a chat template that prints today's date; null: the day of the "
-        "newest source file, the same for every shard; stoker.json records it",
-    )
-    sequence_length: int | None = setting(
-        None,
-        "the most tokens of a chat; on_overlong says what happens to longer chats. null: no limit",
-    )
-    on_overlong: str = setting(
-        "error",
-        "what to do with a chat longer than sequence_length (texts stay whole: training splits "
-        "them)",
-        choices=("error", "truncate", "drop"),
-    )
-    seed: int = setting(0, "key of the hash that chooses held-out documents")
-    num_proc: int = setting(
-        1,
-        "cores to use: worker processes, or threads of one process if there is little work; the "
-        "output does not depend on it",
-    )
-    shard: str | None = setting(
-        None,
-        "I/N, with I from 0: do only this share of the work (job arrays); afterwards run with "
-        "merge N",
-    )
-    merge: int | None = setting(
-        None, "check that all N shards are complete and assemble the datasets"
-    )
-    overwrite: bool = setting(
-        False,
-        "replace datasets that prepare_data.py made with other settings in output_dir; they stay "
-        "until the new ones are complete",
-    )
+    sources: list[str | dict[str, Any]] = setting([])
+    tokenizer_name_or_path: str = ""
+    output_dir: str = ""
+    eval_sources: list[str | dict[str, Any]] = setting([])
+    models: list[str] = setting([])
+    offline_dir: str | None = None
+    tokenizer_backend: str = setting("auto", choices=("auto", "tokenizers", "gigatoken"))
+    template_date: str | None = None
+    sequence_length: int | None = None
+    on_overlong: str = setting("error", choices=("error", "truncate", "drop"))
+    seed: int = 0
+    num_proc: int = 1
+    shard: str | None = None
+    merge: int | None = None
+    overwrite: bool = False
 
 
 def parse_preparation(

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from utils.config.command_line import read_settings
+from utils.config.declarations import help_texts
 from utils.config.errors import ConfigurationError
 
 
 @dataclass
 class First:
-    sources: list[str] = field(metadata={"help": "what to read, 5% of it"})
+    sources: list[str]
     learning_rate: float = field(default=1e-3, metadata={"help": "step size"})
     seed: int = field(default=0, metadata={"help": "key"})
     limit: int | None = field(default=7, metadata={"help": "null: none"})
@@ -125,7 +126,7 @@ def test_checks_see_all_values_and_their_faults_join_the_others(recipe):
     checks = (check_seed, check_sources)
     assert problems_of("--seed", "3", "--zzz", "x", checks=checks) == [
         "unknown setting --zzz: --help all lists all settings",
-        "sources is required: what to read, 5% of it",
+        f"sources is required: {help_texts()['sources']}",
         "seed 3 (--seed) is above learning_rate 0.001 (default)",
     ]
     faulty = problems_of("--sources", "a", "--seed", "x", checks=checks)

@@ -9,6 +9,7 @@ from command_lines import BASE, BOTH, parse
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
 from utils.config.declarations import declared_settings, help_file
 from utils.config.errors import Answer, ConfigurationError
+from utils.config.own_code import OwnCode
 from utils.config.preparation import PreparationArguments, parse_preparation
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.launch.script import run_script
@@ -65,13 +66,16 @@ def test_help_explains_a_topic(helped):
 
 
 def test_each_setting_of_a_library_has_a_text_of_ours_and_each_topic_has_settings():
-    classes = (RunArguments, DataArguments, ModelArguments, FineTuneConfig, PreparationArguments)
+    classes = (RunArguments, DataArguments, ModelArguments, FineTuneConfig, OwnCode)
+    classes = (*classes, PreparationArguments)
     declared, texts = declared_settings(classes), help_file()["texts"]
-    theirs = {name for name in texts if declared[name].help == texts[name]}
+    for name, text in (texts["libraries"] | texts["stoker"]).items():
+        owner, _, plain = name.rpartition(".")
+        assert owner or declared[plain].help == text
     for name, declaration in declared.items():
         assert len(declaration.help.split()) > 2, name
         assert not re.search(r"Whether|\bvalue\.$|Defaults to", declaration.help), name
-    assert len(theirs) > 60
+    assert len(texts["libraries"]) > 60
     for content in help_file()["topics"].values():
         assert set(content["settings"].split()) <= set(declared)
 
