@@ -30,41 +30,45 @@ def settle_precision(values: SettingValues) -> None:
     TrainingArguments demands.
     """
     by_launch = values.environment.get(PRECISION_VARIABLE, "no")
-    use_cpu = Given(True, "ACCELERATE_USE_CPU")
-    settles_device = is_true("ACCELERATE_USE_CPU", values.environment)
-    choices = {}
+    settles_device = values["bf16"] is None or is_true("ACCELERATE_USE_CPU", values.environment)
     if values["bf16"] is None:
-        settles_device, use_cpu = True, Given(True, values.source("use_cpu"))
-        choices["bf16"] = _open_precision(values, by_launch)
-        if choices["bf16"] == Given(False, BY_LAUNCH):
+        choice = _open_precision(values, by_launch)
+        _choose(values, "bf16", choice)
+        if choice == Given(False, BY_LAUNCH):
             values.given["fp16"] = Given(True, BY_LAUNCH)
     if values[RECOMPUTED] is None and not values.get("activation_offloading"):
         on_gpu = trains_on_fast_gpu(values)
-        choices[RECOMPUTED] = Given("auto", FAST_GPU) if on_gpu else Given(None, "default")
-    _choose(values, choices)
-    if values["bf16"] and settles_device and _computes_on_cpu(values):
-        values.given["use_cpu"] = use_cpu  # or Trainer refuses bf16
+        _choose(values, RECOMPUTED, Given("auto", FAST_GPU) if on_gpu else Given(None, "default"))
+    chosen = [f"{name} {shown(values[name])}" for name in CHOSEN if values.source(name) == FAST_GPU]
+    if chosen:
+        off = f"off: --bf16 false, --{RECOMPUTED} none"
+        values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off}){_whose_gpu(values)}")
+    if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
+        asked = is_true("ACCELERATE_USE_CPU", values.environment)
+        source = "ACCELERATE_USE_CPU" if asked else "bf16 on a CPU"
+        values.given["use_cpu"] = Given(True, source)  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         name = values.shown("fp16" if values["fp16"] else "bf16")
         written = f"mixed_precision {by_launch} of the accelerate config"
         values.notes.append(f"{written} has no effect: {name}")
 
 
-def _choose(values: SettingValues, choices: dict[str, Given]) -> None:
-    """Set the choices. The run in output_dir keeps its own values instead of the machine's."""
+def _choose(values: SettingValues, name: str, choice: Given) -> None:
+    """Set a choice. The run in output_dir keeps its own value instead of the machine's."""
     before = settings_of_run(values)
-    for name, choice in choices.items():
-        old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
-        kept = before and choice.source in BY_MACHINE and old != choice.value
-        values.given[name] = Given(old, "as this run began") if kept else choice
-        if kept:
-            values.notes.append(f"{values.shown(name)}; a new run here has {shown(choice.value)}")
-    chosen = [
-        f"{name} {shown(values[name])}" for name in choices if values.source(name) == FAST_GPU
-    ]
-    if chosen:
-        off = f"off: --bf16 false, --{RECOMPUTED} none"
-        values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off})")
+    old = before.get(name) if name == RECOMPUTED else bool(before.get(name))
+    if before and choice.source in BY_MACHINE and old != choice.value:
+        values.given[name] = Given(old, "as this run began")
+        values.notes.append(f"{values.shown(name)}; a new run here has {shown(choice.value)}")
+    else:
+        values.given[name] = choice
+
+
+def _whose_gpu(values: SettingValues) -> str:
+    """Return a note if a dry run sees no GPU, and so takes the GPUs of a job to be recent."""
+    if values["assume"] or gpu_capability() is not None:
+        return ""
+    return "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
 
 
 def settings_of_run(values: SettingValues) -> dict[str, Any]:
@@ -139,8 +143,10 @@ def _computes_on_cpu(values: SettingValues) -> bool:
         return False  # sharding needs GPUs, and is refused without them
     if values.on_cpu:
         return True
-    if values["dry_run"] or torch.accelerator.is_available():
+    if torch.accelerator.is_available():
         return False
+    if values["dry_run"]:
+        return bool(values["strategy"] == "cpu")
     return values.world_size == 1
 
 

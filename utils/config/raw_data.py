@@ -1,6 +1,7 @@
 """Raw training data: files of text or chats in train_data, which a run prepares in its folder."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from utils.config.arguments import DataArguments, eval_splits, train_sources
 from utils.config.declarations import FLAGS_RANK, Given, SettingValues
 from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
+from utils.host.redaction import redact
 
 PREPARED = "data"  # in output_dir
 # A folder with one of these files, in it or one level below, is a dataset, a model or a run.
@@ -19,13 +21,14 @@ _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "sto
 class RawData:
     """The raw files that a run prepares in `folder`: sources as PATH, eval_sources as NAME=PATH.
 
-    tokenizer: the setting tokenizer_name_or_path.
+    tokenizer: the setting tokenizer_name_or_path. instead: train_data with the prepared datasets.
     """
 
     sources: list[str]
     eval_sources: list[str]
     folder: str
     tokenizer: str | None
+    instead: str
 
 
 def is_raw(path: str) -> bool:
@@ -39,28 +42,51 @@ def is_raw(path: str) -> bool:
     return False
 
 
+def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str]) -> dict[str, str]:
+    """Return {raw file: name of the dataset that is made of it}; `taken` are names of splits.
+
+    Raw files without weights become one dataset, `train`. With weights each one becomes a dataset:
+    the first is `train`, another has the name of its file.
+    """
+    raw = [path for path in sources if is_raw(path)]
+    names = dict.fromkeys(raw, TRAIN)
+    if any(sources[path] is not None for path in raw):
+        for number, path in enumerate(raw[1:], 2):
+            name = re.sub(r"[^a-z0-9]+", "_", redact(Path(path).stem).lower()).strip("_")
+            is_free = name and name not in {*taken, *names.values(), VALIDATION, "tokenizer"}
+            names[path] = name if is_free else f"source_{number}"
+    return names
+
+
 def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
     """Return the settings with prepared datasets instead of raw files, and what to prepare."""
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
-    raw = [path for path in sources if is_raw(path)]
+    raw = datasets_of_raw(sources, splits)
     if not raw:
         return data, None
     folder, train = f"{output_dir}/{PREPARED}", list[str]()
     for path, weight in sources.items():
-        entry = f"{folder}/{TRAIN}" if path in raw else path
+        entry = f"{folder}/{raw[path]}" if path in raw else path
         train.append(entry if weight is None else f"{entry}={weight:.12g}")
     held_out = {name: path for name, path in splits.items() if is_raw(path)}
     splits |= {name: f"{folder}/{name}" for name in held_out}
     if data.validation_fraction and held_out.get(VALIDATION) in raw:  # see `hold_out`
         del held_out[VALIDATION]
-    named = [f"{name}={path}" for name, path in held_out.items()]
+    named = [(name, path) for path, name in raw.items() if name != TRAIN] + [*held_out.items()]
     replaced = replace(
         data,
-        train_data=list(dict.fromkeys(train)),  # several raw files make one dataset
+        train_data=list(dict.fromkeys(train)),  # several raw files may make one dataset
         eval_data=[f"{name}={path}" for name, path in splits.items()],
         tokenizer_name_or_path=None,
     )
-    return replaced, RawData(raw, named, folder, data.tokenizer_name_or_path)
+    prepared = RawData(
+        sources=[path for path, name in raw.items() if name == TRAIN],
+        eval_sources=[f"{name}={path}" for name, path in named],
+        folder=folder,
+        tokenizer=data.tokenizer_name_or_path,
+        instead=" ".join(replaced.train_data).removesuffix(f"/{TRAIN}"),
+    )
+    return replaced, prepared
 
 
 def hold_out(values: SettingValues) -> None:
@@ -75,13 +101,13 @@ def hold_out(values: SettingValues) -> None:
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
-    """Refuse raw files that cannot be prepared together, and flags that only raw files have."""
+    """Refuse a held-out share of several datasets, and flags that only raw files have."""
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
-    if len(raw) > 1 and sources[raw[0]] is not None:
+    if len(raw) > 1 and sources[raw[0]] is not None and values["validation_fraction"]:
         yield (
-            f"{values.shown('train_data')}: several raw files make one dataset, without weights: "
-            "leave the weights out, or prepare each file with prepare_data.py"
+            f"{values.shown('validation_fraction')}: several raw files with weights are several "
+            "datasets: name held-out files in eval_data, or leave the weights out"
         )
     if raw:
         return

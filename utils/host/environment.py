@@ -19,7 +19,7 @@ _FAMILIES = re.compile(
     "|NVIDIA_TF32|TORCH_(ALLOW_TF32|BLAS|COMPILE|CUDNN|DISTRIBUTED_DEBUG|LOGS)).*"
 )
 _HARMLESS = re.compile(
-    ".*_(HOME|PATH|ROOT|DIR|VERSION)|CUDA_DEVICE_ORDER|CUDA_MODULE_LOADING|.*_CUDA_CHECK"
+    ".*_(HOME|PATH|ROOT|DIR|DIRECTORY|VERSION)|CUDA_DEVICE_ORDER|CUDA_MODULE_LOADING|.*_CUDA_CHECK"
 )
 EFFECTS = {
     "several times slower": "CUDA_LAUNCH_BLOCKING|PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -36,6 +36,15 @@ def inherited(environment: Mapping[str, str]) -> list[str]:
     names = (name for name in sorted(environment) if _FAMILIES.fullmatch(name))
     found = [f"{name}={environment[name]}" for name in names if not _HARMLESS.fullmatch(name)]
     return [*found, f"{LIMIT}={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
+
+
+def without_indices(variable: str) -> str:
+    """Return NAME=VALUE; visible GPUs are counted, as each job on a shared node has other ones."""
+    name, _, value = variable.partition("=")
+    devices = value.split(",")
+    if name != GPUS or not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", each) for each in devices):
+        return variable
+    return f"{name} has {len(devices)}"
 
 
 def _with_effect(variable: str) -> str:

@@ -15,7 +15,7 @@ from utils.importing.toolkits import BY_DEFAULT, EMPTY, LEFT, TOOLKITS, Conversi
 
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
-TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full")}
+TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full", "freeze")}
 # Keys of configs for another kind of training, or for no training.
 OTHER_METHODS = (
     "reward_model", "process_reward_model", "export_dir", "do_predict", "diffusion", "beta",
@@ -44,6 +44,7 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         _convert_times(given)
         _convert_optimizer(given)
         _convert_adapter(given)
+        _convert_frozen(given)
         _convert_precision(given)
         _convert_strategy(given)
         for ours, entry in list(given.given.items()):
@@ -64,6 +65,8 @@ def _check_method(given: Conversion) -> None:
         if (value := given.value(name)) is not None and value not in possible:
             problems.append(f"{given.given[name].source}: {value}: {only}")
     problems += [f"{key}: {only}" for key in OTHER_METHODS if given.value(key)]
+    if given.value("adapter") == "freeze" and given.value("use_llama_pro"):
+        problems.append("use_llama_pro: new layers between those of a model cannot be added here")
     if given.pretraining and given.value("adapter") in ("lora", "qlora"):
         problems.append("pretraining with LoRA: pretrain.py trains every weight")
     if not given.value("sources"):
@@ -161,7 +164,7 @@ def _convert_optimizer(given: Conversion) -> None:
 
 def _convert_adapter(given: Conversion) -> None:
     """Convert the settings of LoRA and of 4-bit and 8-bit loading."""
-    adapter, four = given.take("adapter"), given.value("load_in_4bit")
+    adapter, four = given.value("adapter"), given.value("load_in_4bit")
     if not isinstance(four, bool) and four not in (None, 4):  # LLaMA-Factory's quantization_bit
         given.drop("load_in_4bit", "bfloat16 here, or 4 bits with load_in_4bit: true")
     if given.value("load_in_8bit"):
@@ -188,6 +191,32 @@ def _convert_adapter(given: Conversion) -> None:
     elif targets:
         source = given.given.pop("lora_target_modules").source
         given.put("lora_target_modules", listed(targets), key=source)
+
+
+def _convert_frozen(given: Conversion) -> None:
+    """Convert axolotl's patterns of trained weights, and LLaMA-Factory's number of trained layers.
+
+    The config does not tell how many layers the model has. The last ones become LAST, which the
+    training script refuses until the user writes their numbers.
+    """
+    if patterns := given.take("train_only"):
+        plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
+        if plain != listed(patterns):
+            given.note("unfrozen_parameters", "ranges of rows: here whole weights are trained")
+        # Both anchor at the start of a name. There, a point is a point unless + follows it.
+        exact = [re.sub(r"\.(?!\+)", r"\.", each.removeprefix("^")) for each in plain]
+        ours = [each.removesuffix("$") if each.endswith("$") else f"{each}.*" for each in exact]
+        given.put("train_only", ours, "unfrozen_parameters", "unfrozen_parameters")
+    if given.take("adapter") != "freeze":
+        return
+    number = given.take("freeze_trainable_layers", 2)
+    layers = [f"layers.{n}" for n in range(-number)] or ["layers.LAST"]
+    modules = listed(given.take("freeze_trainable_modules", "all"))
+    inside = [each if name == "all" else f"{each}.{name}" for each in layers for name in modules]
+    extra = listed(given.take("freeze_extra_modules") or [])
+    why = f"freeze_trainable_layers: {number}"
+    why += f": write each of the model's last {number} layers for LAST" if number > 0 else ""
+    given.put("train_only", inside + extra, why)
 
 
 def _convert_precision(given: Conversion) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from utils.checkpoints.files import CONFIG, PROVENANCE
 from utils.checkpoints.record import is_run
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.journal_file import FILE_NAME, duration
 from utils.launch.slurm import time_limit_s
 from utils.observe.endings import (
@@ -77,7 +77,8 @@ def runs_below(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise ConfigurationError(
-            f"{directory}: no such folder; name a run, or a folder of runs: --all DIR"
+            f"{directory}: no such folder{did_you_mean(directory)}; name a run, or a folder of "
+            "runs: --all DIR"
         )
     found = sorted(directory.glob("*"))
     inner = [path for folder in found if not is_run(folder) for path in sorted(folder.glob("*"))]

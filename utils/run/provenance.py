@@ -25,7 +25,7 @@ from utils.config.declarations import shown
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
-from utils.host.environment import inherited
+from utils.host.environment import inherited, without_indices
 from utils.host.redaction import redacted
 from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
@@ -200,6 +200,7 @@ def _contents(
     `CHANGED_SUMS`), or {} if such changes do not concern its launch.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
+    variables = " ".join(map(without_indices, facts.get("environment") or ()))
     held = {
         "train_data": {"content fingerprint": data.get("train")},
         "tokenizer_name_or_path": {"SHA-256": facts.get("tokenizer_sha256")},
@@ -207,7 +208,7 @@ def _contents(
         "model_name_or_path": weights.get("sha256", weights),
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
-        "environment": {"variables": " ".join(facts.get("environment") or ())},
+        "environment": {"variables": variables},
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
     # provenance.json has no `launch` of this start yet: assume that every changed sum affects it.
@@ -229,13 +230,19 @@ def _contents(
 
 
 def accepted_changes(
-    output_dir: Path, settings: RunSettings, facts: Mapping[str, Any], *, resumes: bool = False
+    output_dir: Path,
+    settings: RunSettings,
+    facts: Mapping[str, Any],
+    derived: Mapping[str, Any],
+    *,
+    resumes: bool = False,
 ) -> dict[str, Any]:
     """Log the changes since the last start; return keys `changed`, `accepted` for provenance.json.
 
-    `facts` has the result of `identity_facts` and the script. `resumes`: this start resumes from a
-    checkpoint of another directory. Raises ConfigurationError for a change that the checkpoints do
-    not allow, and for a dangerous one that is not in --accept_changes.
+    `facts` has the result of `identity_facts` and the script. `derived`: the plan's values of
+    settings that may be null. `resumes`: this start resumes from a checkpoint of another directory.
+    Raises ConfigurationError for a change that the checkpoints do not allow, and for a dangerous
+    one that is not in --accept_changes.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -249,6 +256,8 @@ def accepted_changes(
     # Mask secrets in both, because the first start masked them in config.yaml.
     old = redacted(defaults | settings_in_force(output_dir, starts))
     new = redacted(settings.resolved)
+    same = {name: value for name, value in derived.items() if old[name] == value}
+    new = new | {name: value for name, value in same.items() if new[name] is None}
     resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}

@@ -60,7 +60,7 @@ def _prepare_once(settings: "RunSettings", raw: "RawData") -> None:
     if workspace.replaced and RunRecord(output_dir).exists:
         raise ConfigurationError(
             f"train_data {names}: the files or their settings have changed since the run in "
-            f"{output_dir} began. --train_data {raw.folder} resumes it with the data of then. For "
+            f"{output_dir} began. --train_data {raw.instead} resumes it with the data of then. For "
             "the new data name another --output_dir."
         )
     if workspace.is_prepared():

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import operator
+import re
 
 import pytest
 import torch
@@ -194,6 +195,38 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert given.data["chat_template"] == "./a.jinja"
 
 
+# unfrozen_parameters of axolotl's examples/mistral4/fft-text.yml, mixtral.yml and dbrx, and of the
+# documentation of freeze_layers_except; LLaMA-Factory's examples/train_freeze of v1.
+@pytest.mark.parametrize(
+    ("config", "trained", "frozen", "said"),
+    [
+        (["model.language_model.*", "lm_head.*"], "model.language_model.norm.weight lm_head.weight",
+         "model.vision_tower.norm.weight", "unfrozen_parameters"),
+        (["^lm_head.weight$", "model.layers.4[4-9]+.block_sparse_moe.gate"],
+         "lm_head.weight model.layers.45.block_sparse_moe.gate.weight",
+         "model.lm_head.weight model.layers.4.block_sparse_moe.gate.weight lm_headXweight", ""),
+        (["^model.embed_tokens.weight$[:32000]"], "model.embed_tokens.weight",
+         "model.embed_tokens.bias", "whole weights are trained"),
+        ({"freeze_trainable_layers": -2, "freeze_trainable_modules": "self_attn,mlp"},
+         "layers.0.mlp layers.1.self_attn", "layers.2.mlp layers.0", ""),
+        ({}, "layers.LAST", "", "write each of the model's last 2 layers for LAST"),
+    ],
+)  # fmt: skip
+def test_frozen_layers_are_those_of_the_config(config, trained, frozen, said, made, tmp_path):
+    if isinstance(config, list):
+        config = {**AXOLOTL, "datasets": ALPACA, "unfrozen_parameters": config}
+    else:
+        config = {**FACTORY, "finetuning_type": "freeze", **config}
+    found = convert(made(config))
+    ours, _ = found.run["train_only"]
+    assert "use_peft" not in found.run
+    for names, expected in ((trained, True), (frozen, False)):
+        for name in names.split():
+            matches = any(name == each or re.fullmatch(each, name) for each in ours)
+            assert matches is expected, (name, ours)
+    assert said in recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -201,6 +234,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
         ({**AXOLOTL, "datasets": ALPACA, "reward_model": True}, "reward_model: supervised"),
         (AXOLOTL, "no dataset is named"),
         ({**FACTORY, "finetuning_type": "oft"}, "finetuning_type: oft: supervised"),
+        ({**FACTORY, "finetuning_type": "freeze", "use_llama_pro": True}, "cannot be added here"),
         ({**FACTORY, "stage": "pt"}, "pretrain.py trains every weight"),
         ({**TRL, "beta": 0.1}, "beta: supervised"),
         ({**TRL, "reward_funcs": ["accuracy"]}, "reward_funcs: supervised"),

@@ -41,11 +41,11 @@ class Runs:
         self.directory, self.parse = directory, parse
         self.starts: list[dict] = []
 
-    def start(self, accept=(), facts=(), **changes):
+    def start(self, accept=(), facts=(), derived=None, **changes):
         given = {**GIVEN, "output_dir": self.directory, **changes}
         settings = self.parse(tiny.flags(**given, accept_changes=list(accept) or None), "")
         now = {**FACTS, **dict(facts)}
-        record = accepted_changes(self.directory, settings, now)
+        record = accepted_changes(self.directory, settings, now, derived or {})
         if not self.starts:
             (self.directory / "config.yaml").write_text(dump_yaml(settings.resolved))
         self.starts.append(json.loads(json.dumps({**now, **record})))
@@ -271,6 +271,34 @@ def test_a_missing_setting_and_a_broken_config(runs):
     path.write_text("seed: [")
     (problem,) = refused(runs)
     assert "config.yaml is not as the first start wrote it" in problem
+
+
+def test_a_setting_that_was_given_a_derived_default_is_no_change_with_the_same_value(runs, caplog):
+    """A run of an older version has the old default in its config.yaml, a later start has null."""
+    file = runs.directory / "config.yaml"
+    older = {name: value for name, (value, _) in load_file(file).items()}
+    file.write_text(dump_yaml(older | {"dataloader_num_workers": 0, "compile": False}))
+    same = {"dataloader_num_workers": 0, "compile": False}
+    assert runs.start(derived=same) == {}
+    assert warned(caplog) == []
+    runs.start(derived={"dataloader_num_workers": 2, "compile": False})
+    assert warned(caplog)[0].endswith(f"in {runs.directory}:\n  dataloader_num_workers: 0 -> null")
+
+
+def test_other_gpus_of_a_shared_node_are_no_change_but_their_number_is(runs, caplog):
+    def start(gpus):
+        facts = {"environment": [f"CUDA_VISIBLE_DEVICES={gpus}", "NCCL_P2P_DISABLE=1"]}
+        caplog.clear()
+        runs.start(facts=facts)
+        return warned(caplog)
+
+    assert start("0,1") == []
+    assert start("5,3") == []
+    assert start("MIG-1/2/0,GPU-a8c1") == []
+    (line,) = start("2")
+    assert "CUDA_VISIBLE_DEVICES has 2 NCCL_P2P_DISABLE=1 -> CUDA_VISIBLE_DEVICES has 1" in line
+    (line,) = start("")
+    assert "CUDA_VISIBLE_DEVICES= NCCL" in line
 
 
 # The counters in the entries of older versions, and the sums that each version rounds differently.
