@@ -12,6 +12,7 @@ from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
 from utils.host.redaction import redact
 
 PREPARED = "data"  # in output_dir
+_RESERVED = (VALIDATION, "tokenizer", "test", "dev", "eval")  # "test" would select that split
 # A folder with one of these files, in it or one level below, is a dataset, a model or a run.
 _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "stoker.json",
             "config.json", "config.yaml", "provenance.json")  # fmt: skip
@@ -53,7 +54,7 @@ def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str])
     if any(sources[path] is not None for path in raw):
         for number, path in enumerate(raw[1:], 2):
             name = re.sub(r"[^a-z0-9]+", "_", redact(Path(path).stem).lower()).strip("_")
-            is_free = name and name not in {*taken, *names.values(), VALIDATION, "tokenizer"}
+            is_free = name and name not in {*taken, *names.values(), *_RESERVED}
             names[path] = name if is_free else f"source_{number}"
     return names
 

@@ -26,6 +26,10 @@ OTHER_METHODS = (
 def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     """Convert a config file. Raises YamlError, or ConfigurationError if it cannot be converted."""
     entries = load_file(path)
+    if "model_class" in entries:
+        raise ConfigurationError(
+            "model_class: LLaMA-Factory's v1 is not converted, its form with stage and dataset is"
+        )
     marks = {each: sum(mark in entries for mark in TOOLKITS[each].marks) for each in TOOLKITS}
     kind = kind or max(marks, key=lambda each: marks[each])
     if not marks[kind]:

@@ -241,6 +241,7 @@ def test_frozen_layers_are_those_of_the_config(config, trained, frozen, said, ma
         ({**AXOLOTL, "datasets": ALPACA, "num_epochs": "many"}, "a value is of no type that axol"),
         ({**AXOLOTL, "datasets": [{"path": "a", "shards": "x"}]}, "a value is of no type that"),
         ({"a": 1}, "none of the keys that"),
+        ({"model": "m", "model_class": "llm", "micro_batch_size": 1}, "v1 is not converted"),
         (["a"], "expected settings as"),
     ],
 )
