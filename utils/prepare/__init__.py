@@ -5,10 +5,10 @@ plan        source_files.py lists files, work_plan.py decides the format and cut
 read        records.py reads the rows of any kind of file, rows.py converts rows to documents;
             messages.py reads messages, hints.py suggests flags for unknown columns, values.py
             checks single values
-chats       chat_templates.py renders chats, chat_turns.py finds where turns start and end,
-            chat_masks.py checks which text is trained on
-tokenize    tokenizer.py loads the tokenizer, tokenization.py and encoding.py give ids and masks;
-            encoding.py also reads the prompts for samples during training
+chats       chat_templates.py renders chats, chat_marks.py marks their texts, chat_turns.py finds
+            where turns start and end, chat_masks.py checks which text is trained on
+tokenize    tokenizer.py loads the tokenizer, tokenization.py and encoding.py give ids and masks and
+            write them; encoding.py also reads the prompts for samples during training
 write       units.py prepares the work units, workspace.py stores their files, pipeline.py assembles
             the datasets
 """

@@ -11,12 +11,14 @@ ends the turn. It must not contain text of another message.
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError
 from utils.host.foreign import RENDERING_BYTES, limits, reason
-from utils.prepare.chat_templates import NO_MESSAGE, TAGS, ChatTemplate, MarkedChat, words_of_calls
+from utils.prepare.chat_marks import NO_MESSAGE, TAGS, MarkedChat, words_of_calls
+from utils.prepare.chat_templates import ChatTemplate
 from utils.prepare.chat_turns import Span, TurnDelimiter
 from utils.prepare.rows import ChatDocument
 from utils.prepare.values import ASSISTANT, UnusableRowError
@@ -58,7 +60,18 @@ class ChatMasks:
             raise
         except Exception as error:
             message = f"the chat template refuses this conversation ({reason(error)})"
+            if self._takes_without_system(document):
+                message += ": put the text of the system message into the first user message"
             raise UnusableRowError("template_refused", message) from error
+
+    def _takes_without_system(self, document: ChatDocument) -> bool:
+        """Tell whether the template takes a chat only without its system message."""
+        if document.messages[0]["role"] != "system":
+            return False
+        with suppress(Exception):
+            adapted = self.template.adapted(document.messages[1:])
+            return bool(self.template.render(replace(document, messages=adapted)))
+        return False
 
     def _masked(self, chat: ChatDocument) -> MaskedChat:
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
@@ -115,7 +128,7 @@ def _spans_of_blocks(
 ) -> dict[int, list[Span]]:
     """Return the {% generation %} blocks of each turn of `turns`.
 
-    Marks surround the text of each message (see chat_templates.py). A block belongs to the first
+    Marks surround the text of each message (see chat_marks.py). A block belongs to the first
     turn with marks inside the block. If no turn has marks there, find the last message with a mark
     before the block. The block belongs to the next turn after this message.
     """

@@ -1,25 +1,17 @@
-"""Rendering of chats by a template on a fixed date, plain or with marks around messages' texts.
+"""Rendering of chats by a template on a fixed date, plain or with {% generation %} blocks."""
 
-Marks are rare letters around a text. They show which message a text in the rendering is from, even
-if the template moves, trims or drops the text. A marked rendering must equal the plain one once its
-marks are removed. This proves that the marks changed nothing else.
-"""
-
-import html
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import cached_property
-from itertools import chain, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from utils.config.errors import ConfigurationError
 from utils.host.foreign import RENDERING_BYTES, foreign, limits
 from utils.prepare.rows import ChatDocument, Message
-from utils.prepare.values import Location, UnusableRowError
+from utils.prepare.values import Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +84,11 @@ class ChatTemplate:
             if self._reads_parts:
                 adapted["content"] = [{"type": "text", "text": adapted["content"]}]
             reasoning = [adapted[name] for name in REASONING_NAMES if name in adapted]
-            if reasoning:
+            if reasoning and self._reads_thoughts_as_parts:
+                text = {"type": "text", "text": message.get("content") or ""}
+                adapted["content"] = [{"type": "thinking", "thinking": reasoning[0]}, text]
+                adapted = {k: v for k, v in adapted.items() if k not in REASONING_NAMES}
+            elif reasoning:
                 adapted |= dict.fromkeys(REASONING_NAMES[:2], reasoning[0])
             if calls := adapted.pop("tool_calls", None):
                 adapted["tool_calls"] = [_adapted_call(call, self._reads_objects) for call in calls]
@@ -106,6 +102,18 @@ class ChatTemplate:
         parts = [{"type": "text", "text": text}]
         as_text = self._render_reply({"content": text})
         return text not in as_text and text in self._render_reply({"content": parts})
+
+    @cached_property
+    def _reads_thoughts_as_parts(self) -> bool:
+        """Whether the template prints reasoning only if it is a part of the content (Ministral)."""
+        thought = "stoker thinks"
+        part = {"type": "thinking", "thinking": thought}
+        in_parts = self._render_reply({"content": [part, {"type": "text", "text": "x"}]})
+        # A template that prints the list itself prints its keys as well.
+        if thought not in in_parts or re.search("""['"]type['"]""", in_parts):
+            return False
+        reply = {"content": "x", **dict.fromkeys(REASONING_NAMES[:2], thought)}
+        return thought not in self._render_reply(reply)
 
     @cached_property
     def _reads_objects(self) -> bool:
@@ -147,248 +155,3 @@ def _adapted_call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
     if not as_object and not isinstance(function["arguments"], str):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": function}
-
-
-# --- marks
-
-# Kinds of marked texts. The name of a tool call is marked only if none of its arguments is marked.
-CONTENT, REASONING, CALL, NAME = range(4)
-KINDS = 4
-NO_MESSAGE = -1
-# Letters that are rare in chats and that Python prints unescaped: Tangut, rare Chinese letters.
-RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
-# Templates search texts for tags and split them there, so marks surround the text between tags.
-TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
-THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
-LEFT_OUT = "the chat template leaves out {} (--chat_template takes one that prints it)"
-
-
-class Mark(NamedTuple):
-    """One mark: its index in the plain rendering, its message's index, and the kind of the text."""
-
-    at: int
-    message: int  # NO_MESSAGE: the repeated name of a call, for example with the call's result
-    kind: int
-
-
-class MarkedChat:
-    """A chat, its copy with marks, and the positions of the marks in the plain rendering (`text`).
-
-    Marks surround the words between tags such as <think>. There is also a mark at the edge of a
-    text that begins or ends with a tag, and before an empty text. Raises UnusableRowError if marks
-    change what the template prints, for example if the template compares the start of texts.
-    `expected`: the number of marks of each (message, kind) in a complete rendering. `indices`: the
-    position of each mark in `text`. `marks_of`: {message: indices of its marks in `marks`}.
-    """
-
-    def __init__(self, template: ChatTemplate, chat: ChatDocument, text: str):
-        self.chat = chat
-        self._template = template
-        count = KINDS * len(chat.messages)
-        starts = (range(letters.start, letters.stop - count, count) for letters in RARE)
-        for self._first in chain(*starts):
-            self._pattern = re.compile(f"[{chr(self._first)}-{chr(self._first + count - 1)}]")
-            if not self._pattern.search(text):
-                break
-        else:
-            problem = "it has too many messages, or too many rare letters"
-            raise UnusableRowError("template_refused", problem)
-        # Try with marked empty texts first, then without: some templates test for empty texts.
-        for self._marks_empty in (False,) if template.has_markers else (True, False):
-            self.expected: Counter[tuple[int, int]] = Counter()
-            self._marked_texts: list[tuple[int, int, str]] = []
-            self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
-            try:
-                rendering = self.rendered(self.messages)
-            except Exception:
-                rendering = ""  # the template refuses the marks
-            self.text, self.marks = self._without_marks(rendering)
-            if self.text == text:
-                break
-        else:
-            raise UnusableRowError(
-                "template_refused",
-                "the chat template escapes or compares texts, so the assistant's cannot be told "
-                "from others' (--chat_template takes a template that prints texts as they are)",
-            )
-        self._check_words(rendering)
-        self.indices = [mark.at for mark in self.marks]
-        self.marks_of: dict[int, list[int]] = {}
-        for number, mark in enumerate(self.marks):
-            self.marks_of.setdefault(mark.message, []).append(number)
-
-    def refused(
-        self, index: int, problem: str, reason: str = "template_refused"
-    ) -> UnusableRowError:
-        """Return the error for a message that cannot be trained on."""
-        role = self.chat.messages[index]["role"]
-        return UnusableRowError(reason, f"message {index} ({role}): {problem}")
-
-    def bounds(self, message: int) -> tuple[int, int, int, int]:
-        """Return four indices in `text` around the words of a message.
-
-        They are the end of the previous message's words, the start and the end of this message's
-        words, and the start of the next message's words. UnusableRowError: no words are printed.
-        """
-        if message not in self.marks_of:
-            raise self.refused(message, "nothing of it is printed", "content_left_out")
-        first, last = self.marks_of[message][0], self.marks_of[message][-1]
-        before = (m.at for m in reversed(self.marks[:first]) if m.message != NO_MESSAGE)
-        behind = (m.at for m in self.marks[last + 1 :] if m.message != NO_MESSAGE)
-        start, stop = self.marks[first].at, self.marks[last].at
-        return next(before, 0), start, stop, next(behind, len(self.text))
-
-    def rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render messages, with or without marks, with the tools and options of this chat."""
-        return self._template.render(replace(self.chat, messages=messages), generation_prompt)
-
-    def behind_words(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Render messages; return the text behind the last marked words, without the marks."""
-        text, marks = self._without_marks(self.rendered(messages, generation_prompt))
-        return text[max((mark.at for mark in marks if mark.message != NO_MESSAGE), default=0) :]
-
-    def _without_marks(self, rendering: str) -> tuple[str, list[Mark]]:
-        found = []
-        names: Counter[int] = Counter()
-        for number, match in enumerate(self._pattern.finditer(rendering)):
-            message, kind = divmod(ord(match.group()) - self._first, KINDS)
-            names[message] += kind == NAME
-            if kind == NAME and names[message] > self.expected[message, NAME]:
-                message = NO_MESSAGE
-            found.append(Mark(match.start() - number, message, kind))
-        return self._pattern.sub("", rendering), found
-
-    # --- marking
-
-    def _message(self, index: int, message: Message) -> dict[str, Any]:
-        calls = message.get("tool_calls") or []
-        # A mark on the empty text of a message with calls would hide that its calls are dropped.
-        can_be_empty = not calls and self._marks_empty
-        content, reasoning = message["content"], message.get("reasoning_content")
-        is_text = isinstance(content, str)
-        given = content if is_text else content[0]["text"]
-        text = self._text(given, index, CONTENT, can_be_empty)
-        marked = {**message, "content": text if is_text else [{"type": "text", "text": text}]}
-        if isinstance(reasoning, str):
-            text = self._text(reasoning, index, REASONING, can_be_empty)
-            marked |= {name: text for name in REASONING_NAMES if name in message}
-        if calls:
-            marked["tool_calls"] = [self._call(index, call) for call in calls]
-        return marked
-
-    def _text(self, text: str, index: int, kind: int, can_be_empty: bool = False) -> str:
-        """Put marks around the words of a text. Words between thinking tags count as reasoning."""
-        if not text.strip():
-            return self._mark(index, kind) + text if can_be_empty else text
-        pieces = TAGS.split(text)
-        tags = [tag for piece in pieces[1::2] if (tag := THINKING.fullmatch(piece))]
-        # If the first tag closes a thought, the text begins inside a thought: the prompt opened it.
-        thinks = kind == CONTENT and bool(tags) and bool(tags[0][1])
-        for number, piece in enumerate(pieces):
-            if number % 2:
-                tag = THINKING.fullmatch(piece)
-                thinks = thinks if tag is None or kind != CONTENT else not tag[1]
-            elif core := piece.strip():
-                of = REASONING if thinks else kind
-                pieces[number] = piece.replace(core, self._surrounded(core, index, of), 1)
-        if len(pieces) > 1:
-            mark = self._mark(index, kind)
-            pieces[0] += "" if pieces[0].strip() else mark
-            pieces[-1] = ("" if pieces[-1].strip() else mark) + pieces[-1]
-        return "".join(pieces)
-
-    def _surrounded(self, text: str, index: int, kind: int) -> str:
-        self.expected[index, kind] += 2
-        self._marked_texts.append((index, kind, text))
-        return self._mark(index, kind) + text + self._mark(index, kind)
-
-    def _mark(self, index: int, kind: int) -> str:
-        return chr(self._first + index * KINDS + kind)
-
-    def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        before = self.expected[index, CALL]
-        function["arguments"] = self._value(function["arguments"], index)
-        if self.expected[index, CALL] == before:
-            if call.get("id") and self._template.prints_ids:
-                return {**call, "id": self._surrounded(call["id"], index, NAME)}
-            function["name"] = self._surrounded(function["name"], index, NAME)
-        return {**call, "function": function}
-
-    def _value(self, value: Any, index: int) -> Any:
-        """Put marks around every string of a JSON value, but not around keys."""
-        if isinstance(value, str):
-            return self._text(value, index, CALL)
-        if isinstance(value, Mapping):
-            return {key: self._value(item, index) for key, item in value.items()}
-        return [self._value(item, index) for item in value] if isinstance(value, list) else value
-
-    # --- checks
-
-    def _check_words(self, rendering: str) -> None:
-        """Raise UnusableRowError if the template changes the words of a message."""
-        for index, kind, text in self._marked_texts:
-            mark = self._mark(index, kind)
-            if f"{mark}{text}{mark}" in rendering or mark not in rendering:
-                continue
-            # Templates may print a text unchanged, or as JSON, Python or HTML.
-            quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
-            forms = {text, html.escape(text), *(form[1:-1] for form in quoted)}
-            forms |= {json.dumps(form, ensure_ascii=False)[1:-1] for form in forms}
-            printed = re.findall(f"{mark}([^{mark}]*){mark}", rendering)
-            if printed and not forms.intersection(printed):
-                problem = (
-                    f"the chat template changes the text: it prints {shown(printed[0])} for "
-                    f"{shown(text)}, and the model would learn that (--chat_template takes a "
-                    "template that prints texts as they are)"
-                )
-                raise self.refused(index, problem, "text_changed")
-
-    def turns_without_thinking(self) -> set[int]:
-        """Return the turns that are printed without their reasoning.
-
-        Many templates print reasoning in the last turn only. Raises UnusableRowError if any other
-        text of a message, or a tool, is not in the rendering.
-        """
-        found = Counter((mark.message, mark.kind) for mark in self.marks)
-        left_out = [key for key, expected in self.expected.items() if found[key] < expected]
-        for index, kind in left_out:
-            is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
-            if kind != REASONING or not is_past:
-                what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
-                reason = f"{what.replace(' ', '_')}_left_out"
-                raise self.refused(index, LEFT_OUT.format(f"its {what}"), reason)
-        for index, message in enumerate(self.chat.messages):
-            for word in words_of_calls(message):
-                if word not in self.text:
-                    problem = LEFT_OUT.format(f"{word!r} of its calls")
-                    raise self.refused(index, problem, "tool_calls_left_out")
-        for tool in self.chat.tools or []:
-            name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
-            if isinstance(name, str) and name not in self.text:
-                problem = LEFT_OUT.format(f"the tool {name!r}")
-                raise UnusableRowError("tools_left_out", problem)
-        return {index for index, _ in left_out}
-
-
-def words_of_calls(message: Message) -> Iterator[str]:
-    """Yield the names, keys and numbers in a message's tool calls, which marks do not cover."""
-    for call in message.get("tool_calls") or []:
-        yield call["function"]["name"]
-        yield from _keys_and_numbers(call["function"]["arguments"])
-
-
-def _keys_and_numbers(value: Any) -> Iterator[str]:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield json.dumps(value)
-    elif isinstance(value, Mapping):
-        yield from value
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _keys_and_numbers(item)
-
-
-def shown(text: str) -> str:
-    """Return a text in quotes, shortened to 80 characters."""
-    return repr(text if len(text) <= 80 else text[:80] + "...")

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from utils.prepare.chat_templates import PROBE_ID, TAGS, ChatTemplate, MarkedChat, shown
+from utils.prepare.chat_marks import TAGS, MarkedChat, shown
+from utils.prepare.chat_templates import PROBE_ID, ChatTemplate
 from utils.prepare.rows import Message
 from utils.prepare.values import ASSISTANT
 

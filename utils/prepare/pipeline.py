@@ -21,6 +21,7 @@ from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 from utils.host.atomic_files import from_here
 from utils.prepare.encoding import choose_backend
+from utils.prepare.tokenization import token_features
 from utils.prepare.tokenizer import end_of_turn_id, given_tokenizer, masks_from
 from utils.prepare.units import UnitWorker, run_units
 from utils.prepare.work_plan import PreparationPlan, plan_preparation
@@ -31,7 +32,6 @@ from utils.prepare.workspace import (
     Workspace,
     list_unread,
     partial_name,
-    token_features,
 )
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ def prepare(arguments: PreparationArguments) -> None:
 def begin_preparation(
     arguments: PreparationArguments,
 ) -> tuple[PreparationPlan, "PreTrainedTokenizerBase", Workspace]:
-    """Plan a preparation and load its tokenizer. Raises as `prepare` does.
-
-    Write nothing, except with `overwrite`: clean up after an interrupted replacement.
-    """
+    """Plan a preparation and load its tokenizer. Writes nothing. Raises as `prepare` does."""
     check_preparation(arguments)
     plan = plan_preparation(arguments)
     plan.log()

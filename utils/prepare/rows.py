@@ -286,10 +286,12 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
             completion = [{"role": ASSISTANT, "content": completion}]
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
             raise wrong_type(answer, "a text, or messages of role and content", completion)
-        return {
-            "prompt": _with_system(messages_of(question, prompt), fields),
-            "completion": messages_of(answer, completion),
-        }
+        asked, said = messages_of(question, prompt), messages_of(answer, completion)
+        if asked[-1]["role"] == said[0]["role"] == ASSISTANT and "tool_calls" not in asked[-1]:
+            message = f"{question} ends with the assistant's words, which {answer} would continue "
+            message += "(TRL); here a turn is trained as a whole: move them into " + answer
+            raise UnusableRowError("prompt_begins_answer", message)
+        return {"prompt": _with_system(asked, fields), "completion": said}
     if _is_chat(completion):
         raise wrong_type(question, f"a list of messages, as {answer} is", prompt)
     check_text(question, prompt)

@@ -3,6 +3,8 @@
 The loss mask of a chat and the first token of a completion come from the tokens' character offsets.
 """
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from utils.data.tokenizers import id_type
 from utils.prepare.chat_masks import ChatMasks, MaskedChat
@@ -26,18 +30,23 @@ from utils.prepare.encoding import (
 )
 from utils.prepare.rows import ChatDocument, CompletionDocument, Document, TextDocument
 from utils.prepare.values import ASSISTANT, BadRow, UnusableRowError
+from utils.prepare.workspace import partial_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MASK_COLUMNS = {"text": None, "messages": "assistant_masks", "prompt_completion": "completion_mask"}
 
+# Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer holds
+# one batch in memory: 2 to 4 bytes a token, and 1 for its mask.
+TOKENS_PER_BATCH = 1 << 20
+
 WORDS_HELD, BLANK_HELD = "prompt_words_in_completions", "prompt_blanks_in_completions"
 
 # An empty thought as templates print it: <think>\n\n</think>, [THINK][/THINK], ...
 EMPTY_THOUGHT = re.compile(
     r"[<\[◁]\|?(\w*:?(?:think|thinking|thought|reasoning))\|?[>\]▷]\s*[<\[◁]\|?/\1\|?[>\]▷]"
-    r"|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
+    r"|<\|open\|>think<\|sep\|>\s*<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>",
     re.IGNORECASE,
 )
 
@@ -312,3 +321,56 @@ def first_token(text: str, start: int, stop: int, offsets: np.ndarray) -> tuple[
     if text[start : stops[first]].isspace() and stops[first] < stop:
         return first + 1, ""
     return first, text[starts[first] : start]
+
+
+# --- the files of documents
+
+
+class TokenFileWriter:
+    """Writer of documents to one Arrow stream, whose bytes depend only on the documents."""
+
+    def __init__(self, path: Path, features: Mapping[str, Any]):
+        self._path, self._draft = path, partial_name(path)
+        types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
+        self._schema = pa.schema(
+            {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
+            metadata={"huggingface": json.dumps({"info": {"features": features}})},
+        )
+        self._documents: list[TokenizedDocument] = []
+        self._tokens = 0
+        self._file = self._draft.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+
+    def append(self, document: TokenizedDocument) -> None:
+        """Add one document at the end."""
+        self._documents.append(document)
+        self._tokens += len(document.ids)
+        if self._tokens >= TOKENS_PER_BATCH:
+            self._write_batch()
+
+    def _write_batch(self) -> None:
+        values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
+        columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._documents, self._tokens = [], 0
+
+    def finish(self) -> None:
+        """Write the last batch, flush the file to disk and rename it to its final name."""
+        if self._documents:
+            self._write_batch()
+        self._stream.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._draft.replace(self._path)
+
+
+def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
+    """Return the features of a split as `datasets` writes them."""
+    types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
+    if mask_column:
+        types[mask_column] = "int8"
+    return {
+        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
+        for name, dtype in types.items()
+    }

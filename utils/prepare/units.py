@@ -28,16 +28,15 @@ from utils.prepare.rows import (
     converter,
     parse_document,
 )
-from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
-from utils.prepare.values import ASSISTANT, NOTHING, BadRow
-from utils.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
-from utils.prepare.workspace import (
+from utils.prepare.tokenization import (
+    DocumentTokenizer,
     TokenFileWriter,
-    UnitCounts,
-    Workspace,
+    TokenizedDocument,
     token_features,
-    unread_keys,
 )
+from utils.prepare.values import ASSISTANT, FILTERED, NOTHING, OVERLONG, REPAIR, BadRow
+from utils.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
+from utils.prepare.workspace import UnitCounts, Workspace, unread_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +47,8 @@ DOCUMENTS_PER_BATCH = 256
 CHARACTERS_PER_BATCH = 1 << 20
 WEIGHT_KEY = 1 << 64  # added to the seed: draws for weights must differ from those for validation
 SECONDS_BETWEEN_LINES = 10.0
+CUT_TO_NOTHING = "truncated_without_loss"
+SHORTEN = "raise --sequence_length, or choose --on_overlong truncate or drop"
 # One process does this much work in the seconds that a worker takes to start.
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
@@ -55,8 +56,8 @@ LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
-    Raises ConfigurationError for the first faulty document. If a worker is killed, raises
-    OutOfMemoryError or LostProcessError. The files of finished units are kept.
+    Raises ConfigurationError with the first faulty rows and the number of all. If a worker is
+    killed, raises OutOfMemoryError or LostProcessError. The files of finished units are kept.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -67,7 +68,12 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
     )
     start = shown = time.monotonic()
     done_bytes = documents = tokens = 0
+    refused: dict[int, UnitCounts] = {}
     for number, (unit, counts) in enumerate(finished, start=1):
+        if counts.refused:
+            if not refused:
+                logger.warning("%s: the other rows are still checked", counts.examples[0])
+            refused[unit.index] = counts
         done_bytes += unit.size
         documents += counts.documents.total()
         tokens += counts.tokens.total()
@@ -79,6 +85,21 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
                 f"tokens in {seconds:.1f} s ({documents / seconds:,.0f} documents/s, "
                 f"{tokens / seconds:,.0f} tokens/s)"
             )
+    if refused:
+        raise _refusal(sum((refused[index] for index in sorted(refused)), UnitCounts()))
+
+
+def _refusal(counts: UnitCounts) -> ConfigurationError:
+    """Return the error with the first rows that stop a preparation, and the number of all."""
+    number, advice = counts.refused.total(), "; or ".join(counts.refused)
+    if number == 1:
+        return ConfigurationError(f"{counts.examples[0]}; {advice}")
+    shown = len(counts.examples)
+    first = f" (the first {shown} are above)" if number > shown else ""
+    advice = advice.replace("repair it", "repair them")
+    return ConfigurationError(
+        [*counts.examples, f"{number:,} rows cannot be used{first}: {advice}"]
+    )
 
 
 def _run_in_processes(
@@ -153,8 +174,7 @@ class UnitWorker:
     def run(self, unit: WorkUnit) -> UnitCounts:
         """Write a unit's documents, one file per split, and return their counts.
 
-        Writes at most unit.max_tokens tokens. Raises ConfigurationError for a bad row, unless bad
-        rows are skipped, and for a long document if on_overlong is "error".
+        Writes at most unit.max_tokens tokens. A unit with rows in `refused` stays unfinished.
         """
         counts = UnitCounts()
         features = token_features(self._tokenize.id_type, self.settings.document_format)
@@ -184,7 +204,8 @@ class UnitWorker:
                 counts.notes["without_last_answer"] += last != ASSISTANT
         for writer in writers.values():
             writer.finish()
-        self.workspace.finish(unit.index, counts)
+        if not counts.refused:
+            self.workspace.finish(unit.index, counts)
         return counts
 
     def _tokenized(
@@ -196,7 +217,7 @@ class UnitWorker:
             for (split, document), tokenized in zip(batch, found, strict=True):
                 fitted = self._within_length(document, tokenized, counts)
                 if isinstance(fitted, BadRow):
-                    counts.drop(fitted)
+                    self._drop(fitted, counts)
                 else:
                     yield split, document, fitted
 
@@ -205,8 +226,7 @@ class UnitWorker:
         whole, fraction = divmod(self.settings.sources[unit.source].weight, 1.0)
         for document in read_documents(unit, self.settings, counts.unread):
             if isinstance(document, BadRow):
-                document.refuse(self.settings.on_bad_row)
-                counts.drop(document)
+                self._drop(document, counts)
                 continue
             if isinstance(document, ChatDocument):
                 counts.unread.update(unread_keys(document.messages))
@@ -220,33 +240,34 @@ class UnitWorker:
             for _ in range(copies):
                 yield split, document
 
+    def _drop(self, row: BadRow, counts: UnitCounts) -> None:
+        """Count a row that is not written, and also as refused if the settings say so."""
+        is_long = row.reason == OVERLONG
+        setting = self.settings.on_overlong if is_long else self.settings.on_bad_row
+        stops = setting == "error" and row.reason not in (FILTERED, CUT_TO_NOTHING)
+        counts.drop(row, (SHORTEN if is_long else REPAIR) if stops else "")
+
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
         """Return the document's tokens, or a BadRow to drop.
 
-        A document above sequence_length is cut or dropped, as on_overlong says. A plain text stays
-        whole, because training splits it. Raises ConfigurationError for a BadRow if on_bad_row is
-        "error", and for a long document if on_overlong is "error".
+        A document above sequence_length is cut or is a BadRow, as on_overlong says. A plain text
+        stays whole, because training splits it.
         """
-        if isinstance(tokenized, BadRow):
-            tokenized.refuse(self.settings.on_bad_row)
+        limit = self.settings.sequence_length
+        if isinstance(tokenized, BadRow) or limit is None or isinstance(document, TextDocument):
             return tokenized
-        limit, length = self.settings.sequence_length, len(tokenized.ids)
-        if limit is None or length <= limit or isinstance(document, TextDocument):
+        length = len(tokenized.ids)
+        if length <= limit:
             return tokenized
         too_long = f"{length} tokens, more than the sequence_length of {limit}"
-        if self.settings.on_overlong == "error":
-            raise ConfigurationError(
-                f"{document.location}: {too_long}: raise --sequence_length, or choose "
-                "--on_overlong truncate or drop"
-            )
-        if self.settings.on_overlong == "drop":
-            return BadRow("overlong", too_long, document.location)
+        if self.settings.on_overlong != "truncate":
+            return BadRow(OVERLONG, too_long, document.location)
         shortened = tokenized.truncated(limit)
         if not shortened.has_target:
             message = f"{too_long}, and none of its first {limit} is trained on"
-            return BadRow("truncated_without_loss", message, document.location)
+            return BadRow(CUT_TO_NOTHING, message, document.location)
         counts.notes["truncated"] += 1
         return shortened
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.config.errors import ConfigurationError
-
 ASSISTANT = "assistant"  # the role that is trained on
 FILTERED = "filtered"  # a filter of the recipe left the record out, which is no fault
+OVERLONG = "overlong"
+REPAIR = "repair it, or skip such rows with --on_bad_row skip"
 MEDIA_KINDS = ("image", "video", "audio")
 MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
@@ -65,11 +65,6 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.location}: {self.message}"
-
-    def refuse(self, on_bad_row: str) -> None:
-        """Raise ConfigurationError, unless bad rows are skipped or a filter left the row out."""
-        if on_bad_row == "error" and self.reason != FILTERED:
-            raise ConfigurationError(f"{self}; repair it, or skip such rows with --on_bad_row skip")
 
 
 class UnusableRowError(ValueError):

@@ -8,10 +8,11 @@ Arrow file per split, so the output has the same bytes for any number of process
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,15 @@ from utils.prepare.rows import (
     renamed,
 )
 from utils.prepare.source_files import Remarks, SourceFile, list_sources
-from utils.prepare.values import MEDIA, BadRow, Record
+from utils.prepare.values import FILTERED, MEDIA, REPAIR, BadRow, Record
 
 logger = logging.getLogger(__name__)
 
 # Increase when a code change gives other output for the same sources and settings.
 OUTPUT_VERSION = 3
 COLUMNS_SHOWN = 20
+# A source is refused before the work begins if the first rows are all faulty.
+ROWS_TRIED = 100
 
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
@@ -264,13 +267,16 @@ def _decide_formats(
         parts = [part for unit in units if unit.source == number for part in unit.parts]
         wanted = _documents_of(rows[0]) if rows else ""
         try:
-            record = _first_record(parts, source, on_bad_row)
+            records = _records(parts, source)
+            record = _first_record(records, source, on_bad_row)
             read = RowSettings(
-                _row_format(record, source, wanted, on_bad_row), source.columns, source.filters,
+                _row_format(record, source, wanted), source.columns, source.filters,
                 source.weight, source.max_tokens, source.chat_template_kwargs, source.own_format,
                 sha256_of(source.own_format),
             )  # fmt: skip
-            _check_first_record(record, read, source, on_bad_row, remarks)
+            _check_first_record(record, read, source, remarks)
+            if on_bad_row == "error":
+                _check_first_rows(record, records, read)
         except ConfigurationError as error:
             remarks.problems.extend(error.problems)
             continue
@@ -296,20 +302,49 @@ def _decide_formats(
     return rows, is_chat
 
 
-def _first_record(parts: Sequence[FilePart], source: Source, on_bad_row: str) -> Record:
-    """Return the first record, with all its columns; ConfigurationError if there are no records."""
+def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | BadRow]:
+    """Yield the records of a source, with all their columns."""
     text_column = RowSettings("text", source.columns).read_columns
     convert = converter(source.own_format)
     for part in parts:
         for record in read_records(part, text_column if part.file.kind == "text" else None):
-            made = convert(record) if isinstance(record, Record) else record
-            if isinstance(made, Record):
-                return made
-            made.refuse(on_bad_row)
-    raise ConfigurationError(f"{source.split}: empty source: no record in its files")
+            yield convert(record) if isinstance(record, Record) else record
 
 
-def _row_format(record: Record, source: Source, wanted: str, on_bad_row: str) -> str:
+def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
+    """Return the first record that can be read.
+
+    Raises ConfigurationError if no record can be read. If `on_bad_row` is "error", only ROWS_TRIED
+    rows are tried.
+    """
+    fault = ""
+    for number, record in enumerate(records, start=1):
+        if isinstance(record, Record):
+            return record
+        if on_bad_row == "error" and record.reason != FILTERED:
+            fault = fault or f"{record}; {REPAIR}"
+            if number >= ROWS_TRIED:
+                break
+    raise ConfigurationError(fault or f"{source.split}: empty source: no record in its files")
+
+
+def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: RowSettings) -> None:
+    """Raise ConfigurationError with the first row, if none of the first ROWS_TRIED can be used."""
+    fault = ""
+    for record in islice(chain([first], others), ROWS_TRIED):
+        row = parse_document(record, read) if isinstance(record, Record) else record
+        if not isinstance(row, BadRow) or row.reason == FILTERED:
+            return
+        fault = fault or f"{row}; {REPAIR}"
+    found = detect_formats(renamed(first.fields, read.columns))
+    if found and read.row_format not in found:
+        needed = " and ".join(map(read.name_of, NEEDED[read.row_format]))
+        fault = f"{first.location}: the format {read.row_format} needs {needed}; it looks like "
+        fault += f"{found[0]}: --format {found[0]}"
+    raise ConfigurationError(fault)
+
+
+def _row_format(record: Record, source: Source, wanted: str) -> str:
     """Return the format of a source's rows, from its setting or its first record.
 
     If several formats fit, the one that makes the documents of the earlier sources (`wanted`) is
@@ -318,12 +353,6 @@ def _row_format(record: Record, source: Source, wanted: str, on_bad_row: str) ->
     row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
     where = record.location
     if row_format != "auto":
-        if found and row_format not in found and on_bad_row == "error":
-            needed = map(RowSettings(row_format, source.columns).name_of, NEEDED[row_format])
-            raise ConfigurationError(
-                f"{where}: the format {row_format} needs {' and '.join(needed)}; it looks like "
-                f"{found[0]}: --format {found[0]}"
-            )
         return row_format
     found = [name for name in found if DOCUMENT_FORMATS.get(name, name) == wanted] or found
     if len(found) == 1:
@@ -348,12 +377,11 @@ def _row_format(record: Record, source: Source, wanted: str, on_bad_row: str) ->
 
 
 def _check_first_record(
-    record: Record, read: RowSettings, source: Source, on_bad_row: str, remarks: Remarks
+    record: Record, read: RowSettings, source: Source, remarks: Remarks
 ) -> None:
-    """Check the first record of a source, and list its used and unused columns in `remarks`.
+    """List the used and unused columns of a source's first record in `remarks`.
 
-    Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`), and for
-    a faulty row unless `on_bad_row` is "skip".
+    Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`).
     """
     path = record.location.path
     if problem := misreading(record.fields, source):
@@ -363,9 +391,6 @@ def _check_first_record(
             f"{path}: --columns names {', '.join(absent)}, which the first record does not have "
             f"(columns: {', '.join(sorted(record.fields))})"
         )
-    document = parse_document(record, read)
-    if isinstance(document, BadRow):
-        document.refuse(on_bad_row)
     used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
     remarks.lines.say(

@@ -5,6 +5,7 @@ temporary names, and renamed when they are complete. So a preparation may be kil
 and several shards may write at the same time.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -17,9 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN
 from utils.data.description import read_description
@@ -27,7 +25,6 @@ from utils.host.atomic_files import replace_text
 from utils.host.machine import host_name
 from utils.host.run_lock import run_owners
 from utils.prepare.messages import OWN_ROLES, READ
-from utils.prepare.tokenization import MASK_COLUMNS, TokenizedDocument
 from utils.prepare.values import FILTERED, BadRow
 
 logger = logging.getLogger(__name__)
@@ -38,10 +35,7 @@ _OWN_FILES = re.compile(
     r"|.*\.partial(/.*)?"
 )
 SETTINGS = "settings.json"
-EXAMPLES_KEPT = 5
-# Tokens per record batch. Few large batches keep the reader's table of chunks short. A writer holds
-# one batch in memory: 2 to 4 bytes a token, and 1 for its mask.
-TOKENS_PER_BATCH = 1 << 20
+EXAMPLES_KEPT = 10
 # Counts of unusual documents: the name of each count and its line in the log.
 NOTES = {
     "truncated": "documents were cut to sequence_length",
@@ -63,8 +57,9 @@ NOTES = {
     "without_last_answer": "chats end with a message that is not the assistant's; that "
     "message is not trained on",
     "without_earlier_thinking": "chats train earlier answers without their thoughts, which the "
-    "chat template prints in the last turn only: give such a chat once for every answer, each time "
-    "up to that answer and with weight: 0 in the answers before it",
+    "chat template prints in the last turn only: set the variable with which the template prints "
+    "all (docs/data.md, Thoughts), or give such a chat once for every answer, each time up to that "
+    "answer and with weight: 0 in the answers before it",
 }
 # Lookups in a chat template: `message.key`, `messages[0]['key']`, `message.get('key')`.
 _LOOKED_UP = re.compile(
@@ -82,7 +77,8 @@ class UnitCounts:
 
     The keys of documents, tokens, loss_tokens and text_bytes are splits. dropped: by reason. notes:
     by the names in NOTES. unread: by the label of a column, message key or role that is not read.
-    examples: the first few error messages of dropped records.
+    refused: dropped records that stop the preparation, by the advice for them. examples: the first
+    messages of dropped records, and of refused records alone if there are any.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
@@ -92,12 +88,18 @@ class UnitCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def drop(self, row: BadRow) -> None:
-        """Count a record that is not written."""
+    def drop(self, row: BadRow, advice: str = "") -> None:
+        """Count a record that is not written. advice: what to do about a refused record."""
         self.dropped[row.reason] += 1
-        if row.reason != FILTERED and len(self.examples) < EXAMPLES_KEPT:
+        if advice and not self.refused:
+            self.examples.clear()
+        if advice:
+            self.refused[advice] += 1
+        is_example = row.reason != FILTERED and bool(advice) == bool(self.refused)
+        if is_example and len(self.examples) < EXAMPLES_KEPT:
             self.examples.append(str(row))
 
     def __add__(self, other: "UnitCounts") -> "UnitCounts":
@@ -143,7 +145,8 @@ class Workspace:
             return False
         if self._is_current():
             return True
-        if others := sorted(entry.name for entry in self.output_dir.iterdir()):
+        others = sorted(entry.name for entry in self.output_dir.iterdir())
+        if others and self.replaced is None:
             raise ConfigurationError(
                 f"output_dir: {self.output_dir}: holds {', '.join(others[:5])}, which was not made "
                 "by these settings from these sources: choose another --output_dir, or replace "
@@ -158,26 +161,23 @@ class Workspace:
     def overwriting(self) -> "Workspace":
         """Return a workspace beside output_dir if that holds finished datasets of other settings.
 
-        Raises ConfigurationError if output_dir has other files, or if a process reads it.
+        Changes nothing on disk. Raises ConfigurationError if output_dir has other files, or if a
+        process reads it.
         """
         folder = self.output_dir.resolve()
         old, new = beside(folder, "old"), beside(folder, "new")
-        refuse_foreign_files(old)
-        refuse_foreign_files(new)
-        if old.exists() and not folder.exists():
-            old.replace(folder)  # a process was killed in `publish`
-        if self.root.exists() or not (folder / TRAIN).exists() or self._is_current():
+        # If a process was killed in `publish`, the finished datasets are still in `old`.
+        finished = folder if folder.exists() else old
+        if self.root.exists() or not (finished / TRAIN).exists() or self._is_current():
             return self
-        refuse_foreign_files(folder)
+        for each in (folder, old, new):
+            refuse_foreign_files(each)
         if users := readers(folder):
             raise ConfigurationError(
                 f"output_dir: {folder}: is in use by {'; '.join(users)}: wait for the end, or "
                 "choose another --output_dir"
             )
-        staged = replace(self, output_dir=new, replaced=folder)
-        if not staged.root.exists() and not staged._is_current():
-            shutil.rmtree(staged.output_dir, ignore_errors=True)
-        return staged
+        return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
         """Put the finished datasets in the place of the replaced ones; return their folder."""
@@ -185,9 +185,14 @@ class Workspace:
         if folder is None:
             return self.output_dir
         old = beside(folder, "old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.replace(old)
-        self.output_dir.replace(folder)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        if exchange(folder, self.output_dir):
+            self.output_dir.replace(old)
+        else:  # NFS: for a moment there is no folder
+            if folder.exists():
+                folder.replace(old)
+            self.output_dir.replace(folder)
         shutil.rmtree(old, ignore_errors=True)
         logger.info("%s: the datasets of other settings are replaced", folder)
         return folder
@@ -198,6 +203,8 @@ class Workspace:
         Finished units of other settings or sources are deleted if `may_discard` is True and their
         assembly into a dataset has not begun. Otherwise ConfigurationError is raised.
         """
+        if self.replaced and not self.root.exists():
+            shutil.rmtree(self.output_dir, ignore_errors=True)  # of an earlier replacement
         settings = self.root / SETTINGS
         of_hub = {"hub": dict(self.commits)} if self.commits else {}
         content = json.dumps({"digest": self.digest, **of_hub}, indent=1)
@@ -277,6 +284,17 @@ def beside(folder: str | Path, state: str) -> Path:
     return resolved.with_name(f".{resolved.name}.{state}")
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders at once. Returns False where the system cannot do that."""
+    at_fdcwd, rename_exchange = -100, 2  # from linux/fcntl.h and linux/fs.h
+    names = os.fsencode(one), os.fsencode(other)
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:  # an old C library
+        return False
+    return bool(renameat2(at_fdcwd, names[0], at_fdcwd, names[1], rename_exchange) == 0)
+
+
 def foreign_files(folder: Path) -> list[str]:
     """Return the names of files in a folder, and of links, that no preparation wrote."""
     found = []
@@ -314,59 +332,6 @@ def readers(folder: Path) -> list[str]:
 def partial_name(path: Path) -> Path:
     """Return a temporary path in the folder of `path` that no other process uses."""
     return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
-
-
-# --- the files of documents
-
-
-class TokenFileWriter:
-    """Writer of documents to one Arrow stream, whose bytes depend only on the documents."""
-
-    def __init__(self, path: Path, features: Mapping[str, Any]):
-        self._path, self._draft = path, partial_name(path)
-        types = {name: feature["feature"]["dtype"] for name, feature in features.items()}
-        self._schema = pa.schema(
-            {name: pa.list_(pa.type_for_alias(dtype)) for name, dtype in types.items()},
-            metadata={"huggingface": json.dumps({"info": {"features": features}})},
-        )
-        self._documents: list[TokenizedDocument] = []
-        self._tokens = 0
-        self._file = self._draft.open("wb")
-        self._stream = pa.ipc.new_stream(self._file, self._schema)
-
-    def append(self, document: TokenizedDocument) -> None:
-        """Add one document at the end."""
-        self._documents.append(document)
-        self._tokens += len(document.ids)
-        if self._tokens >= TOKENS_PER_BATCH:
-            self._write_batch()
-
-    def _write_batch(self) -> None:
-        values = [[d.ids for d in self._documents], [d.loss_mask for d in self._documents]]
-        columns = [pa.array(values[i], field.type) for i, field in enumerate(self._schema)]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._documents, self._tokens = [], 0
-
-    def finish(self) -> None:
-        """Write the last batch, flush the file to disk and rename it to its final name."""
-        if self._documents:
-            self._write_batch()
-        self._stream.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._draft.replace(self._path)
-
-
-def token_features(id_type: np.dtype, document_format: str) -> dict[str, Any]:
-    """Return the features of a split as `datasets` writes them."""
-    types, mask_column = {"input_ids": id_type.name}, MASK_COLUMNS[document_format]
-    if mask_column:
-        types[mask_column] = "int8"
-    return {
-        name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "List"}
-        for name, dtype in types.items()
-    }
 
 
 # --- columns and keys that are not read

@@ -63,7 +63,8 @@ def _prepare_once(settings: "RunSettings", raw: "RawData") -> None:
             f"{output_dir} began. --train_data {raw.instead} resumes it with the data of then. For "
             "the new data name another --output_dir."
         )
-    if workspace.is_prepared():
+    is_dry_replacement = settings.run.dry_run and workspace.replaced is not None
+    if workspace.is_prepared() and not is_dry_replacement:  # `publish` would change the disk
         logger.info("train_data: %s is prepared in %s", names, workspace.publish())
         return
     size, refusal = sum(file.size for files in plan.sources.values() for file in files), ""

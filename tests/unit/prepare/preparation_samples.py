@@ -77,11 +77,14 @@ def saved_tokenizer(folder: Path, chat_template: str | None = None) -> str:
     return str(folder)
 
 
+def arguments(sources, output_dir: Path, **settings) -> PreparationArguments:
+    sources = [source if isinstance(source, dict) else str(source) for source in sources]
+    return PreparationArguments(sources=sources, output_dir=str(output_dir), **settings)
+
+
 def prepare(sources, output_dir: Path, **settings) -> None:
     """Prepare like prepare_data.py."""
-    sources = [source if isinstance(source, dict) else str(source) for source in sources]
-    arguments = PreparationArguments(sources=sources, output_dir=str(output_dir), **settings)
-    pipeline.prepare(arguments)
+    pipeline.prepare(arguments(sources, output_dir, **settings))
 
 
 def description(split: Path) -> dict:

@@ -112,6 +112,14 @@ GLM = {
     "prompt": "<|assistant|>\n",
     "system": "<|system|>\n{{ m.content }}",
 }
+CONTENT_OR_PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+)
+DEEPSEEK_PROMPT = "<\uff5cAssistant\uff5c>{{ '<think>' if thinking else '</think>' }}"
+ROLE = "<|start_of_role|>{{ m.role }}<|end_of_role|>"
+GRANITE_BOT = "<|start_of_role|>assistant<|end_of_role|>"
 SPECIAL_CALL = "<|call|>{{ c.name }}<|sep|>{{ c.arguments | tojson }}<|/call|>"
 
 
@@ -199,6 +207,41 @@ STRUCTURES: Mapping[str, str] = {
     ),
     "thought closed in the history": variant(
         CHATML, reply=BOT + f"<think></think>{SAID}<|im_end|>\n", prompt=BOT + "<think>\n"
+    ),
+    "thoughts as parts": variant(INST, reply=CONTENT_OR_PARTS + "{{ eos_token }}"),
+    "thinking is off by default": template(
+        "<\uff5cUser\uff5c>{{ m.content }}",
+        DEEPSEEK_PROMPT
+        + f"{{% if thinking %}}{THOUGHT}</think>{{% endif %}}"
+        + SAID
+        + "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        prompt=DEEPSEEK_PROMPT,
+    ),
+    "thought opened by the prompt, the next header ends a turn": template(
+        "<|user|>{{ m.content }}",
+        f"<|assistant|><think>{THOUGHT}</think>{SAID}",
+        prompt="<|assistant|><think>",
+        system="<|system|>{{ m.content }}",
+    ),
+    "role between tokens": template(
+        ROLE + "{{ m.content }}<|end_of_text|>\n",
+        ROLE + "{{ m.content }}<|end_of_text|>\n",
+        JSON_CALL,
+        ROLE + "{{ m.content }}<|end_of_text|>\n",
+        GRANITE_BOT,
+        calls=(
+            GRANITE_BOT + "<tool_call>\n",
+            "\n</tool_call>\n<tool_call>\n",
+            "{{ '\\n' }}</tool_call><|end_of_text|>\n",
+        ),
+    ),
+    "markers around a thought": variant(
+        CHATML,
+        reply=BOT
+        + "{% generation %}"
+        + f"{{% if m.reasoning_content %}}<think>{THOUGHT}</think>{{% endif %}}{SAID}<|im_end|>\n"
+        + "{% endgeneration %}",
+        calls=(BOT + "{% generation %}", "; ", "<|im_end|>\n{% endgeneration %}"),
     ),
     "answer behind a tool without a header": template(
         "<|user|>{{ m.content }}<|user_end|>",

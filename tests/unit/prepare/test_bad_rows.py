@@ -35,6 +35,17 @@ def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, prepare, capl
         with pytest.raises(ConfigurationError, match=rf"a\.jsonl:78: {message}.*--on_bad_row skip"):
             prepare("out", sources=[source], format="text")
     bad = [line + b"\n" for line, _ in BAD_LINES.values()]
+    source.write_bytes(b"".join([*bad, *good, *bad]))
+    with pytest.raises(ConfigurationError) as refused:
+        prepare("out", sources=[source], format="text")
+    *shown, advice = refused.value.problems
+    assert [re.search(r"a\.jsonl:(\d+): ", row)[1] for row in shown] == [
+        str(number) for number in (*range(1, 7), *range(107, 111))
+    ]
+    assert advice == (
+        "12 rows cannot be used (the first 10 are above): repair them, or skip such rows with "
+        "--on_bad_row skip"
+    )
     source.write_bytes(b"".join([*bad, *good, *bad[:2]]))
     train = prepare("out", sources=[source], format="text", on_bad_row="skip") / "train"
     assert len(samples.rows(train)) == 100
@@ -196,6 +207,7 @@ CASES = [
     (*CHAT_PAIR, {"past": [["x", "y"]]}, "'past' goes into the messages of 'ask'"),
     (*CHAT_PAIR, {"say": ["x"]}, "'say' must be"),
     (*CHAT_PAIR, {"say": turn(role="assistant", content="")}, "of 'say'"),
+    (*CHAT_PAIR, {"ask": TURNS}, "'ask' ends with the assistant's words.*move them into 'say'"),
     (*CHAT_PAIR, {"say": TURNS[:1]}, "no message of 'say' is the assistant"),
     (*CHAT_PAIR, {"ask": [{"role": "user"}]}, "message 0 of 'ask' has no 'content'"),
 ]

@@ -25,7 +25,7 @@ from prepare_data import main
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.data.arrow_columns import open_columns
 from utils.data.token_dataset import open_token_dataset
-from utils.prepare import pipeline, units, work_plan
+from utils.prepare import pipeline, units, work_plan, workspace
 from utils.prepare.pipeline import decoded_example
 from utils.prepare.rows import ChatDocument, RowSettings
 from utils.prepare.units import content_digest
@@ -186,13 +186,29 @@ def test_a_finished_preparation_is_not_done_again_nor_written_over(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
+def check_planning(folder, given):
+    """Check that planning, as a dry run does, changes nothing on disk."""
+    before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
+    pipeline.begin_preparation(samples.arguments(**given))
+    assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("at_once", [True, False])
 def test_overwrite_replaces_finished_datasets_of_ours_when_the_new_ones_are_complete(
-    tmp_path, prepare, source, monkeypatch, caplog
+    tmp_path, prepare, source, tokenizer, monkeypatch, caplog, at_once
 ):
+    if at_once:  # the folder is never missing: only the new datasets and the hidden ones move
+        replaced = Path.replace
+        monkeypatch.setattr(
+            Path, "replace", lambda path, to: path.name != "out" and replaced(path, to)
+        )
+    else:
+        monkeypatch.setattr(workspace, "exchange", lambda *_: False)
     caplog.set_level("INFO")
     out = prepare("out", sources=[source])
     old = samples.data_bytes(out)
     changed = {"sources": [source], "validation_fraction": 0.5, "overwrite": True}
+    given = {"tokenizer_name_or_path": tokenizer, "output_dir": out, **changed}
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -204,6 +220,7 @@ def test_overwrite_replaces_finished_datasets_of_ours_when_the_new_ones_are_comp
             with pytest.raises(KeyboardInterrupt):
                 prepare("out", **changed)
         assert samples.data_bytes(out) == old
+        check_planning(tmp_path, given)
 
     # A process that reads the datasets, and a file that is not ours, are named.
     reader = f"import mmap, sys; f = open({str(next(out.glob('train/*.arrow')))!r}, 'rb'); "
@@ -227,6 +244,9 @@ def test_overwrite_replaces_finished_datasets_of_ours_when_the_new_ones_are_comp
         mine.unlink()
     assert samples.data_bytes(out) == old
 
+    if not at_once:  # killed when there is no folder
+        out.rename(tmp_path / ".out.old")
+        check_planning(tmp_path, given)
     prepare("out", **changed)
     assert "the datasets of other settings are replaced" in caplog.text
     assert samples.data_bytes(out) == samples.data_bytes(

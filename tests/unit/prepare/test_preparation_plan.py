@@ -69,9 +69,14 @@ def test_a_first_record_that_is_missing_or_broken_stops_at_once_unless_skipped(t
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigurationError, match="train: empty source: no record in its files"):
         plan(tmp_path / "a.jsonl")
-    (tmp_path / "a.jsonl").write_text('{oops\n{"text": "a"}\n')
-    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: malformed JSON"):
+    (tmp_path / "a.jsonl").write_text('{oops\n{"text": 1}\n')
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:2: 'text' must be a string.*skip"):
         plan(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("{oops\n" * 200)
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: malformed JSON.*on_bad_row skip"):
+        plan(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{oops\n{"text": 1}\n{"text": "a"}\n')
+    assert plan(tmp_path / "a.jsonl").settings.document_format == "text"  # units name all bad rows
     assert plan(tmp_path / "a.jsonl", on_bad_row="skip").settings.document_format == "text"
 
 

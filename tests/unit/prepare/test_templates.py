@@ -3,14 +3,29 @@
 STOKER_TEMPLATES=FOLDER also checks every *.jinja there, and prints the results.
 """
 
+import hashlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from template_chats import ASK, KINDS, PLACE, TOOLS, Kind, calls, document, result, says, user
+from template_chats import (
+    ASK,
+    KINDS,
+    PLACE,
+    SAY,
+    TOOLS,
+    Kind,
+    calls,
+    document,
+    result,
+    says,
+    user,
+)
 from template_check import NEVER_PRINTED, SPECIAL, TemplateCheck, renderings, tokenizer_of
-from template_kinds import CHATML, SHIPPED, STRUCTURES, template, variant
+from template_facts import PUBLISHED
+from template_kinds import BOT, CHATML, SAID, SHIPPED, STRUCTURES, template, variant
 
 from utils.prepare.chat_masks import ChatMasks
 from utils.prepare.chat_templates import ChatTemplate
@@ -116,6 +131,21 @@ def test_the_text_that_is_trained_on(name, kind, said):
         assert trained == [text.replace("</s>", check.eos) for text in said]
 
 
+def trained_texts(check, name):
+    published = PUBLISHED[name]
+    for kind, text in published.trained.items():
+        chat = document(KINDS[kind], KINDS[kind].tools)
+        found = check.masks(replace(chat, template_options=published.options))
+        yield kind, "".join(found.text[slice(*span)] for span in found.spans), text
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates_of_2026(name):
+    check = TemplateCheck((STRUCTURES | SHIPPED)[PUBLISHED[name].shape])
+    for kind, found, expected in trained_texts(check, name):
+        assert found == expected, kind
+
+
 PLAIN = template(**CHATML)
 ONE = [user("Uone"), says("Xone.")]
 
@@ -196,6 +226,37 @@ def test_what_a_template_leaves_out_is_refused(kind, what):
     with pytest.raises(UnusableRowError, match=rf"message \d .* leaves out its {what}") as error:
         masks_of(text)(document(KINDS[kind], KINDS[kind].tools))
     assert error.value.reason == f"{what.replace(' ', '_')}_left_out"
+
+
+def test_a_variable_that_prints_the_thoughts_is_named():
+    masks = masks_of(STRUCTURES["thinking is off by default"])
+    with pytest.raises(UnusableRowError, match=r'chat_template_kwargs: \{"thinking": true\}'):
+        masked(masks, [ASK, says("Xone.", reasoning_content="Tone.")])
+    masks = masks_of(PLAIN)
+    with pytest.raises(UnusableRowError, match="leaves out its reasoning") as error:
+        masked(masks, [ASK, says("Xone.", reasoning_content="Tone.")])
+    assert "chat_template_kwargs" not in str(error.value)
+
+
+def test_a_template_without_system_messages_is_refused_with_what_to_do():
+    """As Gemma 2's, which says "System role not supported"."""
+    check = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    masks = masks_of(check + PLAIN)
+    with pytest.raises(UnusableRowError, match=r"no system.*into the first user message"):
+        masked(masks, [{"role": "system", "content": "Help."}, ASK, SAY])
+    alternate = masks_of(STRUCTURES["roles must alternate"])
+    with pytest.raises(UnusableRowError, match=r"must alternate\)$"):
+        masked(alternate, [{"role": "system", "content": "Help."}, ASK, ASK, SAY])
+
+
+def test_words_that_are_printed_behind_the_result_of_their_call_are_refused():
+    """Gemma 4 prints a call, the result of the call, and then the words of the same message."""
+    printed = "{{ m.tool_calls[0].function.arguments }}{{ messages[loop.index].content }}"
+    reply = BOT + f"{{% if m.tool_calls %}}{printed}{{% endif %}}{SAID}<|im_end|>\n"
+    masks = masks_of(variant(CHATML, reply=reply, call="", tool=""))
+    with pytest.raises(UnusableRowError, match="another message in the middle of it") as error:
+        masked(masks, [ASK, calls({"keya": "Vala"}, content="Xone."), result("Res."), SAY], TOOLS)
+    assert error.value.reason == "mask_too_wide"
 
 
 def test_tools_that_a_template_leaves_out_are_refused():
@@ -285,3 +346,8 @@ def test_a_collection_trains_no_wrong_text(capsys):
     with capsys.disabled():
         print(f"\n{len(outcomes)} templates, {trained} chats trained, {len(refused)} refused")
     assert {name: found for name, found in outcomes.items() if any(o.wrong for o in found)} == {}
+    known = {published.sha256: name for name, published in PUBLISHED.items()}
+    for text in COLLECTION.values():
+        if name := known.get(hashlib.sha256(text.encode()).hexdigest()[:16]):
+            texts = list(trained_texts(TemplateCheck(text), name))
+            assert [found for _, found, _ in texts] == [expected for *_, expected in texts]
