@@ -98,6 +98,14 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     return found
 
 
+def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a label for every message key and role that only a chat template may read."""
+    for message in messages:
+        if message["role"] not in OWN_ROLES:
+            yield f"role {message['role']}, which is context only"
+        yield from (f"message key {key}" for key in message if key not in READ)
+
+
 def role_word(message: Mapping[str, Any]) -> str:
     """Return the role of a published message, normalized: "Tool-Call:" becomes "tool_call"."""
     word = str(message.get("role", message.get("from"))).strip().rstrip(":")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.config.preparation import TRAIN
 from utils.host.machine import memory_kills
+from utils.prepare.messages import unread_keys
 from utils.prepare.records import read_records
 from utils.prepare.rows import (
     ChatDocument,
@@ -36,7 +37,7 @@ from utils.prepare.tokenization import (
 )
 from utils.prepare.values import ASSISTANT, FILTERED, NOTHING, OVERLONG, REPAIR, BadRow
 from utils.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
-from utils.prepare.workspace import UnitCounts, Workspace, unread_keys
+from utils.prepare.workspace import UnitCounts, Workspace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

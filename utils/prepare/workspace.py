@@ -12,11 +12,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN
@@ -24,7 +23,6 @@ from utils.data.description import read_description
 from utils.host.atomic_files import replace_text
 from utils.host.machine import host_name
 from utils.host.run_lock import run_owners
-from utils.prepare.messages import OWN_ROLES, READ
 from utils.prepare.values import FILTERED, BadRow
 
 logger = logging.getLogger(__name__)
@@ -335,14 +333,6 @@ def partial_name(path: Path) -> Path:
 
 
 # --- columns and keys that are not read
-
-
-def unread_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a label for every message key and role that only a chat template may read."""
-    for message in messages:
-        if message["role"] not in OWN_ROLES:
-            yield f"role {message['role']}, which is context only"
-        yield from (f"message key {key}" for key in message if key not in READ)
 
 
 def list_unread(counts: Mapping[str, int], template: str) -> str:

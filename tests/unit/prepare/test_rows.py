@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from utils.prepare.messages import check_answers
+from utils.prepare.messages import check_answers, unread_keys
 from utils.prepare.rows import RowSettings, document_fields
 from utils.prepare.values import UnusableRowError
-from utils.prepare.workspace import list_unread, unread_keys
+from utils.prepare.workspace import list_unread
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
