@@ -21,8 +21,8 @@ def on_rank_0(action: Callable[[], Answer], group: Any = None) -> Answer:
     Collective over `group` (None: all ranks).
     """
     leads = not _connected() or torch.distributed.get_rank() == 0
-    outcome = attempt(action) if leads else None
-    return answers_of(gathered(outcome, group)[:1])[0]
+    outcome = _attempt(action) if leads else None
+    return _answers_of(gathered(outcome, group)[:1])[0]
 
 
 def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answer]:
@@ -31,7 +31,7 @@ def on_every_rank(action: Callable[[], Answer], group: Any = None) -> list[Answe
     If the function fails on some ranks, all ranks raise one error with the messages of these ranks.
     Collective over `group`.
     """
-    return answers_of(gathered(attempt(action), group))
+    return _answers_of(gathered(_attempt(action), group))
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
@@ -43,7 +43,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
+def _attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | None, list[str]]:
     """Return (result, None, []), or (None, error type, messages) to send to other processes."""
     try:
         return action(), None, []
@@ -54,8 +54,8 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, type[ConfigurationError] | 
         return None, StorageError, found.problems
 
 
-def answers_of(outcomes: list[Any]) -> list[Any]:
-    """Return the results in outcomes of `attempt`; raise one error with all their messages."""
+def _answers_of(outcomes: list[Any]) -> list[Any]:
+    """Return the results in outcomes of `_attempt`; raise one error with all their messages."""
     refused = [kind for _, kind, _ in outcomes if kind is not None]
     if refused:
         raise refused[0](list(dict.fromkeys(text for *_, texts in outcomes for text in texts)))

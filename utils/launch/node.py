@@ -3,6 +3,11 @@
 slurm/launch_node.sh runs it, once per node: python -m utils.launch.node SCRIPT ARGUMENTS
 """
 
+from utils.launch.entry import end_silently
+
+if __name__ == "__main__":
+    end_silently()  # while the next lines import
+
 import argparse
 import atexit
 import contextlib
@@ -39,8 +44,8 @@ from utils.launch.signals import (
     SAVING,
     STOP,
     Stage,
+    signal_state,
     stage_of_node,
-    state,
 )
 from utils.launch.slurm import Allocation, read_allocation
 from utils.launch.verdict import (
@@ -89,7 +94,7 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: object) -> None:
         by_user = number == signal.SIGINT
-        if by_user and not state.is_new_press(time.monotonic()):
+        if by_user and not signal_state.is_new_press(time.monotonic()):
             return
         # In a job the signal INT comes from scancel, and requeueing would start the job again.
         if by_user and (self.asked or self.stage is not Stage.TRAINING or not ALONE):

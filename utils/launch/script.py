@@ -247,10 +247,8 @@ def _run(main: Callable[[], int | None], usage: str | None, announced: bool) -> 
         if global_rank() == 0:
             sys.stdout.write(redact(answer.text))
         return 0
-    except OutOfMemoryError as error:  # the trainer has written out-of-memory-rankN.txt
-        return _refuse(error, of_this_rank=True)
-    except ConfigurationError as error:
-        return _refuse(error)
+    except ConfigurationError as error:  # each rank out of memory has its out-of-memory-rankN.txt
+        return _refuse(error, of_this_rank=isinstance(error, OutOfMemoryError))
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:

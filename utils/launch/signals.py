@@ -72,18 +72,18 @@ class SignalState:
         return now - before > SAME_PRESS_S
 
 
-state = SignalState()  # signals belong to the process
+signal_state = SignalState()  # signals belong to the process
 
 
 def raise_at_ctrl_c() -> None:
     """Let the first Ctrl-C raise KeyboardInterrupt, and the second end this process at once."""
 
     def press(*_: object) -> None:
-        if not state.is_new_press(time.monotonic()):
+        if not signal_state.is_new_press(time.monotonic()):
             return
-        if state.requested == CTRL_C:
+        if signal_state.requested == CTRL_C:
             os._exit(EXIT_CODE)
-        state.requested = CTRL_C
+        signal_state.requested = CTRL_C
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it
@@ -97,18 +97,18 @@ def install_stop_signals() -> None:
     (signal.set_wakeup_fd), because Python runs handlers only in the main thread, which may be
     blocked in a collective.
     """
-    state.requested = None
+    signal_state.requested = None
     enter_stage(Stage.STARTING)
-    if state.pipe is None:
-        state.pipe = os.pipe()
-        os.set_blocking(state.pipe[1], False)
+    if signal_state.pipe is None:
+        signal_state.pipe = os.pipe()
+        os.set_blocking(signal_state.pipe[1], False)
         ready = threading.Event()
         threading.Thread(
-            target=_answer_signals, args=(state.pipe[0], ready), name="signals", daemon=True
+            target=_answer_signals, args=(signal_state.pipe[0], ready), name="signals", daemon=True
         ).start()
         ready.wait()
         set_death_signal(0)  # the thread has its own
-    signal.set_wakeup_fd(state.pipe[1], warn_on_full_buffer=False)
+    signal.set_wakeup_fd(signal_state.pipe[1], warn_on_full_buffer=False)
     numbers = [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         numbers.append(signal.SIGINT)
@@ -123,7 +123,7 @@ def install_stop_signals() -> None:
 
 def enter_stage(stage: Stage) -> None:
     """Note the part of the run, in this process and for the launcher of this node."""
-    state.stage = stage
+    signal_state.stage = stage
     directory = os.environ.get(NODE_DIR)
     if directory and os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a full disk must not end the run
@@ -176,7 +176,7 @@ def _command_line(process: int) -> list[str]:
 
 def stop_request() -> str | None:
     """Return the source of a request to stop, such as the signal; None if there is no request."""
-    return state.requested or _node_request()
+    return signal_state.requested or _node_request()
 
 
 def _node_request() -> str | None:
@@ -205,16 +205,16 @@ def _answer_signals(pipe: int, ready: threading.Event) -> None:
 def _answer(numbers: Collection[int], now: float) -> None:
     """Act on signals that came at time `now`, without slurm/launch_node.sh."""
     # At the second Ctrl-C torchrun sends SIGTERM.
-    by_torchrun = state.requested == CTRL_C and signal.SIGTERM in numbers
+    by_torchrun = signal_state.requested == CTRL_C and signal.SIGTERM in numbers
     if signal.SIGINT in numbers or by_torchrun:
-        if not state.is_new_press(now):
+        if not signal_state.is_new_press(now):
             return
-        if state.requested or state.stage is not Stage.TRAINING:
+        if signal_state.requested or signal_state.stage is not Stage.TRAINING:
             _end_by_user()
         _announce_the_save()
-        state.requested = CTRL_C
+        signal_state.requested = CTRL_C
     elif numbers:
-        state.requested = state.requested or signal.Signals(min(numbers)).name
+        signal_state.requested = signal_state.requested or signal.Signals(min(numbers)).name
 
 
 def _obey_the_launcher() -> None:
@@ -249,7 +249,7 @@ def _end_by_user() -> None:
     for run in held_runs():
         leave_run_lock(run)
     if global_rank() == 0 and not os.environ.get(NODE_DIR):  # else the launcher says it
-        write_error(f"\n{BY_USER}, {state.stage.value}\n")
+        write_error(f"\n{BY_USER}, {signal_state.stage.value}\n")
     os._exit(EXIT_CODE)
 
 

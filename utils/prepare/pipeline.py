@@ -84,8 +84,13 @@ def finish_preparation(
     plan: PreparationPlan,
     tokenizer: "PreTrainedTokenizerBase",
     workspace: Workspace,
+    *,
+    apart: bool = False,
 ) -> Path | None:
-    """Do the work of `prepare` after `begin_preparation`; return the folder once it is complete."""
+    """Do the work of `prepare` after `begin_preparation`; return the folder once it is complete.
+
+    With `apart` only worker processes tokenize.
+    """
     workspace.open(may_discard=not arguments.shard and not arguments.merge)
     shard, shards = shard_of(arguments)
     if arguments.merge is None:
@@ -98,7 +103,7 @@ def finish_preparation(
         document_format = plan.settings.document_format
         backend = choose_backend(arguments.tokenizer_backend, tokenizer, document_format)
         worker = UnitWorker(tokenizer, backend, plan.settings, workspace)
-        run_units(left, worker, arguments.num_proc)
+        run_units(left, worker, arguments.num_proc, apart=apart)
     if arguments.shard:
         logger.info("shard %d/%d is complete", shard, shards)
         array = os.environ.get("SLURM_ARRAY_JOB_ID")

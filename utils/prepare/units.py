@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemoryError
 from utils.config.preparation import TRAIN
-from utils.host.machine import memory_kills
+from utils.host.machine import memory_kills, set_death_signal
 from utils.prepare.messages import unread_keys
 from utils.prepare.records import read_records
 from utils.prepare.rows import (
@@ -54,8 +54,12 @@ SHORTEN = "raise --sequence_length, or choose --on_overlong truncate or drop"
 LEAST_BYTES_A_WORKER = {"gigatoken": 64 << 20, "tokenizers": 4 << 20}
 
 
-def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) -> None:
+def run_units(
+    units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int, *, apart: bool = False
+) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
+
+    With `apart` there is at least one worker process.
 
     Raises ConfigurationError with the first faulty rows and the number of all. If a worker is
     killed, raises OutOfMemoryError or LostProcessError. The files of finished units are kept.
@@ -63,8 +67,8 @@ def run_units(units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int) ->
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
     finished = (
-        _run_in_processes(units, worker, workers)
-        if workers > 1
+        _run_in_processes(units, worker, max(workers, 1))
+        if workers > 1 or apart
         else ((unit, worker.run(unit)) for unit in units)
     )
     start = shown = time.monotonic()
@@ -144,6 +148,7 @@ _worker: "UnitWorker | None" = None
 
 def _start_worker(worker: "UnitWorker") -> None:
     global _worker  # noqa: PLW0603 - the tasks of this worker process read it
+    set_death_signal(signal.SIGKILL)  # a worker would wait for work for ever
     # There is one process per core already, so the tokenizer gets no threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = worker

@@ -1,7 +1,7 @@
 """A run from its start to its finished model.
 
 start       sets up the process, locks output_dir, finds the checkpoint to resume from; dry runs
-raw_data    prepares raw files of train_data before the run, in a separate process
+raw_data    prepares raw files of train_data before the run, in worker processes
 preflight   checks of output_dir on all hosts: writable, with enough space, no foreign files
 provenance  provenance.json; refuses to resume with settings that change what the run computes
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio

@@ -17,7 +17,7 @@ from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
 from utils.host.hub import settle_connection
 from utils.host.redaction import redact
-from utils.launch.signals import state
+from utils.launch.signals import signal_state
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
@@ -229,7 +229,7 @@ class ChatModel:
         pressed: list[bool] = []
 
         def press(*_: object) -> None:
-            is_new = state.is_new_press(time.monotonic())
+            is_new = signal_state.is_new_press(time.monotonic())
             if is_new and pressed:
                 raise KeyboardInterrupt  # the second time does not wait for the next token
             pressed.append(True)

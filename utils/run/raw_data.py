@@ -1,29 +1,21 @@
 """Raw training data: prepared once, in OUTPUT_DIR/data, with the checks of prepare_data.py."""
 
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 from dataclasses import fields
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import Answer, ConfigurationError, LostProcessError
+from utils.config.errors import Answer, ConfigurationError
 from utils.config.preparation import PreparationArguments, RawDataArguments, prepare_command
+from utils.config.raw_data import RawData
+from utils.config.settings import RunSettings
 from utils.config.strategy import SUBMITTING
-from utils.host.collectives import answers_of, attempt, cpu_group, on_rank_0
-from utils.host.machine import set_death_signal
+from utils.host.collectives import cpu_group, on_rank_0
 from utils.host.run_lock import take_run_lock
-from utils.launch.script import configure_logging
-
-if TYPE_CHECKING:  # the process that tokenizes imports this module, and starts soon
-    from utils.config.raw_data import RawData
-    from utils.config.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +23,13 @@ LARGEST_BYTES = 10**9
 LONGEST_PREPARATION_S = 24 * 3600
 
 
-def prepare_raw_data(settings: "RunSettings") -> None:
+def prepare_raw_data(settings: RunSettings) -> None:
     """Prepare the raw files of train_data and eval_data, unless that is done; all ranks call this.
 
-    A separate process tokenizes. The other ranks wait over gloo, which has a limit of a day. A dry
-    run checks the files, and ends with Answer if they are not prepared. Raises ConfigurationError
-    for more than LARGEST_BYTES, in a job, and for files that changed after the run began.
+    Separate processes tokenize: their memory is free before training. The other ranks wait over
+    gloo, which has a limit of a day. A dry run checks the files, and ends with Answer if they are
+    not prepared. Raises ConfigurationError for more than LARGEST_BYTES, in a job, and for files
+    that changed after the run began.
     """
     if (raw := settings.raw) is None:
         return
@@ -46,9 +39,9 @@ def prepare_raw_data(settings: "RunSettings") -> None:
         torch.distributed.destroy_process_group(group)
 
 
-def _prepare_once(settings: "RunSettings", raw: "RawData") -> None:
+def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     from utils.prepare.fetch import fetch
-    from utils.prepare.pipeline import begin_preparation
+    from utils.prepare.pipeline import begin_preparation, finish_preparation
     from utils.run.preflight import known_files
 
     output_dir = Path(str(settings.training.output_dir))
@@ -87,46 +80,12 @@ def _prepare_once(settings: "RunSettings", raw: "RawData") -> None:
         logger.warning("train_data: the files or their settings have changed: prepared again")
     output_dir.mkdir(parents=True, exist_ok=True)
     take_run_lock(output_dir)  # no second job prepares there
-    logger.info("train_data: preparing %s, as this command does: %s", names, command)
-    _prepare_apart(arguments, plan, tokenizer, workspace)
+    line = "train_data: preparing %s, as this command does (it continues after an interruption): %s"
+    logger.info(line, names, command)
+    finish_preparation(arguments, plan, tokenizer, workspace, apart=True)
 
 
-def _prepare_apart(*work: Any) -> None:
-    """Call `finish_preparation` in a separate process, which ends when this process ends."""
-    spawn = multiprocessing.get_context("spawn")
-    answer, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_prepare, args=(sender, os.getpid(), *work))
-    process.start()
-    sender.close()  # only the process has it now, so its end is seen here
-    try:
-        answers_of([answer.recv()])
-    except EOFError:
-        raise LostProcessError(
-            "the process that prepared train_data was killed: the same command continues its work"
-        ) from None
-
-
-def _prepare(sender: Connection, parent: int, *work: Any) -> None:
-    from utils.prepare.pipeline import finish_preparation
-
-    signal.signal(signal.SIGINT, _end_once)  # slurm/launch_node.sh lets ranks ignore Ctrl-C
-    set_death_signal(signal.SIGINT)
-    configure_logging()
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # this process only tokenizes
-    try:
-        if os.getppid() == parent:
-            sender.send(attempt(lambda: finish_preparation(*work)))
-    except KeyboardInterrupt:  # also if the parent has died
-        return
-    os._exit(0)  # the libraries' teardown takes seconds
-
-
-def _end_once(*_: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also ends the parent: a second signal
-    raise KeyboardInterrupt
-
-
-def _arguments(settings: "RunSettings", raw: "RawData") -> PreparationArguments:
+def _arguments(settings: RunSettings, raw: RawData) -> PreparationArguments:
     from utils.model.stages import stage_tokenizer
 
     tokenizer = raw.tokenizer or settings.model.model_name_or_path or stage_tokenizer(settings)

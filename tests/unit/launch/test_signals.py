@@ -121,7 +121,7 @@ def test_the_first_ctrl_c_is_a_request_and_the_second_ends_at_once(start, second
 def test_signals_of_one_press_count_once(monkeypatch, second):
     """`timeout` sends SIGINT to the process and to its group; torchrun answers by SIGTERM."""
     state, ended = signals.SignalState(signals.Stage.TRAINING), []
-    monkeypatch.setattr(signals, "state", state)
+    monkeypatch.setattr(signals, "signal_state", state)
     monkeypatch.setattr(signals, "_end_by_user", lambda: ended.append(True))
     monkeypatch.setattr(signals, "_announce_the_save", lambda: None)
     signals._answer({signal.SIGINT}, 100.0)
@@ -133,7 +133,7 @@ def test_signals_of_one_press_count_once(monkeypatch, second):
 
 
 AT_THE_START = """
-import os, signal, sys, time
+import os, runpy, signal, sys, time
 from utils.launch.entry import start
 
 def main():
@@ -146,13 +146,16 @@ def main():
         os.kill(os.getpid(), signal.SIGINT)
         print("came here", flush=True)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-if sys.argv[1] == "import":
-    import importlib.abc
-    class Press(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, *_):
+class Press:
+    def find_spec(name, *_):
+        if name in ("utils.launch.script", "utils.launch.caches"):
             os.kill(os.getpid(), signal.SIGINT)
-    sys.meta_path.insert(0, Press())
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+if sys.argv[1] != "main":
+    sys.meta_path.insert(0, Press)
+if sys.argv[1] == "import of the launcher":
+    runpy.run_module("utils.launch.node", run_name="__main__")
 sys.exit(start(main))
 """
 
@@ -160,13 +163,18 @@ sys.exit(start(main))
 @pytest.mark.slow
 def test_ctrl_c_at_the_start_of_a_script_shows_no_traceback():
     """While the script imports nothing is shown. The second press does not wait for the end."""
-    for moment, code, shown in (("import", -2, ""), ("main", 130, "cleans up\n")):
+    silent = (-signal.SIGINT, "")
+    for moment, ending in (
+        ("import of a script", silent),
+        ("import of the launcher", silent),
+        ("main", (130, "cleans up\n")),
+    ):
         done = subprocess.run(
             [sys.executable, "-c", AT_THE_START, moment],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        assert (done.returncode, done.stdout) == (code, shown)
+        assert (done.returncode, done.stdout) == ending, moment
 
 
 @pytest.mark.slow
