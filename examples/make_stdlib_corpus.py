@@ -4,24 +4,22 @@
 
 Every machine with Python has these texts, so the demo needs no download:
 
-    pretrain.jsonl           source files                            {"text", "path"}
+    pretrain.jsonl           source files                               {"text", "path"}
     pretrain_modules.jsonl   source files of held-out modules
     pretrain_package.jsonl   a package that is held out as a whole
-    chats.jsonl              documented functions: instruction -> code   {"messages"}
-    chats_heldout.jsonl      functions of the held-out modules and package
+    chats.jsonl              questions about its functions, with answers   {"messages"}
+    chats_heldout.jsonl      the same facts, each in a wording that is not in chats.jsonl
 
-No function of a held-out module is in chats.jsonl. The same Python gives the same files.
+An answer is the first sentence of a docstring, or a module. The same Python gives the same files.
 """
 
 import argparse
 import ast
 import hashlib
-import inspect
 import json
 import sys
 import sysconfig
-import textwrap
-import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -33,8 +31,26 @@ LEFT_OUT_FOLDERS = {
 LONGEST_FILE_BYTES = 300_000
 HELD_OUT_PACKAGE = "wsgiref"
 HELD_OUT_SHARE = 0.03
-SHORTEST_CODE, LONGEST_CODE = 80, 1500
-LONGEST_DOCSTRING = 500
+# The modules that the questions are about, and the characters of an answer.
+MODULES = (
+    *("shutil", "textwrap", "statistics", "calendar", "tempfile", "fnmatch", "functools"),
+    *("glob", "heapq", "secrets", "shlex", "uuid"),
+)
+SHORTEST, LONGEST = 20, 80
+WHAT = (
+    "What does {module}.{function} do?",
+    "What is {module}.{function} for?",
+    "Describe {module}.{function}.",
+    "Explain the function {function} of the module {module}.",
+    "Tell me about {function} in {module}.",
+    "Say in one sentence what {module}.{function} does.",
+)
+WHERE = (
+    "Which module has the function {function}?",
+    "Where do I find {function}?",
+    "From which module do I import {function}?",
+    "In which module is {function}?",
+)
 
 
 def main() -> int:
@@ -44,18 +60,14 @@ def main() -> int:
     output_dir = parser.parse_args().output_dir
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = list(read_sources(library))
-    chats = list(unique_chats(sources))
+    asked = list(questions(documented_functions(sources)))
     output_dir.mkdir(parents=True, exist_ok=True)
     for name, split in (("", "train"), ("_modules", "modules"), ("_package", "package")):
         rows = [{"text": text, "path": path} for path, text in sources if split_of(path) == split]
         write_jsonl(output_dir / f"pretrain{name}.jsonl", rows)
-    for name, is_held_out in (("", False), ("_heldout", True)):
-        chosen = [
-            {"messages": messages}
-            for path, messages in chats
-            if (split_of(path) != "train") == is_held_out
-        ]
-        write_jsonl(output_dir / f"chats{name}.jsonl", chosen)
+    for name, wanted in (("", False), ("_heldout", True)):
+        chats = [chat(*texts) for is_held_out, *texts in asked if is_held_out == wanted]
+        write_jsonl(output_dir / f"chats{name}.jsonl", chats)
     return 0
 
 
@@ -82,61 +94,42 @@ def split_of(path: str) -> str:
     return "modules" if share < HELD_OUT_SHARE else "train"
 
 
-def unique_chats(
-    sources: Iterable[tuple[str, str]],
-) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Yield (path, messages) of every documented function; held-out files claim a copy first."""
-    seen: set[str] = set()
-    for path, text in sorted(sources, key=lambda source: split_of(source[0]) == "train"):
-        for instruction, code in documented_functions(text):
-            if code not in seen and instruction not in seen:
-                seen.update((code, instruction))
-                yield (
-                    path,
-                    [
-                        {"role": "user", "content": instruction},
-                        {"role": "assistant", "content": code},
-                    ],
-                )
+def documented_functions(sources: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the first sentence of each function's docstring, by module and function.
+
+    A function or sentence that another module has too is left out: its question has two answers.
+    """
+    texts = dict(sources)
+    sentences: dict[tuple[str, str], str] = {}
+    for module in MODULES:
+        for node in ast.parse(texts.get(f"{module}.py", "")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+                sentence = " ".join(paragraph.split()).split(". ")[0].rstrip(".")
+                if SHORTEST <= len(sentence) <= LONGEST:
+                    sentences[module, node.name] = sentence
+    functions = Counter(function for _, function in sentences)
+    counts = Counter(sentences.values())
+    return {
+        name: sentence
+        for name, sentence in sentences.items()
+        if functions[name[1]] == counts[sentence] == 1
+    }
 
 
-def documented_functions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (instruction, code without docstring) of the functions that a source file documents."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old files
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            return
-    lines = text.splitlines(keepends=True)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        docstring = ast.get_docstring(node)
-        if not docstring or len(docstring) > LONGEST_DOCSTRING or len(node.body) < 2:
-            continue
-        if node.body[0].lineno == node.lineno:
-            continue  # all on one line: the docstring cannot be cut out by lines
-        code = code_without_docstring(node, lines)
-        if SHORTEST_CODE <= len(code) <= LONGEST_CODE:
-            yield instruction_for(node, docstring), code
+def questions(sentences: Mapping[tuple[str, str], str]) -> Iterator[tuple[bool, str, str]]:
+    """Yield (is held out, question, answer); one wording of each fact is held out, in turn."""
+    for number, ((module, function), sentence) in enumerate(sentences.items()):
+        for wordings, answer in ((WHAT, sentence), (WHERE, module)):
+            for place, wording in enumerate(wordings):
+                question = wording.format(module=module, function=function)
+                yield place == number % len(wordings), question, answer
 
 
-def code_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
-    """Return the function's source from `def` on, dedented, comments kept."""
-    docstring = node.body[0]
-    first = node.lineno - 1
-    before = lines[first : docstring.lineno - 1]
-    after = lines[(docstring.end_lineno or docstring.lineno) : node.end_lineno]
-    return textwrap.dedent("".join([*before, *after])).strip()
-
-
-def instruction_for(node: ast.FunctionDef | ast.AsyncFunctionDef, docstring: str) -> str:
-    """Return what a user would ask to get this function."""
-    keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    signature = f"{keyword} {node.name}({ast.unparse(node.args)}){returns}"
-    return f"Write the Python function `{signature}`.\n\n{inspect.cleandoc(docstring)}"
+def chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    """Return a question and its answer as a row of chats."""
+    user = {"role": "user", "content": question}
+    return {"messages": [user, {"role": "assistant", "content": answer}]}
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
-INTERRUPTED, H200 = RESULTS / "interrupted_run", RESULTS / "gpu" / "h200_qwen3_0_6b_full"
+INTERRUPTED, REAL = RESULTS / "interrupted_run", RESULTS / "real_text"
+H200 = RESULTS / "gpu" / "h200_qwen3_0_6b_full"
 MARGIN = 16  # pixels
 
 
@@ -30,9 +31,7 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "report-light.png": Picture(
-        INTERRUPTED, 1280, "light", "h2:has-text('How it went')", "#charts figure >> nth=0"
-    ),
+    "report-light.png": Picture(REAL, 1280, "light", "header", "#charts figure >> nth=0"),
     "report-dark.png": Picture(
         H200, 1280, "dark", "h2:has-text('Curves')", "#charts figure >> nth=8"
     ),
@@ -54,7 +53,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         for name, picture in PICTURES.items():
-            page = write_pages([picture.run], Path(directory) / f"{name}.html", None)
+            run = Path(directory) / name / picture.run.name
+            shutil.copytree(picture.run, run)
+            (run / "final").mkdir()  # the weights of a finished run are not recorded
+            page = write_pages([run], Path(directory) / f"{name}.html", None)
             draw(browser, page, picture, IMAGES / name)
         browser.close()
 

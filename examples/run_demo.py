@@ -8,7 +8,6 @@ Commands whose result is there already say so and do nothing.
 
 import argparse
 import json
-import math
 import os
 import platform
 import resource
@@ -37,10 +36,9 @@ COMMANDS = {
     "prepare chats": ["prepare_data.py", "--config", "recipes/data/demo_chats.yaml"],
     "pretrain": ["pretrain.py", "--config", "recipes/pretrain/demo_cpu.yaml"],
     "fine-tune": ["sft_train.py", "--config", "recipes/sft/demo_cpu.yaml"],
+    "answer": ["chat.py", "runs/demo-sft", "--greedy", "--max_new_tokens", "40"],
 }
-# Sampled: the greedy answer of a model this small repeats itself.
-ASK = ["chat.py", "runs/demo-sft", "--temperature", "0.7", "--top_p", "0.9"]
-ASK += ["--max_new_tokens", "120", "--prompt"]
+ASKED, SHOWN = 50, slice(16, None, 16)  # questions in wordings that are not trained on
 NEXT = """
 Next:
   python chat.py runs/demo-sft                      talk to it
@@ -59,16 +57,25 @@ def main() -> int:
     )
     record = parser.parse_args().record
     seconds = {}
-    for name in (*COMMANDS, "complete"):
-        command = COMMANDS.get(name) or [*ASK, held_out_chat()[0]["content"]]
+    for name, command in COMMANDS.items():
         say(f"\n$ python {shlex.join(command)}")
         started = time.perf_counter()
-        exit_code = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
-        if exit_code:
-            return exit_code
+        # chat.py reads a question from each line of stdin. /reset ends the conversation.
+        chats = held_out_chats() if name == "answer" else []
+        done = subprocess.run(
+            [sys.executable, *command],
+            input="".join(f"{question}\n/reset\n" for question, _ in chats),
+            stdout=subprocess.PIPE if chats else None,
+            cwd=ROOT, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            return done.returncode
         seconds[name] = round(time.perf_counter() - started, 1)
-    say(f"\nThe original:\n{held_out_chat()[1]['content']}")
-    figures = figures_of(seconds)
+    answers = done.stdout.splitlines()
+    for (question, original), answer in [*zip(chats, answers, strict=False)][SHOWN]:
+        say(f"\nquestion  {question}\nanswer    {answer}\noriginal  {original}")
+    right = sum(answer == chat[1] for chat, answer in zip(chats, answers, strict=False))
+    figures = {**figures_of(seconds), "answers": {"asked": ASKED, "right": right}}
     say("\n" + table(figures))
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(figures, indent=2) + "\n")
@@ -76,10 +83,12 @@ def main() -> int:
     return 0
 
 
-def held_out_chat() -> list[dict[str, str]]:
-    """Return the first held-out instruction and its answer, as messages."""
+def held_out_chats() -> list[tuple[str, str]]:
+    """Return some of the held-out questions with their answers, from all over the file."""
     with HELD_OUT.open(encoding="utf-8") as lines:
-        return json.loads(next(lines))["messages"]
+        chats = [json.loads(line)["messages"] for line in lines]
+    chosen = [chats[number * len(chats) // ASKED] for number in range(ASKED)]
+    return [(question["content"], answer["content"]) for question, answer in chosen]
 
 
 def figures_of(seconds: dict[str, float]) -> dict[str, Any]:
@@ -107,25 +116,22 @@ def evaluations(run: Path) -> dict[str, dict[str, float]]:
 
 def table(figures: dict[str, Any]) -> str:
     """Write the figures as a Markdown table, as the README shows them."""
-    rows = ["| step | seconds | held-out split | loss before | after | perplexity before | after |"]
-    rows.append("|---|---|---|---|---|---|---|")
+    rows = ["| step | seconds | held-out split | loss before | after |", "|---|---|---|---|---|"]
     for name, taken in figures["seconds"].items():
         splits = figures["evaluations"].get(name) or {"": None}
         for number, (split, losses) in enumerate(splits.items()):
             shown = (name, f"{taken:.0f}") if number == 0 else ("", "")
-            rows.append(f"| {' | '.join([*shown, split, *_before_and_after(losses)])} |")
+            both = [f"{losses[key]:.2f}" for key in ("first", "best")] if losses else ["", ""]
+            rows.append(f"| {' | '.join([*shown, split, *both])} |")
+    answers = figures["answers"]
+    rows.append(
+        f"\n{answers['right']} of {answers['asked']} held-out questions are answered word for word."
+    )
     rows.append(
         f"\n{figures['total_s']:.0f} seconds and at most {figures['peak_memory_gib']:.1f} GiB on "
         f"{figures['hardware']} ({figures['date']})."
     )
     return "\n".join(rows)
-
-
-def _before_and_after(losses: dict[str, float] | None) -> list[str]:
-    if losses is None:
-        return ["", "", "", ""]
-    first, best = losses["first"], losses["best"]
-    return [f"{first:.2f}", f"{best:.2f}", f"{math.exp(first):,.0f}", f"{math.exp(best):,.1f}"]
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer for a model from scratch on the `text` of JSONL files.
+"""Train a byte-level BPE tokenizer for a model from scratch, on text files or the `text` of JSONL.
 
     python examples/train_tokenizer.py --vocabulary 8192 --output_dir data/tokenizer text.jsonl
 
@@ -31,7 +31,7 @@ SPLIT_PATTERN = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and save a tokenizer; exit with a message if the texts cannot fill the vocabulary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, help="JSONL with `text`")
+    parser.add_argument("files", nargs="+", type=Path, help="text, or JSONL with `text`")
     parser.add_argument("--vocabulary", type=int, required=True, help=f"tokens, from {SMALLEST} on")
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args(argv)
@@ -47,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def texts_of(files: Iterable[Path]) -> Iterator[str]:
-    """Yield the texts of JSONL files."""
+    """Yield the texts of JSONL files; any other file is one text."""
     for file in files:
+        if file.suffix != ".jsonl":
+            yield file.read_text(encoding="utf-8")
+            continue
         with file.open(encoding="utf-8") as lines:
             for line in lines:
                 yield json.loads(line)["text"]

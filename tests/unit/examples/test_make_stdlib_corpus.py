@@ -4,54 +4,72 @@ import pytest
 
 from examples import make_stdlib_corpus as corpus
 
-SOURCE = '''
-def outer(a, b=1, *rest, key: str = "x") -> int:
-    """Add things.
+SHUTIL = '''
+def copy(source):
+    """Copy the bytes of a file. And more.
 
     Second paragraph.
     """
-    # why it is so
-    value = a + b
-    return value + len(rest) * 2 + len(key) * 3
+
+def _private():
+    "Copy the bytes of a secret file."
+
+def short(): "Too short."
+def undocumented(): return 1
 
 class C:
-    @property
-    async def method(self):
-        "Short."
-        result = await self.something_quite_long_enough()
-        return [result for _ in range(3)]
+    def method(self): "Do something with an object."
+'''
+GLOB = '''
+def walk(path):
+    """
+    Yield the folders
+    below a path.
+    """
 
-    def undocumented(self):
-        return "a body that is long enough to be kept but without any documentation at all"
-
-def one_line(): "doc"; return "x" * 100000 + "a body that is long enough to be kept, if cut well"
+def link(): "Copy the folders of another path."
+def short(): "A second function of this name."
 '''
 
 
-def test_instructions_are_signature_and_docstring_and_answers_the_code_without_it():
-    functions = dict(corpus.documented_functions(SOURCE))
-    assert len(functions) == 2
-    first = (
-        "Write the Python function `def outer(a, b=1, *rest, key: str='x') -> int`.\n\n"
-        "Add things.\n\nSecond paragraph."
-    )
-    assert functions[first] == (
-        'def outer(a, b=1, *rest, key: str = "x") -> int:\n'
-        "    # why it is so\n    value = a + b\n    return value + len(rest) * 2 + len(key) * 3"
-    )
-    assert "async def method(self)" in [*functions][1]
-    assert [*functions.values()][1].startswith("async def method(self):\n    result")
+def test_facts_are_first_sentences_of_public_functions_with_one_answer():
+    sources = [("glob.py", GLOB), ("shutil.py", SHUTIL), ("nobody.py", GLOB), ("a/uuid.py", GLOB)]
+    facts = corpus.documented_functions(sources)
+    assert facts == {
+        ("shutil", "copy"): "Copy the bytes of a file",
+        ("glob", "walk"): "Yield the folders below a path",
+        ("glob", "link"): "Copy the folders of another path",
+        ("glob", "short"): "A second function of this name",
+    }
+    # Another module has a function of this name, and another function this sentence.
+    again = SHUTIL.replace("Too short", "Copy the folders of another path")
+    facts = corpus.documented_functions([("glob.py", GLOB), ("shutil.py", again)])
+    assert set(facts) == {("shutil", "copy"), ("glob", "walk")}
 
 
-def test_a_function_of_a_held_out_file_is_not_trained_on_even_as_a_copy(tmp_path):
+def test_each_fact_is_trained_on_and_asked_again_in_another_wording():
+    facts = {("os", f"f{number}"): f"Answer {number}" for number in range(12)}
+    chats = list(corpus.questions(facts))
+    held_out = {question: answer for is_held_out, question, answer in chats if is_held_out}
+    trained = {question: answer for is_held_out, question, answer in chats if not is_held_out}
+    assert len(chats) == len(held_out) + len(trained) == 12 * len(corpus.WHAT + corpus.WHERE)
+    assert held_out["What does os.f0 do?"] == "Answer 0"
+    assert held_out["What is os.f1 for?"] == "Answer 1"
+    assert trained["What does os.f1 do?"] == "Answer 1"
+    assert held_out["Which module has the function f0?"] == "os"
+    assert set(held_out.values()) == set(trained.values()) == {*facts.values(), "os"}
+    # Each wording is trained on, with other facts.
+    for wording in corpus.WHAT + corpus.WHERE:
+        asked = {wording.format(module="os", function=function) for _, function in facts}
+        assert 0 < len(asked & held_out.keys()) < len(asked & trained.keys())
+
+
+def test_tests_and_tables_are_left_out_and_a_hash_holds_out_modules(tmp_path):
     for name in ("one.py", "wsgiref/a.py", "wsgiref/test/b.py", "test/c.py", "encodings/d.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(SOURCE)
+        (tmp_path / name).write_text(GLOB)
     sources = list(corpus.read_sources(tmp_path))
     assert [path for path, _ in sources] == ["one.py", "wsgiref/a.py"], "no tests and tables"
-    chats = list(corpus.unique_chats(sources))
-    assert {corpus.split_of(path) for path, _ in chats} == {"package"}
-    assert len(chats) == 2
     # A whole package is held out, and modules by hash.
     assert corpus.split_of("wsgiref/mime/text.py") == corpus.split_of("wsgiref.py") == "package"
     found = [corpus.split_of(f"module{number}.py") for number in range(1000)]
@@ -73,11 +91,16 @@ def test_the_corpus_is_real_disjoint_and_the_same_every_time(tmp_path, monkeypat
         for name, content in contents[0].items()
     }
     assert len(rows["pretrain.jsonl"]) > 200
-    assert len(rows["chats.jsonl"]) > 1000
-    answers = {
-        name: {row["messages"][1]["content"] for row in rows[name]}
-        for name in ("chats.jsonl", "chats_heldout.jsonl")
-    }
-    assert not answers["chats.jsonl"] & answers["chats_heldout.jsonl"]
+    asked, answers = (
+        {
+            name: {row["messages"][place]["content"] for row in rows[name]}
+            for name in ("chats.jsonl", "chats_heldout.jsonl")
+        }
+        for place in (0, 1)
+    )
+    assert len(asked["chats.jsonl"]) == len(rows["chats.jsonl"]) > 1000
+    assert not asked["chats.jsonl"] & asked["chats_heldout.jsonl"]
+    assert answers["chats.jsonl"] == answers["chats_heldout.jsonl"]
+    assert len(answers["chats.jsonl"]) > 100
     paths = [{row["path"] for row in rows[name]} for name in rows if name.startswith("pretrain")]
     assert sum(len(found) for found in paths) == len(set.union(*paths))

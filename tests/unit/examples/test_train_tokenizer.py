@@ -10,8 +10,10 @@ def test_the_same_texts_give_the_same_tokenizer_of_the_size_asked_for(tmp_path, 
     text = "def add(a, b):\n    return a + b\n"
     file = tmp_path / "text.jsonl"
     file.write_text(json.dumps({"text": text}) + "\n")
-    for name in ("one", "two"):
-        example.main(["--vocabulary", "270", "--output_dir", str(tmp_path / name), str(file)])
+    plain = tmp_path / "text.txt"
+    plain.write_text(text)
+    for name, given in (("one", file), ("two", plain)):
+        example.main(["--vocabulary", "270", "--output_dir", str(tmp_path / name), str(given)])
     saved = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("one", "two")]
     assert saved[0] == saved[1]
 
