@@ -78,9 +78,7 @@ class TurnDelimiter:
                 found = (self._header_length(chat, turn, gap), *self._end(chat, turn, following))
                 if len(self._delimiters) > CACHED:
                     self._delimiters.clear()
-                if not re.search(
-                    r"\d", found[2]
-                ):  # a closing text with a number fits no other turn
+                if not re.search(r"\d", found[2]):  # a text with a number fits no other turn
                     self._delimiters[key] = found
             header, length, closing = found
             start, last = max(low + header, last), behind + length

@@ -312,19 +312,13 @@ def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | Bad
 
 
 def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
-    """Return the first record that can be read.
-
-    Raises ConfigurationError if no record can be read. If `on_bad_row` is "error", only ROWS_TRIED
-    rows are tried.
-    """
+    """Return the first record that can be read; ConfigurationError if there are no such records."""
     fault = ""
-    for number, record in enumerate(records, start=1):
+    for record in records:
         if isinstance(record, Record):
             return record
         if on_bad_row == "error" and record.reason != FILTERED:
             fault = fault or f"{record}; {REPAIR}"
-            if number >= ROWS_TRIED:
-                break
     raise ConfigurationError(fault or f"{source.split}: empty source: no record in its files")
 
 
