@@ -8,6 +8,7 @@ from pathlib import Path
 
 from utils.config.arguments import DataArguments, eval_splits, train_sources
 from utils.config.declarations import FLAGS_RANK, Given, SettingValues
+from utils.config.errors import did_you_mean
 from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
 from utils.host.redaction import redact
 
@@ -102,7 +103,7 @@ def hold_out(values: SettingValues) -> None:
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
-    """Refuse a held-out share of several datasets, and flags that only raw files have."""
+    """Refuse missing files, a share of several datasets, and flags that only raw files have."""
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
     if len(raw) > 1 and sources[raw[0]] is not None and values["validation_fraction"]:
@@ -110,7 +111,11 @@ def check_raw_data(values: SettingValues) -> Iterator[str]:
             f"{values.shown('validation_fraction')}: several raw files with weights are several "
             "datasets: name held-out files in eval_data, or leave the weights out"
         )
-    if raw:
+    paths = [*sources, *eval_splits(values["eval_data"]).values()]
+    missing = [path for path in paths if not Path(path).exists()]
+    if raw:  # say so before these are prepared
+        yield from (f"{path}: no such file or folder{did_you_mean(path)}" for path in missing)
+    if raw or missing:
         return
     for each in fields(RawDataArguments):
         if values.changed(each.name):
