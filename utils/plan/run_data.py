@@ -147,7 +147,8 @@ def _derived_sizes(
     if length is None:
         longest = max(int(lengths.max(initial=1)) for lengths in every)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        fitting = max(LEAST_LENGTH, 1 << (longest - 1).bit_length())
+        least = LEAST_LENGTH if data.packing != "none" else 1  # unpacked, the rest is padding
+        fitting = max(least, 1 << (longest - 1).bit_length())
         length = min(fitting, MOST_LENGTH, positions or MOST_LENGTH)
         why = (
             f"the longest of {sum(map(len, every)):,} documents has {longest:,} tokens, the model "
@@ -159,9 +160,8 @@ def _derived_sizes(
             keeps = f"; --sequence_length {longest} keeps it" * (longest <= (positions or longest))
             found["on_overlong"] = "truncate", f"{too_long:,} documents lose their end{keeps}"
     if settings.run.global_batch_size is None:
-        most = (
-            length if fine_tuning else np.iinfo(np.int64).max
-        )  # pretraining splits longer documents
+        # Pretraining splits longer documents.
+        most = length if fine_tuning else np.iinfo(np.int64).max
         tokens = sum(int(np.minimum(lengths, most).sum()) for lengths in train)
         rows = sum(map(len, train)) if data.packing == "none" else tokens // length
         why = f"about {rows:,} sequences, {counted_ranks(ranks)}; --global_batch_size changes it"

@@ -89,6 +89,7 @@ def test_the_batch_follows_from_the_data_and_divides_over_the_ranks(sized):
     )
     settings = sized(np.tile(SMALL, 10), packing="none")
     assert settings.run.global_batch_size == 32, "each of 3,000 documents is a sequence"
+    assert settings.data.sequence_length == 512, "unpacked, longer sequences only pad more"
     assert sized([4000, *SMALL]).training.per_device_train_batch_size == 1, "a batch of one"
     long = sized(np.full(2000, 4000))
     assert (long.run.global_batch_size, long.training.per_device_train_batch_size) == (32, 2)
