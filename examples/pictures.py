@@ -5,6 +5,7 @@
 Each picture is a part of the page that report.py writes for a run in benchmarks/results/.
 """
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -50,10 +51,14 @@ def main() -> None:
     browser_path = shutil.which("chromium")
     if browser_path is None:
         sys.exit("chromium is not installed (Debian: apt-get install chromium)")
-    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        contextlib.chdir(directory),  # the page names the run's path
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         for name, picture in PICTURES.items():
-            run = Path(directory) / name / picture.run.name
+            run = Path("runs") / picture.run.name
             shutil.copytree(picture.run, run)
             (run / "final").mkdir()  # the weights of a finished run are not recorded
             page = write_pages([run], Path(directory) / f"{name}.html", None)
