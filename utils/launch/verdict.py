@@ -247,7 +247,7 @@ def hang_verdict(notes: Sequence[Note], hosts: Sequence[str]) -> str:
     `notes` are the reports that ranks left about their end or hang. `hosts` has one host per rank.
     If a rank reported its end, the text names the first such rank. Otherwise the text names the
     ranks without a report, which are frozen or gone. If every rank reported a hang, the text names
-    the ranks with the fewest Trainer events (`Note.beats`). Of these, it leaves out the ranks that
+    the ranks with the fewest Trainer events (`Note.beats`). It leaves out the ranks among them that
     wait for others, unless all of them wait.
     """
     if ended := [note for note in notes if note.kind != "hung"]:
