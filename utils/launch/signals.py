@@ -150,8 +150,9 @@ def end_with_launcher() -> None:
     elif launcher:
         orphaned = not _command_line(launcher)  # the parent is a script of the user
     else:
-        # torchrun started this rank and has died, perhaps since the first getppid().
-        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and (parent == 1 or os.getppid() != parent)
+        # torchrun started this rank and has died, or is dying: it has no command line any more.
+        dead = parent == 1 or os.getppid() != parent or not _command_line(parent)
+        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and dead
     if orphaned:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -190,8 +191,7 @@ def _node_request() -> str | None:
 
 
 def _answer_signals(pipe: int, ready: threading.Event) -> None:
-    if _started_by(os.getppid()):
-        set_death_signal(signal.SIGKILL)
+    end_with_launcher()  # the launcher may die before this thread asks for the kernel's signal
     ready.set()
     while True:
         numbers = {*os.read(pipe, 64)}  # one byte per signal that has a handler

@@ -243,8 +243,10 @@ def test_a_loader_process_outlives_a_signal_to_the_job_but_obeys_its_owner():
     assert output == f"{[[row] for row in range(1, 9)]}\n0\n"
 
 
-def test_a_rank_ends_if_its_launcher_dies_while_the_rank_looks_for_it(monkeypatch):
-    parents = iter([2**22 + 1, 1])  # an ended process has no command line to read
+@pytest.mark.parametrize("then", [1, 2**22 + 1], ids=["dead", "dying"])
+def test_a_rank_ends_if_its_launcher_dies_while_the_rank_looks_for_it(monkeypatch, then):
+    """A dying launcher is still the parent, but has no command line. Neither has a dead one."""
+    parents = iter([2**22 + 1, then])
     killed = []
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "kill", lambda *sent: killed.append(sent))
