@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from utils.host.redaction import install_redaction, load_env_file
     from utils.launch.script import configure_hub
 
-    arguments = parse_preparation(argv, description=__doc__.splitlines()[0])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    arguments = parse_preparation(argv, description=__doc__.splitlines()[0])
     install_redaction()
     load_env_file()  # HF_TOKEN
     configure_hub()

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from utils.config.foreign_words import other_names, our_name, refused, unknown_n
 from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
+COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
+OF_ANOTHER_TOOLKIT = 4  # unknown settings in a recipe
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -69,6 +72,7 @@ def read_settings(
     entries = dict(without_sections(entries, declared))
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
+    problems[:0] = _of_another_toolkit(entries, values)
     for settlement in settle:
         with suppress(UnusableSettingError):  # the fault is already in `problems`
             settlement(values)
@@ -83,6 +87,19 @@ def read_settings(
     if printed is not None:
         raise Answer(config_text(values, every=bool(printed)))
     return values
+
+
+def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
+    """Yield the command that converts a recipe in which several settings are unknown."""
+    names = (name for name in values.unusable - values.declared.keys() if "." not in name)
+    unknown = [entries[name] for name in names]  # their configs have no sections
+    files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
+    for file, number in files.items():
+        if number >= OF_ANOTHER_TOOLKIT:
+            yield (
+                f"{file}: if it is a config of axolotl, LLaMA-Factory or TRL, convert it with "
+                f"python -m utils.importing {file} --output_dir imported"
+            )
 
 
 def check_required(values: SettingValues) -> Iterator[str]:
@@ -197,7 +214,12 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
             words.append(word)
         else:
             way = f"--config {word}" if is_recipe else "--NAME VALUE"
-            problems.append(f"unexpected argument {word!r}: give it as {way}")
+            advice = (
+                "leave it out: each script has one task"
+                if word in COMMANDS
+                else f"give it as {way}"
+            )
+            problems.append(f"unexpected argument {word!r}: {advice}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")
     return flags, problems

@@ -260,7 +260,11 @@ class SettingValues(Mapping[str, Any]):
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+            said = str(error)
+            if "bf16/gpu" in said:
+                said = f"{self.shown('bf16')}: no GPU here computes in bfloat16: give --bf16 false "
+                said += "(or --use_cpu true, to train on the CPU)"
+            raise ConfigurationError(said) from error
 
 
 # A function that reads the values of all settings and yields a line per fault.

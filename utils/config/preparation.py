@@ -1,25 +1,36 @@
 """The settings of `prepare_data.py`, and the checks that need no file."""
 
+import logging
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
+from itertools import product
 from typing import Any
 
 from utils.config.command_line import read_settings
-from utils.config.declarations import SettingValues, setting, shown
+from utils.config.declarations import FLAGS_RANK, SettingValues, setting, shown
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import source_of
+
+logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
 # Variables of a chat template that each chat sets.
 OF_EACH_CHAT = ("messages", "tools", "add_generation_prompt")
-FORMATS = ("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion")
+FORMATS = (
+    *("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens"),
+)
+# Names that `columns` gives: keys and roles of messages, and columns.
+MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "weight")
+MESSAGE_ROLES = ("user", "assistant", "tool", "system")
+IN_MESSAGES = (*MESSAGE_KEYS, *MESSAGE_ROLES[:-1])  # `system` is a column as well
 COLUMNS = (
     *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
-    *("completion", "system", "tools", "functions", "chat_template_kwargs"),
+    *("completion", "system", "tools", "functions", "chat_template_kwargs", "segments"),
+    *("input_ids", "labels", *IN_MESSAGES),
 )
 
 
@@ -62,9 +73,33 @@ def parse_preparation(
 ) -> PreparationArguments:
     """Read the settings of `prepare_data.py`; raises ConfigurationError with every fault."""
     values = read_settings(
-        (PreparationArguments,), argv, (), (_check_required,), "prepare_data.py", description
-    )
+        (PreparationArguments,), argv, (override_sources,), (_check_required,), "prepare_data.py",
+        description,
+    )  # fmt: skip
+    for note in values.notes:
+        logger.info("%s", note)
     return values.build(PreparationArguments)
+
+
+def override_sources(values: SettingValues) -> None:
+    """Let a flag replace the same setting in a recipe's sources, with a line in `notes`.
+
+    Variables of the chat template stay, because those of a source override the setting.
+    """
+    keys = ("format", "columns", "chat_template_kwargs")
+    for name, key in product(("sources", "eval_sources"), keys):
+        own = [each[key] for each in values[name] if isinstance(each, dict) and key in each]
+        if not own or values.rank(key) != FLAGS_RANK or values.rank(name) == FLAGS_RANK:
+            continue
+        own_values = ", ".join(map(shown, own))
+        if key == "chat_template_kwargs":
+            values.notes.append(f"{key} of {name}, {own_values}, overrides --{key}")
+            continue
+        for number, each in enumerate(entries := list(values[name])):
+            if isinstance(each, dict):
+                entries[number] = {k: value for k, value in each.items() if k != key}
+        values.given[name] = replace(values.given[name], value=entries)
+        values.notes.append(f"--{key} {shown(values[key])} replaces {key} of {name}: {own_values}")
 
 
 def _check_required(values: SettingValues) -> Iterator[str]:
@@ -273,9 +308,10 @@ def _columns_of(given: Mapping[str, str] | Iterable[str]) -> tuple[tuple[str, st
         pairs = [(theirs, ours) for theirs, _, ours in (str(g).rpartition("=") for g in given)]
     targets = [ours for _, ours in pairs]
     for theirs, ours in pairs:
-        if not theirs or ours not in COLUMNS or targets.count(ours) > 1:
+        is_twice = targets.count(ours) > 1 and ours not in MESSAGE_ROLES
+        if not theirs or ours not in COLUMNS or is_twice:
             raise ValueError(
                 f"columns: {theirs or '?'}={ours}: give THEIRS=OURS, ours being one of "
-                f"{', '.join(COLUMNS)}, each once"
+                f"{', '.join(COLUMNS)}, each once (a role several times)"
             )
     return tuple(pairs)

@@ -4,21 +4,36 @@ python -m utils.importing axolotl.yaml [--kind axolotl] [--gpus 8] [--output_dir
 """
 
 import argparse
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.config.errors import ConfigurationError
-from utils.config.recipes import YamlError, entry_text
-from utils.importing.conversion import convert
-from utils.importing.toolkits import TOOLKITS, Conversion
+from utils.config.recipes import YamlError, entry_text, load_file
+
+if TYPE_CHECKING:
+    from utils.importing.toolkits import Conversion
+
+CHANGED = "This changes the training, or may:"
 
 
-def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
-    """Return {file: text} of the two recipes, and of a chat template inside the config."""
+def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
+    """Return {file: text}: the two recipes, a chat template of the config, functions of formats.
+
+    The data recipe is the last but one, the training recipe the last.
+    """
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
     texts = {}
+    if given.functions:
+        code = folder / f"{source.stem}_format.py"
+        texts[code] = f'"""Prompts of {source.name}, as {given.kind} makes them."""\n'
+        texts[code] += "".join(given.functions.values())
+        for entry in (*given.data["sources"], *given.data.get("eval_sources", ())):
+            if isinstance(entry, dict) and entry.get("format") in given.functions:
+                entry["format"] = f"{code}:{entry['format']}"
     if given.template:
         template = folder / f"{source.stem}.jinja"
         texts[template] = given.template
@@ -26,11 +41,28 @@ def recipe_texts(given: Conversion, folder: Path) -> dict[Path, str]:
     values = {key: (value, "") for key, value in given.data.items() if value not in (None, {}, "")}
     for file, command, recipe in ((data, "prepare_data.py", values), (run, script, given.run)):
         head = f"# Made from {source.name} of {given.kind}:\n#   python {command} --config {file}\n"
+        if file == run and given.changes:
+            head += f"# {CHANGED}\n{listing(given.changes, '#   ')}"
         texts[file] = head + "".join(entry_text(key, *entry) for key, entry in recipe.items())
     if given.notes:
-        notes = "".join(f"#   {', '.join(keys)}: {why}\n" for why, keys in given.notes.items())
+        notes = listing(given.notes, "#   ")
         texts[run] += f"\n# Without a counterpart, or done otherwise:\n{notes}"
     return texts
+
+
+def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
+    """Return a line for each reason with its keys."""
+    return "".join(f"{margin}{', '.join(keys)}: {why}\n" for why, keys in reasons.items())
+
+
+def next_steps(given: "Conversion", files: Sequence[Path]) -> str:
+    """Return what changes the training, and the commands that prepare the data and train."""
+    changes = f"\n{CHANGED}\n{listing(given.changes, '  ')}" if given.changes else ""
+    script = "pretrain.py" if given.pretraining else "sft_train.py"
+    return (
+        f"{changes}\nNext:\n  python prepare_data.py --config {files[-2]}\n"
+        f"  python {script} --config {files[-1]}\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,13 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m utils.importing", description=str(__doc__).partition("\n")[0]
     )
     parser.add_argument("config", type=Path, help="the other toolkit's YAML file")
-    parser.add_argument("--kind", choices=TOOLKITS, help="whose it is; told by its keys otherwise")
+    kinds = ("axolotl", "llamafactory", "trl")
+    parser.add_argument("--kind", choices=kinds, help="whose it is; told by its keys otherwise")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs it ran on, for the global batch")
     parser.add_argument("--output_dir", type=Path, help="folder for the recipes, else printed")
     given = parser.parse_args(argv)
     folder = given.output_dir or Path()
     try:
-        texts = recipe_texts(convert(given.config, given.kind, given.gpus), folder)
+        load_file(given.config)  # a fault of the file is told at once
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it looks for CPU kernels
+        from utils.importing.conversion import convert  # slow to import: transformers
+
+        converted = convert(given.config, given.kind, given.gpus)
+        texts = recipe_texts(converted, folder)
         if given.output_dir and (there := [str(file) for file in texts if file.exists()]):
             raise ConfigurationError(f"{', '.join(there)} is there: name another --output_dir")
     except (YamlError, ConfigurationError) as error:
@@ -56,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         sys.stdout.write(f"{file}\n" if given.output_dir else f"# ---- {file}\n{text}\n")
+    if given.output_dir:
+        sys.stdout.write(next_steps(converted, list(texts)))
     return 0
 
 

@@ -11,10 +11,11 @@ from utils.config.refusals import check_forms, check_packages, check_run
 from utils.config.rules import RULES
 from utils.config.settings import derive_evaluation
 from utils.importing.sources import convert_data
-from utils.importing.toolkits import BY_DEFAULT, EMPTY, LEFT, TOOLKITS, Conversion, listed
+from utils.importing.toolkits import BY_DEFAULT, CHANGES, EMPTY, LEFT, TOOLKITS, Conversion, listed
 
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
+EIGHT_BITS = "the frozen weights are bfloat16 here, or of 4 bits with load_in_4bit: true"
 TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full", "freeze")}
 # Keys of configs for another kind of training, or for no training.
 OTHER_METHODS = (
@@ -40,8 +41,7 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     _check_method(given)
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", path.stem)
     try:
-        given.move("output_dir")
-        given.run.setdefault("output_dir", (f"runs/{name}", ""))
+        _convert_output_dir(given, name)
         given.move("model_name_or_path")
         convert_data(given, f"data/{name}")
         _convert_batch(given)
@@ -52,7 +52,7 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
         _convert_precision(given)
         _convert_strategy(given)
         for ours, entry in list(given.given.items()):
-            if ours in given.declared and entry.source not in LEFT:
+            if ours in given.declared and entry.source not in {*LEFT, *CHANGES}:
                 given.move(ours)
             else:
                 given.leave(entry.source, entry.value, ours)
@@ -78,6 +78,17 @@ def _check_method(given: Conversion) -> None:
     if problems:
         raise ConfigurationError(problems)
     given.take("stage")
+
+
+def _convert_output_dir(given: Conversion, name: str) -> None:
+    """Convert the run's folder. The folder of many examples, such as outputs/out, gets a name."""
+    folder = str(given.value("output_dir") or f"runs/{name}")
+    if re.fullmatch(r"(.*/)?(\w*-?out|outputs?|saves)/?", folder):
+        given.take("output_dir")
+        why = f"{folder} there, where other configs write as well"
+        given.run["output_dir"] = (f"outputs/{name}", why)
+    given.move("output_dir")
+    given.run.setdefault("output_dir", (folder, ""))
 
 
 def _convert_batch(given: Conversion) -> None:
@@ -170,9 +181,10 @@ def _convert_adapter(given: Conversion) -> None:
     """Convert the settings of LoRA and of 4-bit and 8-bit loading."""
     adapter, four = given.value("adapter"), given.value("load_in_4bit")
     if not isinstance(four, bool) and four not in (None, 4):  # LLaMA-Factory's quantization_bit
-        given.drop("load_in_4bit", "bfloat16 here, or 4 bits with load_in_4bit: true")
-    if given.value("load_in_8bit"):
-        given.drop("load_in_8bit", "bfloat16 here, or 4 bits with load_in_4bit: true")
+        given.change(given.given["load_in_4bit"].source, EIGHT_BITS)
+        given.take("load_in_4bit")
+    if given.take("load_in_8bit"):
+        given.change("load_in_8bit", EIGHT_BITS)
     four = given.take("load_in_4bit") or adapter == "qlora"
     if adapter not in ("lora", "qlora") and not given.take("use_peft"):
         without = [name for name in given.given if name.startswith("lora_")]
@@ -236,8 +248,13 @@ def _convert_precision(given: Conversion) -> None:
         given.put("dtype", "bfloat16", "weights of 2 bytes, as there")
         given.put("stochastic_rounding", True, "or small updates are lost")
     elif bf16 and bf16 != "no":
-        note = "its weights too: here dtype: bfloat16 with stochastic_rounding: true"
-        given.put("bf16", True, note if given.kind == "axolotl" else "", source)
+        given.put("bf16", True, key=source)
+        if given.kind == "axolotl":
+            given.change(
+                source,
+                "axolotl's weights are bfloat16, here float32, which is more exact and takes more "
+                "memory; for theirs: dtype: bfloat16 with stochastic_rounding: true",
+            )
     elif bf16 is not None:
         given.put("bf16", False, key=source)
     if bf16:

@@ -4,17 +4,16 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import Given
-from utils.importing.toolkits import Conversion, is_off, listed
+from utils.config.preparation import MESSAGE_KEYS, MESSAGE_ROLES
+from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, listed
 
-# {beginning of axolotl's type: our format}. None: the columns determine the format.
-FORMATS = {
-    "completion": "text", "pretrain": "text", "sharegpt": "sharegpt", "alpaca": "alpaca",
-    "gpteacher": "alpaca", "chat_template": None, "messages": None,
-}  # fmt: skip
+# Models whose template prints an empty thought, which axolotl does not train on.
+EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))", re.IGNORECASE)
 NO_LIMIT = 8192  # tokens, where a toolkit has no limit
 Entries = list[dict[str, Any]]
 
@@ -26,6 +25,9 @@ def convert_data(given: Conversion, folder: str) -> None:
     ]
     given.run["train_data"] = ([f"{folder}/train"], "")
     _hold_out(given, folder)
+    formats = [each.get("format") for each in given.data["sources"] if isinstance(each, dict)]
+    if len(given.data["sources"]) == sum(each in given.functions for each in formats):
+        given.drop("train_on_inputs", BY_DEFAULT)
     length, overlong = given.value("sequence_length"), given.take("overlong")
     if length is None:
         length, overlong = NO_LIMIT, "error"
@@ -84,9 +86,12 @@ def _read(given: Conversion, name: str) -> Entries:
         share = re.fullmatch(r":(\d+)%\]", rest)
         if share and name == "sources":
             entry["weight"] = int(share[1]) / 100
+            given.change(
+                f"{source}.split", f"a share of {share[1]} %, chosen by content, not [{rest}"
+            )
         elif bracket:
             why = f"all of {split} is taken, not [{rest}; max_tokens of a source limits it"
-            given.note(f"{source}.split", why)
+            given.change(f"{source}.split", why)
         if split and (split != "train" or name == "eval_sources"):
             entry["split"] = split
         if name == "eval_sources" and entry.pop("weight", None):
@@ -96,48 +101,131 @@ def _read(given: Conversion, name: str) -> Entries:
 
 def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
     found: Entries = []
+    thinks = False
     for entry in (dict(e) if isinstance(e, dict) else {"path": e} for e in listed(entries)):
         path, kind = str(entry.pop("path", None)), entry.pop("type", None) or ""
         made = {ours: entry.pop(theirs, None) for ours, theirs in (
             ("subset", "name"), ("split", "split"), ("revision", "revision"))}  # fmt: skip
-        made["columns"] = _axolotl_columns(given, source, entry, kind)
-        formats = [form for start, form in FORMATS.items() if str(kind).startswith(start)]
-        made["format"] = formats[0] if formats else None
-        if kind and not made["format"]:
-            shown = kind if isinstance(kind, str) else "of its own"
-            given.note(f"{source}.type", f"{shown}: the columns tell the format")
+        if name := _prompt(given, source, entry, kind):
+            made["format"] = name
+        else:
+            made["columns"] = _axolotl_columns(given, source, entry, kind)
+            made["format"] = _axolotl_format(given, f"{source}.type", kind)
         if shards := entry.pop("shards", None):
             made["weight"] = round(1 / shards, 6)
-            given.note(f"{source}.shards", f"{shards}: a share of 1/{shards}, of other rows")
+            given.change(f"{source}.shards", f"{shards}: a share of 1/{shards}, of other rows")
         is_builder = path in ("json", "csv", "parquet", "text")
         for file in listed(entry.pop("data_files", None)):
             if file and not is_builder:
                 given.note(file, "hf download it into sources/, or name where it is")
             where = file if is_builder and file else f"sources/{path}/{file}" if file else path
             found.append({"path": where, **made})
+        thinks |= bool(entry.get("split_thinking"))
         given.leave_all(source, entry)
+    columns = [ours for entry in found for ours in entry.get("columns", {}).values()]
+    are_chats = any(entry["format"] in (None, "sharegpt") for entry in found)
+    if are_chats and not thinks and "reasoning_content" not in columns:
+        _leave_thoughts_out(given)
     return found
 
 
-def _axolotl_columns(
-    given: Conversion, source: str, entry: dict[str, Any], kind: Any
-) -> dict[str, str]:
-    """Remove the keys that name columns from `entry`; return {column: our name for the column}."""
-    columns = {}
+def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
+    """Return our format for a type of axolotl, with a note where the documents may differ."""
+    if not kind:
+        given.note(key, "empty: the rows have input_ids and labels")
+        return "tokens"
+    formats = [form for start, form in DATA["formats"].items() if kind.startswith(start)]
+    if not formats:
+        given.change(key, f"{kind}: its prompt is not known here: write it as a function, and name "
+                     "that as format of the source (docs/own-code.md)")  # fmt: skip
+    elif not formats[0]:
+        given.note(key, f"{kind}: the columns tell the format")
+    return formats[0] if formats else None
+
+
+def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
+    """Add the function that makes axolotl's prompt of a type; return its name, "" for none.
+
+    Removes the keys that name columns from `entry`.
+    """
     custom = dict(kind) if isinstance(kind, Mapping) else {}
+    base, _, style = ("" if custom else str(kind)).partition(":")
+    known = DATA["prompts"].get(base.removesuffix(".load"))
+    if base.startswith("alpaca_chat"):
+        style = style or entry.pop("conversation", "")
+    if not custom and (not known or style not in {"", *DATA["styles"]}):
+        return ""
+    known = known or {"columns": ["instruction", "input", "output"], "style": "", "system": None}
+    names = dict(zip(("instruction", "input", "output"), known["columns"], strict=True))
+    names["system"] = "system"
     for fields in (custom, entry):
-        for part in ("instruction", "input", "output", "system", "tools"):
-            if column := fields.pop(f"field_{part}", None):
-                columns[column] = part
+        names |= {
+            part: fields.pop(f"field_{part}") for part in names if fields.get(f"field_{part}")
+        }
+    formats = DATA["styles"].get(style or known["style"]) or [
+        custom.pop("system_format", None) or "{system}",
+        custom.pop("format", None) or "{instruction} {input} ",
+        custom.pop("no_input_format", None) or "{instruction} ",
+    ]
+    system = f"row.get({names['system']!r}, {custom.pop('system_prompt', None) or ''!r})"
+    if known["system"]:
+        system = "{!r} if given else {!r}".format(*known["system"])
+    name = re.sub(r"\W", "_", str(kind)) if base else f"prompt_{len(given.functions) + 1}"
     given.leave_all(f"{source}.type", custom)
+    text = partial(
+        DATA["function"].format,
+        kind=kind if base else "{...}", system=system, system_format=formats[0], turn=formats[1],
+        alone=formats[2], trained=bool(given.value("train_on_inputs")), input=names["input"],
+        instruction=names["instruction"], output=names["output"],
+    )  # fmt: skip
+    while given.functions.setdefault(name, text(name=name)) != text(name=name):
+        name += "_"  # the same type with other columns
+    return name
+
+
+def _leave_thoughts_out(given: Conversion) -> None:
+    """Set enable_thinking for a model whose empty thought axolotl does not train on."""
+    model = f"{given.run.get('model_name_or_path', '')} {given.value('chat_template')}"
+    variables = given.value("chat_template_kwargs") or {}
+    if EMPTY_THOUGHTS.search(model) and "enable_thinking" not in {*variables, *given.given}:
+        given.given["enable_thinking"] = Given(False, given.its_default)
+        given.change("enable_thinking: false", "the template's empty thought is not trained on, as "
+                     "in axolotl; leave the line out if the data have thoughts")  # fmt: skip
+
+
+def _axolotl_columns(
+    given: Conversion, source: str, entry: dict[str, Any], kind: str
+) -> dict[str, str]:
+    """Remove the keys that name columns from `entry`; return {name: our name} of `columns`."""
+    columns = {}
+    for part in ("instruction", "input", "output", "system", "tools"):
+        if column := entry.pop(f"field_{part}", None):
+            columns[column] = part
     if field := entry.pop("field", None) or entry.pop("text_column", None):
         columns[field] = "text"
-    keys = entry.get("message_property_mappings") or {}
-    usual = "from" if str(kind).startswith("sharegpt") else "role"
-    role = keys.get("role") or entry.get("message_field_role") or usual
-    ours = "conversations" if role == "from" else "messages"
+    keys = dict(entry.pop("message_property_mappings", None) or {})
+    for ours in ("role", "content"):
+        keys.setdefault(ours, entry.pop(f"message_field_{ours}", None))
+    keys["weight"] = entry.pop("message_field_training", None)
+    keys.setdefault("reasoning_content", entry.pop("field_thinking", None))
+    for ours, theirs in list(keys.items()):
+        if ours in MESSAGE_KEYS and theirs not in (None, *DATA["as_here"][ours]):
+            columns[theirs] = ours
+        elif ours not in MESSAGE_KEYS and theirs != ours:
+            given.leave(f"{source}.message_property_mappings.{ours}", theirs)
+    usual = "from" if kind.startswith("sharegpt") else "role"
+    ours = "conversations" if (keys["role"] or usual) == "from" else "messages"
     columns[entry.pop("field_messages", None) or ours] = ours
+    columns |= _role_names(given, f"{source}.roles", entry.pop("roles", None) or {})
     return {theirs: ours for theirs, ours in columns.items() if theirs != ours}
+
+
+def _role_names(given: Conversion, where: str, roles: Mapping[str, Any]) -> dict[str, str]:
+    """Return {word in the data: role} for words that are not known by themselves."""
+    known = {role: roles[role] for role in roles if role in MESSAGE_ROLES}
+    given.leave_all(where, {role: roles[role] for role in roles if role not in known})
+    words = {word: role for role, found in known.items() for word in listed(found) if word}
+    return {word: role for word, role in words.items() if DATA["roles"].get(word) != role}
 
 
 def _factory(given: Conversion, source: str, names: Any) -> Entries:
@@ -160,7 +248,8 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
             given.note(name, "no dataset_info.json has it: name its file or Hub dataset in sources")
         file = str(folder / info.pop("file_name")) if "file_name" in info else f"sources/{name}"
         usual = "role" if info.pop("formatting", None) == "openai" else "from"
-        role = (info.get("tags") or {}).get("role_tag", usual)
+        tags = dict(info.pop("tags", None) or {})
+        role = tags.get("role_tag", usual)
         ours = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                 "history": "history", "tools": "tools",
                 "messages": "conversations" if role == "from" else "messages"}  # fmt: skip
@@ -168,6 +257,12 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
             ours = {"prompt": "text"}
         named = dict(info.pop("columns", None) or {})
         columns = {named.pop(key): ours[key] for key in list(named) if key in ours}
+        for key, our in (("role_tag", "role"), ("content_tag", "content")):
+            if (theirs := tags.pop(key, None)) not in (None, *DATA["as_here"][our]):
+                columns[theirs] = our
+        words = {our: tags.pop(key, None) for our, key in DATA["tags"].items()}
+        columns |= _role_names(given, where, words)
+        given.leave_all(f"{where}.tags", tags)
         found.append({
             "path": info.pop("hf_hub_url", None) or file, "subset": info.pop("subset", None),
             "split": info.pop("split", None),
@@ -181,6 +276,8 @@ def _factory(given: Conversion, source: str, names: Any) -> Entries:
 
 def _trl(given: Conversion, source: str, value: Any) -> Entries:
     """Convert a dataset's name, TRL's mixture, or the Alignment Handbook's {name: weight}."""
+    if not given.take("assistant_only_loss") and not given.pretraining:
+        given.change("assistant_only_loss: false", "TRL trains on whole chats, here on answers")
     subset, split = given.take("dataset_config"), given.take("dataset_train_split")
     is_mixture = not isinstance(value, str)
     if isinstance(value, Mapping) and "datasets" in value:

@@ -31,6 +31,8 @@ UNKNOWN = "unknown here, left out"
 EMPTY = "empty there"
 OFF = "off there, and not done here"
 BY_DEFAULT = "as it is here without a line"
+# Keys of what is always on here, so that "off" is a difference.
+_ON_HERE = ("shuffle_dataset", "remove_unused_columns", "average_tokens_across_devices")
 _OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 
 
@@ -54,13 +56,17 @@ _TABLES = yaml.safe_load(Path(__file__).with_name("toolkits.yaml").read_text(enc
 TOOLKITS = {kind: Toolkit(**table) for kind, table in _TABLES["toolkits"].items()}
 # {key of a toolkit or of a dataset's entry: why the key has no counterpart here}.
 LEFT = by_name(_TABLES["left"])
+# {key: how the training differs without it}, and {key: its values that change nothing}.
+CHANGES, SAME = by_name(_TABLES["changes"]), _TABLES["same"]
+DATA = _TABLES["data"]  # names and prompts of datasets
 
 
 class Conversion:
     """A config during its conversion to our recipes.
 
     given: {our name: value} that is not converted yet. run: {setting: (value, comment)} of the
-    training recipe. data: values of the data recipe. notes: {reason: keys without a counterpart}.
+    training recipe. data: values of the data recipe. changes: {how the training differs: keys}.
+    notes: {reason: other keys without a counterpart}. functions: {name: Python text of a format}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -69,13 +75,15 @@ class Conversion:
         self.made_of: dict[str, str] = {}  # {setting: the config's key that it comes from}
         self.run: dict[str, tuple[Any, str]] = {}
         self.data: dict[str, Any] = {}
+        self.changes: dict[str, list[str]] = {}
         self.notes: dict[str, list[str]] = {}
+        self.functions: dict[str, str] = {}
         self.template = ""  # text of a chat template inside the config
         self.given: dict[str, Given] = {}
         toolkit = TOOLKITS[kind]
         for key, (value, line) in entries.items():
             name = toolkit.names.get(key) or other_names().get(key, key)
-            name = name if name.isidentifier() and key not in LEFT else key
+            name = name if name.isidentifier() and key not in {*LEFT, *CHANGES} else key
             new, old = Given(value, key, line), self.given.get(name)
             if value in (None, "") and not (toolkit.null_counts and name in toolkit.defaults):
                 self.note(key, EMPTY)
@@ -106,6 +114,11 @@ class Conversion:
         if key != self.its_default and key not in self.notes.setdefault(reason, []):
             self.notes[reason].append(key)
 
+    def change(self, key: str, reason: str) -> None:
+        """Add a key of the config, or of ours, to `changes`: the training differs from theirs."""
+        if key not in self.changes.setdefault(reason, []):
+            self.changes[reason].append(key)
+
     def drop(self, name: str, reason: str) -> None:
         """Remove a setting from `given`, and note the reason."""
         if name in self.given:
@@ -116,12 +129,16 @@ class Conversion:
         name = key.rpartition(".")[2]
         reason = LEFT.get(name) or refused().get(ours or name) or other_names().get(name)
         if value in (None, ""):
-            reason = EMPTY
-        elif reason is None:
-            reason = OFF if is_off(value) else UNKNOWN
-        elif reason.isidentifier():
-            reason = f"here it is {reason}, with another value"
-        self.note(key, reason)
+            self.note(key, EMPTY)
+        elif is_off(value) and name not in _ON_HERE:
+            self.note(key, OFF)
+        elif value in SAME.get(name, ()):
+            self.note(key, BY_DEFAULT)
+        elif name in CHANGES or reason is None:
+            self.change(key, CHANGES.get(name, UNKNOWN))
+        else:
+            is_name = reason.isidentifier()
+            self.note(key, f"here it is {reason}, with another value" if is_name else reason)
 
     def leave_all(self, path: str, values: Mapping[str, Any]) -> None:
         """Note for each key inside a mapping why the key has no counterpart."""
@@ -137,7 +154,8 @@ class Conversion:
         declaration = self.declared.get(name)
         if declaration is not None:
             try:
-                value = checked_value(declaration, value)
+                checked = checked_value(declaration, value)
+                value = value if type(value) is int and checked == value else checked  # 4, not 4.0
             except ValueError as error:
                 self.note(key, str(error))
                 return

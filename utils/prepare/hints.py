@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from utils.config.preparation import Source
+from utils.config.preparation import IN_MESSAGES, Source
 from utils.prepare.messages import (
     ABOUT_A_ROW,
     ROLES,
@@ -12,8 +12,8 @@ from utils.prepare.messages import (
     check_answers,
     role_word,
 )
-from utils.prepare.rows import detect_formats, document_fields, holds_chats, renamed
-from utils.prepare.values import ASSISTANT, UnusableRowError, decoded
+from utils.prepare.rows import detect_formats, document_fields, holds_chats
+from utils.prepare.values import ASSISTANT, UnusableRowError, decoded, renamed
 
 # Names of columns in published datasets.
 _QUESTIONS = (
@@ -44,11 +44,6 @@ Renaming = dict[str, str]  # {column of the file: column of a row format in rows
 
 def naming_hint(fields: Mapping[str, Any]) -> str:
     """Return advice for a row of unknown format: the --columns flags that make it readable."""
-    if "input_ids" in fields:
-        return (
-            "it is tokenized already: write it to a folder with save_to_disk of datasets, and give "
-            "that to training as --train_data"
-        )
     if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
         return "each row is one message: put the messages of a chat into one row, as 'messages'"
     found: dict[str, Renaming] = {}
@@ -72,6 +67,12 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
     }
     of = "of preference data the chosen answers can be trained on: " if "chosen" in fields else ""
     return of + ", ".join(f"for {kind} give --columns {names}" for kind, names in given.items())
+
+
+def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the names in `columns` that neither the row nor its messages have."""
+    absent = [name for name, ours in columns if name not in fields and ours not in IN_MESSAGES]
+    return [name for name in absent if repr(name) not in str(fields)]
 
 
 def misreading(given: Mapping[str, Any], source: Source) -> str:

@@ -18,6 +18,7 @@ from utils.prepare.values import (
     check_text,
     decoded,
     refuse_media,
+    renamed_message,
     wrong_type,
 )
 
@@ -67,10 +68,13 @@ def are_messages(value: Any) -> bool:
     )
 
 
-def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
+def messages_of(
+    column: str, value: Any, names: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, Any]]:
     """Return the messages in `value`, in the form that chat templates read.
 
-    Raises UnusableRowError if `value` has no message or a faulty one. The error names `column`.
+    names: pairs (name in the file, our name) of keys and roles. Raises UnusableRowError if `value`
+    has no message or a faulty one. The error names `column`.
     """
     value = decoded(value)
     if isinstance(value, Mapping):
@@ -87,7 +91,7 @@ def messages_of(column: str, value: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for turn, given in enumerate(value):
         where = f"message {turn} of {column}"
-        for single in _single_messages(where, given, turn):
+        for single in _single_messages(where, renamed_message(given, names), turn):
             message = _message(where, single)
             before = found[-1] if found else {}
             same = all(before.get(key) == message.get(key) for key in ("role", "weight"))
@@ -122,8 +126,10 @@ def check_answers(
     """
     answers = [m for m in messages[first_trained:] if m["role"] == ASSISTANT]
     if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages[first_trained:]))
-        problem = f"no message of {column} is the assistant's (roles: {roles})"
+        roles = list(dict.fromkeys(message["role"] for message in messages[first_trained:]))
+        problem = f"no message of {column} is the assistant's (roles: {', '.join(roles)})"
+        if unknown := [role for role in roles if role not in OWN_ROLES]:
+            problem += f"; if {unknown[-1]} is: --columns {unknown[-1]}=assistant"
         raise UnusableRowError("no_assistant_tokens", f"nothing is trained on: {problem}")
     # Count answers, not messages: the system message may come from a column.
     for number, answer in enumerate(answers, 1):
@@ -185,7 +191,10 @@ def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[s
     answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
     if asked is None or answered is None:
         keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
-        raise UnusableRowError("missing_field", f"{where} has no {role!r} (keys: {keys})")
+        problem = f"{where} has no {role!r} (keys: {keys})"
+        if len(message) > 1:
+            problem += ": name them, as in --columns {}=role {}=content".format(*message)
+        raise UnusableRowError("missing_field", problem)
     for key in (asked, answered):
         if not isinstance(message[key], list | Mapping):  # _message checks lists and objects
             check_text(f"{key!r} of {where}", message[key])
@@ -246,6 +255,7 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
         if role_key == "from" or meant:
             problem = f"{where} has the role {given!r}; known are "
             problem += ", ".join(meant or [*ROLES, *CALL_ROLES])
+            problem += f"; another is named by --columns, as in {given}=assistant"
             raise UnusableRowError("unknown_role", problem)
     text_keys = _CONTENT if role_key == "role" else ("value", *_CONTENT)
     text_key = next((key for key in text_keys if key in message), text_keys[0])

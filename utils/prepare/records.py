@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import load_own
 from utils.data.arrow_columns import STATE_FILE
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import read_object
@@ -22,7 +23,7 @@ from utils.prepare.hints import CHATS
 from utils.prepare.messages import are_messages
 from utils.prepare.rows import detect_formats
 from utils.prepare.source_files import SourceFile, open_source
-from utils.prepare.values import BadRow, Location, Record
+from utils.prepare.values import FILTERED, BadRow, Location, Record
 
 ROWS_PER_READ = 64
 
@@ -91,6 +92,26 @@ def read_records(part: FilePart, columns: Sequence[str] | None) -> Records:
         raise ConfigurationError(
             f"{part.file.path}: cannot be read, the file is damaged or was cut short ({error})"
         ) from error
+
+
+def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
+    """Return a function that converts a record by the user's function, if one is given."""
+    if not own_format:
+        return lambda record: record
+    function = load_own(own_format)  # once, because it looks at the file
+
+    def convert(record: Record) -> Record | BadRow:
+        try:
+            made = function(dict(record.fields))
+            fields = None if made is None else dict(made)
+        except Exception as error:  # the user's function may raise anything
+            fault = f"{own_format}: {type(error).__name__}: {error}"
+            return BadRow("own_format", fault, record.location)
+        if fields is None:
+            return BadRow(FILTERED, f"left out by {own_format}", record.location)
+        return replace(record, fields=fields, left_out=())
+
+    return convert
 
 
 def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:

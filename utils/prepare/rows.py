@@ -2,24 +2,28 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from utils.config.own_code import load_own
 from utils.config.preparation import check_template_variables
 from utils.prepare.messages import are_messages, check_answers, messages_of, tool_calls_of
 from utils.prepare.values import (
     ASSISTANT,
     FILTERED,
+    MASKS,
     MEDIA,
     BadRow,
     Location,
+    Pieces,
     Record,
     UnusableRowError,
     check_text,
     decoded,
+    read_segments,
+    read_tokens,
     refuse_media,
+    renamed,
     wrong_type,
 )
 
@@ -30,6 +34,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "sharegpt": ("conversations",),  # of from and value (ShareGPT, LLaMA-Factory, axolotl)
     "alpaca": ("instruction", "output"),  # Stanford Alpaca
     "prompt_completion": ("prompt", "completion"),  # both texts, or both messages (TRL)
+    "segments": ("segments",),  # of label and text (axolotl's input_output)
+    "tokens": ("input_ids",),  # token ids, with labels or a mask
 }
 _OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -38,9 +44,15 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "sharegpt": _OF_CHATS,
     "alpaca": ("input", "history", *_OF_CHATS),
     "prompt_completion": ("history", *_OF_CHATS),
+    "segments": ("special_tokens",),  # true: add BOS and EOS
+    "tokens": ("labels", "attention_mask", *MASKS),
 }
 # {row format: the format of its documents}, if they differ.
-DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages"}
+DOCUMENT_FORMATS = {
+    "sharegpt": "messages", "alpaca": "messages",
+    "segments": "prompt_completion", "tokens": "prompt_completion",
+}  # fmt: skip
+PIECES = {"segments": read_segments, "tokens": read_tokens}  # formats of a PiecesDocument
 _MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
 
 Message = Mapping[str, Any]
@@ -82,16 +94,29 @@ class CompletionDocument:
     column: str = "completion"
 
 
-Document = TextDocument | ChatDocument | CompletionDocument
+@dataclass(frozen=True)
+class PiecesDocument:
+    """Texts or token ids that are tokenized apart, and whether each piece is trained on.
+
+    special_tokens: add BOS and EOS, unless the texts have them.
+    """
+
+    pieces: Pieces
+    location: Location
+    special_tokens: bool = False
+
+
+Document = TextDocument | ChatDocument | CompletionDocument | PiecesDocument
 
 
 @dataclass(frozen=True)
 class RowSettings:
     """Settings for the rows of one source: how to read them, and how many to use.
 
-    columns: pairs (name in the file, name in NEEDED or OPTIONAL). filters: pairs (name in the file,
-    what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of each
-    document; with 2.3, 30 % of the documents get a third copy. max_tokens: limit for the source.
+    columns: pairs (name in the file, name in preparation.COLUMNS). filters: pairs (name in the
+    file, what to keep: a value, a list of values, or {"min": ..., "max": ...}). weight: copies of
+    each document; with 2.3, 30 % of the documents get a third copy. max_tokens: limit for the
+    source.
     chat_template_kwargs: variables of the chat template, for rows that do not give them.
     own_format: the user's function for records, with the digest of its file.
     """
@@ -155,6 +180,8 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
         fields = document_fields(record.fields, rows.row_format, rows.columns)
         if rows.row_format == "text":
             return TextDocument(fields["text"], place, column)
+        if rows.row_format in PIECES:
+            return PiecesDocument(fields["pieces"], place, fields["special_tokens"])
         prompt = fields.get("prompt", [])
         if isinstance(prompt, str):
             return CompletionDocument(prompt, fields["completion"], place, column)
@@ -166,46 +193,20 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
     return ChatDocument(messages, place, fields["tools"], options or None, len(prompt))
 
 
-def converter(own_format: str) -> Callable[[Record], Record | BadRow]:
-    """Return a function that converts a record by the user's function, if one is given."""
-    if not own_format:
-        return lambda record: record
-    function = load_own(own_format)  # once, because it looks at the file
-
-    def convert(record: Record) -> Record | BadRow:
-        try:
-            made = function(dict(record.fields))
-            fields = None if made is None else dict(made)
-        except Exception as error:  # the user's function may raise anything
-            fault = f"{own_format}: {type(error).__name__}: {error}"
-            return BadRow("own_format", fault, record.location)
-        if fields is None:
-            return BadRow(FILTERED, f"left out by {own_format}", record.location)
-        return replace(record, fields=fields, left_out=())
-
-    return convert
-
-
-def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
-    """Rename fields by (old, new) pairs. A field that already has a new name is left out."""
-    ours = dict(columns)
-    taken = set(ours.values())
-    return {
-        ours.get(name, name): value
-        for name, value in fields.items()
-        if name in ours or name not in taken
-    }
-
-
 class _Row(dict[str, Any]):
     """A row's fields by their names in NEEDED and OPTIONAL; `shown` gives the names in the file."""
 
     def __init__(self, given: Mapping[str, Any], columns: Sequence[tuple[str, str]]):
         super().__init__(renamed(given, columns))
         self._theirs = {ours: theirs for theirs, ours in columns}
+        self._columns = columns
 
     def shown(self, name: str) -> str:
         return repr(self._theirs.get(name, name))
+
+    def messages(self, name: str) -> list[dict[str, Any]]:
+        """Return the messages of a column, with our names for their keys and roles."""
+        return messages_of(self.shown(name), self[name], self._columns)
 
     def either(self, *names: str) -> tuple[str, Any]:
         """Return (name, value) of the first column that is set; both columns mean the same.
@@ -221,8 +222,12 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return every row format whose NEEDED columns the row has."""
-    return [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
+    """Return every row format whose NEEDED columns the row has.
+
+    The formats of PIECES are returned only if there is no other: a transcript has segments as well.
+    """
+    found = [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
+    return [name for name in found if name not in PIECES] or found
 
 
 def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
@@ -252,6 +257,10 @@ def document_fields(
         if _MEDIA_TAGS.search(fields["text"]):
             refuse_media("the row", fields)
         return fields
+    if row_format in PIECES:
+        column = NEEDED[row_format][0]
+        pieces = PIECES[row_format](fields.shown(column), fields)
+        return {"pieces": pieces, "special_tokens": fields.get("special_tokens") is True}
     refuse_media("the row", fields)
     extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}
     if row_format == "prompt_completion":
@@ -259,8 +268,7 @@ def document_fields(
     if row_format == "alpaca":
         messages = list(_alpaca_turns(fields))
     else:
-        (name,) = NEEDED[row_format]
-        messages = messages_of(fields.shown(name), fields[name])
+        messages = fields.messages(NEEDED[row_format][0])
     return {"messages": _with_system(messages, fields), **extras}
 
 
@@ -286,12 +294,11 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
             completion = [{"role": ASSISTANT, "content": completion}]
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
             raise wrong_type(answer, "a text, or messages of role and content", completion)
-        asked, said = messages_of(question, prompt), messages_of(answer, completion)
-        last, first = asked[-1], said[0]
-        begun = last["content"].strip() and "tool_calls" not in last
-        if begun and last["role"] == first["role"] == ASSISTANT:
+        fields["completion"] = completion
+        asked, said = fields.messages("prompt"), fields.messages("completion")
+        if asked[-1]["role"] == said[0]["role"] == ASSISTANT and "tool_calls" not in asked[-1]:
             message = f"{question} ends with the assistant's words, which {answer} would continue "
-            message += f"(TRL); here a turn is trained as a whole: move them into {answer}"
+            message += "(TRL); here a turn is trained as a whole: move them into " + answer
             raise UnusableRowError("prompt_begins_answer", message)
         return {"prompt": _with_system(asked, fields), "completion": said}
     if _is_chat(completion):
@@ -316,8 +323,8 @@ def _alpaca_turns(fields: _Row) -> Iterator[dict[str, Any]]:
     for name, text in (("instruction", instruction), ("input", given)):
         check_text(fields.shown(name), text)
     _check_words(fields, "output")
-    if history := decoded(fields.get("history")):
-        yield from messages_of(fields.shown("history"), history)
+    if decoded(fields.get("history")):
+        yield from fields.messages("history")
     question = "\n".join(text for text in (instruction, given) if text)
     yield {"role": "user", "content": question}
     calls = decoded(output) if fields.get("tools") else None  # as in xLAM's data

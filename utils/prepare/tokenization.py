@@ -28,7 +28,13 @@ from utils.prepare.encoding import (
     encode_with_offsets,
     text_pieces,
 )
-from utils.prepare.rows import ChatDocument, CompletionDocument, Document, TextDocument
+from utils.prepare.rows import (
+    ChatDocument,
+    CompletionDocument,
+    Document,
+    PiecesDocument,
+    TextDocument,
+)
 from utils.prepare.values import ASSISTANT, BadRow, UnusableRowError
 from utils.prepare.workspace import partial_name
 
@@ -83,8 +89,8 @@ class DocumentTokenizer:
     """Tokenizer of documents, which gives token ids and loss masks.
 
     A text gets the BOS that the tokenizer adds, if any, and EOS. A prompt and its completion as
-    strings are tokenized as one text, which ends with EOS. A BOS or EOS that the text already has
-    is not repeated. Messages only get the special tokens that the chat template prints.
+    strings are tokenized as one text with EOS, segments one by one. A BOS or EOS that the text
+    already has is not repeated. Messages get the special tokens of the chat template alone.
     template_date: the date (YYYY-MM-DD) that the template prints as today's date.
     """
 
@@ -110,6 +116,7 @@ class DocumentTokenizer:
         kinds: dict[type, Any] = {
             TextDocument: self._texts,
             CompletionDocument: self._completions,
+            PiecesDocument: self._pieces,
             ChatDocument: self._chats,
         }
         return [one for kind, run in groupby(documents, type) for one in kinds[kind](list(run))]
@@ -166,6 +173,23 @@ class DocumentTokenizer:
             mask = np.arange(len(whole)) >= len(before) + start
             notes = Counter([BLANK_HELD if held.isspace() else WORDS_HELD] if held else [])
             yield self._with_target(document, whole, mask, notes)
+
+    def _pieces(self, documents: list[PiecesDocument]) -> Iterator[TokenizedDocument | BadRow]:
+        pieces = [piece for document in documents for piece, _ in document.pieces]
+        found = iter(self._encode([piece for piece in pieces if isinstance(piece, str)]))
+        for document in documents:
+            given = [next(found) if isinstance(p, str) else np.array(p) for p, _ in document.pieces]
+            ids = np.concatenate(given)
+            mask = np.repeat([mark for _, mark in document.pieces], list(map(len, given)))
+            if document.special_tokens:
+                before, behind = self._special.around(ids)
+                ids = np.concatenate([before, ids, behind])
+                mask = np.pad(mask, (len(before), len(behind)), "edge")
+            if not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
+                fault = f"token id {ids.max()}: the tokenizer has {len(self.tokenizer)} tokens"
+                yield BadRow("other_tokenizer", fault, document.location)
+                continue
+            yield self._with_target(document, ids, mask, Counter())
 
     def _joined_ids(
         self, pairs: Sequence[tuple[str, str]]

@@ -20,13 +20,13 @@ from utils.config.errors import ConfigurationError, LostProcessError, OutOfMemor
 from utils.config.preparation import TRAIN
 from utils.host.machine import memory_kills, set_death_signal
 from utils.prepare.messages import unread_keys
-from utils.prepare.records import read_records
+from utils.prepare.records import converter, read_records
 from utils.prepare.rows import (
     ChatDocument,
     CompletionDocument,
     Document,
+    PiecesDocument,
     TextDocument,
-    converter,
     parse_document,
 )
 from utils.prepare.tokenization import (
@@ -323,6 +323,8 @@ def content_digest(document: Document, seed: int) -> int:
         content = document.text
     elif isinstance(document, ChatDocument):
         content = json.dumps([document.messages, document.tools], sort_keys=True, default=str)
+    elif isinstance(document, PiecesDocument):
+        content = json.dumps(document.pieces)
     else:
         content = json.dumps([document.prompt, document.completion])
     key = seed.to_bytes(16, "little", signed=True)
@@ -335,6 +337,8 @@ def texts_of(document: Document) -> list[str]:
         return [document.text]
     if isinstance(document, CompletionDocument):
         return [document.prompt, document.completion]
+    if isinstance(document, PiecesDocument):
+        return [piece for piece, _ in document.pieces if isinstance(piece, str)]
     texts: list[str] = []
     for message in document.messages:
         texts += [message["content"], message.get("reasoning_content") or ""]

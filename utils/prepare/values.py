@@ -2,11 +2,14 @@
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from utils.config.preparation import MESSAGE_KEYS, MESSAGE_ROLES
 
 ASSISTANT = "assistant"  # the role that is trained on
 FILTERED = "filtered"  # a filter of the recipe left the record out, which is no fault
@@ -17,6 +20,10 @@ MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
 )
 NOTHING: tuple[Any, ...] = (None, "", [], {})
+MASKS = ("assistant_masks", "completion_mask")
+
+# Texts or token ids of a document in order, and whether each piece is trained on.
+Pieces = list[tuple[str | list[int], bool]]
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,48 @@ def check_text(what: str, text: Any) -> None:
         raise UnusableRowError("invalid_utf8", message) from None
 
 
+def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
+    """Return the texts in a column of axolotl's `input_output`; raises UnusableRowError."""
+    segments = decoded(fields["segments"])
+    if not isinstance(segments, list) or not segments:
+        raise wrong_type(column, "a list of {label: true or false, text: ...}", segments)
+    for number, each in enumerate(segments):
+        where = f"segment {number} of {column}"
+        if not isinstance(each, Mapping) or not isinstance(each.get("label"), bool):
+            raise wrong_type(where, "{label: true or false, text: ...}", each)
+        check_text(f"'text' of {where}", each.get("text"))
+    if not any(each["label"] and each["text"].strip() for each in segments):
+        problem = f"empty document: no segment of {column} with label true has a text"
+        raise UnusableRowError("empty", problem)
+    return [(each["text"], each["label"]) for each in segments]
+
+
+def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
+    """Return the ids of a tokenized row, cut where its loss mask changes.
+
+    Raises UnusableRowError for padding, and for labels that are neither -100 nor the token's id.
+    """
+    ids = fields["input_ids"]
+    given = {name: fields[name] for name in ("labels", *MASKS) if fields.get(name) is not None}
+    for row in (ids, *given.values()):
+        are_integers = isinstance(row, list) and all(isinstance(each, int) for each in row)
+        if not are_integers or len(row) != len(ids) or not ids:
+            what = " and ".join(map(repr, (column.strip("'"), *given)))
+            raise UnusableRowError(
+                "wrong_type", f"{what} must be lists of whole numbers, equally long"
+            )
+    if 0 in (fields.get("attention_mask") or ()):
+        raise UnusableRowError("wrong_type", "'attention_mask' has a 0: take the padding out")
+    labels = given.get("labels", ids)
+    if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+        message = "'labels' must be -100, or the token's id at the same index"
+        raise UnusableRowError("wrong_type", message)
+    masks = [given[name] for name in MASKS if name in given]
+    mask = masks[0] if masks else [label != -100 for label in labels]
+    runs = groupby(zip(mask, ids, strict=True), lambda pair: bool(pair[0]))
+    return [([token for _, token in run], is_trained) for is_trained, run in runs]
+
+
 def decoded(value: Any) -> Any:
     """Decode a string that holds a JSON object or list; return any other value unchanged.
 
@@ -113,6 +162,30 @@ def decoded(value: Any) -> Any:
             with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 return ast.literal_eval(value.strip())
     return value
+
+
+def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
+    """Rename fields by (old, new) pairs. A field that already has a new name is left out."""
+    ours = dict(columns)
+    taken = set(ours.values())
+    return {
+        ours.get(name, name): value
+        for name, value in fields.items()
+        if name in ours or name not in taken
+    }
+
+
+def renamed_message(given: Any, names: Sequence[tuple[str, str]]) -> Any:
+    """Return a message with our names for its keys and its role; any other value unchanged."""
+    message = decoded(given) if names else given
+    if not names or not isinstance(message, Mapping):
+        return given
+    roles = {theirs: ours for theirs, ours in names if ours in MESSAGE_ROLES}
+    keys = [(theirs, ours) for theirs, ours in names if ours in MESSAGE_KEYS]
+    return {
+        key: roles.get(str(value), value) if key in ("role", "from") else value
+        for key, value in renamed(message, keys).items()
+    }
 
 
 def refuse_media(where: str, fields: Mapping[str, Any]) -> None:

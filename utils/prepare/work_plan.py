@@ -22,21 +22,19 @@ from utils.config.errors import ConfigurationError
 from utils.config.own_code import sha256_of
 from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, sources_of
 from utils.host.atomic_files import from_here
-from utils.prepare.hints import misreading, naming_hint
+from utils.prepare.hints import absent_columns, misreading, naming_hint
 from utils.prepare.hub_datasets import HubCache, cached_files
-from utils.prepare.records import FilePart, cut_file, read_records
+from utils.prepare.records import FilePart, converter, cut_file, read_records
 from utils.prepare.rows import (
     DOCUMENT_FORMATS,
     NEEDED,
     RowSettings,
-    converter,
     detect_formats,
     holds_chats,
     parse_document,
-    renamed,
 )
 from utils.prepare.source_files import Remarks, SourceFile, list_sources
-from utils.prepare.values import FILTERED, MEDIA, REPAIR, BadRow, Record
+from utils.prepare.values import FILTERED, MEDIA, REPAIR, BadRow, Record, renamed
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +342,8 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
     If several formats fit, the one that makes the documents of the earlier sources (`wanted`) is
     chosen. Raises ConfigurationError if no format fits.
     """
-    row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
+    fields = renamed(record.fields, source.columns)
+    row_format, found = source.format, detect_formats(fields)
     where = record.location
     if row_format != "auto":
         return row_format
@@ -358,7 +357,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
         )
     columns = sorted(record.fields)
     shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
-    if absent := [name for name, _ in source.columns if name not in record.fields]:
+    if absent := absent_columns(record.fields, source.columns):
         raise ConfigurationError(
             f"{where}: --columns names {', '.join(absent)}, which this record does not have "
             f"(columns: {shown})"
@@ -380,7 +379,7 @@ def _check_first_record(
     path = record.location.path
     if problem := misreading(record.fields, source):
         raise ConfigurationError(f"{record.location}: {problem}")
-    if absent := [name for name, _ in source.columns if name not in record.fields]:
+    if absent := absent_columns(record.fields, source.columns):
         remarks.lines.warn(
             f"{path}: --columns names {', '.join(absent)}, which the first record does not have "
             f"(columns: {', '.join(sorted(record.fields))})"

@@ -24,7 +24,7 @@ CONTRADICTIONS = [
     ({"dtype": "float16"}, "dtype float16: weights in float16 cannot be trained"),
     ({"load_in_4bit": "true"}, r"load_in_4bit true \(--load_in_4bit\): .* set use_peft: true"),
     ({"bf16": "true", "use_cpu": None},
-     "You need to assign use_cpu if you want to train the model on CPU"),
+     "give --bf16 false .or --use_cpu true, to train on the CPU"),
     ({"train_data": ["a=x"]}, "train_data 'a=x': expected DIR or DIR=weight"),
     ({"eval_data": ["a.b=x"]}, "eval_data 'a.b=x': expected NAME=DIR"),
     ({**EVALUATED, "eval_steps": None, "save_strategy": "epoch"}, "eval_strategy .* needs eval_st"),

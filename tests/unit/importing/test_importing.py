@@ -12,15 +12,16 @@ import yaml
 
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import load_own
 from utils.config.preparation import (
     PreparationArguments,
     check_preparation,
     parse_preparation,
     sources_of,
 )
-from utils.config.recipes import YamlError, load_file
+from utils.config.recipes import YamlError
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.importing.__main__ import main, recipe_texts
+from utils.importing.__main__ import CHANGED, main, recipe_texts
 from utils.importing.conversion import convert
 from utils.importing.toolkits import OFF, UNKNOWN
 
@@ -66,7 +67,8 @@ PUBLISHED = {
          "optim_states": "int8", "bf16": True, "dtype": None, "use_peft": None, "lora_r": None,
          "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 4.0,
          "eval_data": ["data/made/validation"], "report_to": None},
-        {"sources": [{"path": "tatsu-lab/alpaca", "format": "alpaca", "weight": 0.2}],
+        {"sources": [
+            {"path": "tatsu-lab/alpaca", "format": "made_format.py:alpaca", "weight": 0.2}],
          "validation_fraction": 0.05, "sequence_length": 4096, "on_overlong": "drop"},
     ),
     "axolotl lora": (
@@ -159,7 +161,8 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatc
     for file, text in texts.items():
         file.write_text(text)
         if file.suffix == ".yaml":
-            recipes[file.stem] = {key: value for key, (value, _) in load_file(file).items()}
+            plain = text.replace(f"{tmp_path}/ours/made_format.py:", "made_format.py:")
+            recipes[file.stem] = yaml.safe_load(plain)
     for recipe, expected in ((recipes["made"], run), (recipes["made_data"], data)):
         assert {key: recipe.get(key) for key in expected} == expected
     path = str(tmp_path / "ours/made_data.yaml")
@@ -177,7 +180,8 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
               "qat": {"a": 1}, "trust_remote_code": True, "tokens": {"bos_token": "<s>"},
               "fsdp_config": {"offload_params": True}}  # fmt: skip
     found = convert(made(config))
-    reasons = {key: why for why, keys in found.notes.items() for key in keys}
+    assert {"made_up", "qat", "datasets.split"} <= {k for ks in found.changes.values() for k in ks}
+    reasons = {key: why for why, keys in {**found.notes, **found.changes}.items() for key in keys}
     assert reasons["made_up"] == UNKNOWN
     assert reasons["off_here"] == OFF
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
@@ -260,9 +264,13 @@ def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, 
     assert "# ---- made.yaml\n" in out
     arguments = [path, "--output_dir", str(tmp_path / "new"), "--gpus", "2"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.split() == [
-        str(tmp_path / "new/made_data.yaml"), str(tmp_path / "new/made.yaml"),
-    ]  # fmt: skip
+    new = tmp_path / "new"
+    said = capsys.readouterr().out
+    assert said.startswith(f"{new}/made_data.yaml\n{new}/made.yaml\n\n{CHANGED}\n  template: ")
+    assert said.endswith(
+        f"\nNext:\n  python prepare_data.py --config {new}/made_data.yaml\n"
+        f"  python sft_train.py --config {new}/made.yaml\n"
+    )
     text = (tmp_path / "new/made.yaml").read_text()
     assert f"python sft_train.py --config {tmp_path / 'new/made.yaml'}\n" in text
     assert "global_batch_size: 16 " in text
@@ -298,10 +306,12 @@ NESTED = {
          "activation_checkpointing": "full", "bf16": True},
         {"sources": [
             {"path": "a", "subset": "sub", "revision": "main", "weight": 0.1,
-             "columns": {"talk": "messages", "functions": "tools"}},
-            {"path": "b", "columns": {"question": "instruction"}}]},
-        ("drop_system_message", "roles_to_train", "train_on_eos", "split_thinking", "shards",
-         "chat_template", "roles.user", "message_property_mappings.role", "type.format"),
+             "columns": {"talk": "messages", "functions": "tools", "speaker": "role",
+                         "text": "content", "why": "reasoning_content", "u": "user",
+                         "a": "assistant"}},
+            {"path": "b", "format": "prompt_1"}]},
+        ("drop_system_message", "roles_to_train", "split_thinking", "shards", "chat_template",
+         "message_property_mappings.name", "message_field_training_detail"),
     ),
     "llamafactory": (
         {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "full", "template": "qwen3",
@@ -312,8 +322,8 @@ NESTED = {
         {"packing": None, "warmup_steps": None, "lr_scheduler_type": "constant", "lora_r": None,
          "sequence_length": 8192, "num_train_epochs": None},
         {"chat_template_kwargs": {"enable_thinking": False},
-         "sources": [{"columns": {"talk": "messages", "sys": "system"}}]},
-        ("chats.num_samples", "chats.tags.assistant_tag"),
+         "sources": [{"columns": {"talk": "messages", "sys": "system", "helper": "assistant"}}]},
+        ("chats.num_samples", "chats.tags.function_tag"),
     ),
     "trl": (
         {"model_name_or_path": "m", "dataset_name": "d", "max_length": None, "packing": True,
@@ -364,7 +374,7 @@ def changed(config, path, value):
 def outcome(convert_config, config):
     """Return the lines of both recipes and the keys of all notes."""
     found = convert_config(config)
-    keys = {key for keys in found.notes.values() for key in keys}
+    keys = {key for keys in (*found.notes.values(), *found.changes.values()) for key in keys}
     return (found.run, found.data, found.template), keys
 
 
@@ -397,7 +407,8 @@ def test_every_key_is_converted_or_named(name, made, tmp_path, monkeypatch):
     assert not list(unaccounted(lambda each: convert(made(each), name.split()[0]), config))
     found = convert(made(config), name.split()[0])
     assert {key: found.run.get(key, (None,))[0] for key in run} == run
-    named = {key.partition(".")[2] for keys in found.notes.values() for key in keys}
+    every = (*found.notes.values(), *found.changes.values())
+    named = {key.partition(".")[2] for keys in every for key in keys}
     assert set(notes) <= named
     for key, expected in data.items():
         if key != "sources":
@@ -434,3 +445,119 @@ def test_trl_evaluates_on_test_where_it_evaluates(extra, held_out, made):
     )
     splits = [each["split"] for each in found.data.get("eval_sources", [])]
     assert splits == ([held_out] if held_out else [])
+
+
+# Prompts of axolotl 067b021 (src/axolotl/prompters.py, prompt_strategies/), for a row without and
+# with an input: the text before the answer.
+ROW = {"instruction": "Add.", "output": "3", "question": "Add.", "answer": "3", "system": "Be."}
+TASK = "Below is an instruction that describes a task"
+ALPACA_TEXTS = (
+    f"{TASK}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nAdd.\n\n### Response:\n",
+    f"{TASK}, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+    "### Response:\n",
+)
+RENDERED = {
+    "alpaca": ALPACA_TEXTS,
+    "alpaca:chat": (
+        f"SYSTEM: {TASK}. Write a response that appropriately completes the request.\n"
+        "USER: Add.\nASSISTANT:",
+        f"SYSTEM: {TASK}, paired with an input that provides further context. Write a response "
+        "that appropriately completes the request.\nUSER: Add.\n1 2\nASSISTANT:",
+    ),
+    "alpaca_chat.load_qa": (
+        "SYSTEM: Below is an instruction from a USER that describes a task. The ASSISTANT writes a "
+        "response that appropriately and concisely completes the request.\n\n\n"
+        "USER: Add.\nASSISTANT:",
+    ) * 2,
+    "alpaca_w_system.load_instruct": (
+        "Be.\n\n### Instruction:\nAdd.\n\n### Response:\n",
+        "Be.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RENDERED)
+@pytest.mark.parametrize("trains_on_prompts", [False, True])
+def test_the_prompt_of_a_type_is_that_of_axolotl(kind, trains_on_prompts, made, tmp_path):
+    config = {**AXOLOTL, "datasets": [{"path": "a.jsonl", "type": kind}]}
+    found = convert(made({**config, "train_on_inputs": trains_on_prompts}))
+    file, *_ = texts = recipe_texts(found, tmp_path)
+    file.write_text(texts[file])
+    (source,) = found.data["sources"]
+    function = load_own(source["format"])
+    for row, prompt in zip((ROW, ROW | {"input": "1 2"}), RENDERED[kind], strict=True):
+        pieces = [(each["text"], each["label"]) for each in function(row)["segments"]]
+        assert pieces == [(prompt, trains_on_prompts), ("3", True)]
+        assert function(row)["special_tokens"] is True
+
+
+def test_a_prompt_of_the_config_is_kept(made, tmp_path):
+    kind = {"field_instruction": "question", "field_output": "answer", "system_prompt": "Hm {x}.",
+            "format": "[INST] {instruction} {input} [/INST]", "system_format": "<<{system}>>\n",
+            "no_input_format": "[INST] {instruction} [/INST]"}  # fmt: skip
+    found = convert(made({**AXOLOTL, "datasets": [{"path": "a", "type": kind}]}))
+    file, *_ = texts = recipe_texts(found, tmp_path)
+    file.write_text(texts[file])
+    function = load_own(found.data["sources"][0]["format"])
+    row = {key: ROW[key] for key in ("question", "answer")}
+    assert function(row)["segments"][0]["text"] == "<<Hm {x}.>>\n[INST] Add. [/INST]"
+    assert function(row | {"input": "1"})["segments"][0]["text"].endswith("[INST] Add. 1 [/INST]")
+
+
+# Datasets and other keys, then lines of the data recipe and keys of `changes`.
+CHAT = {"path": "a", "type": "chat_template"}
+DIFFERING = {
+    "Qwen3": ([CHAT], {"base_model": "Qwen/Qwen3-32B"},
+              {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking: false"}),
+    "Qwen3 without thinking": ([CHAT], {"base_model": "Qwen/Qwen3-4B-Instruct-2507"},
+                               {"chat_template_kwargs": {}}, set()),
+    "same values": ([{**CHAT, "roles_to_train": ["assistant"], "train_on_eos": "turn"}],
+                    {"train_on_inputs": False, "chat_template": "tokenizer_default"}, {}, set()),
+    "other masks": ([{**CHAT, "roles_to_train": ["assistant", "user"], "train_on_eos": "last"}],
+                    {"train_on_inputs": True, "chat_template": "chatml"}, {},
+                    {"datasets.roles_to_train", "datasets.train_on_eos", "train_on_inputs",
+                     "chat_template"}),
+    "input_output": ([{"path": "a", "type": "input_output"}], {},
+                     {"sources": [{"path": "a", "format": "segments"}]}, set()),
+    "tokenized": ([{"path": "a", "type": None}], {},
+                  {"sources": [{"path": "a", "format": "tokens"}]}, set()),
+    "unknown": ([{"path": "a", "type": "jeopardy"}], {}, {"sources": ["a"]}, {"datasets.type"}),
+    "a slice": ([{**CHAT, "split": "train[:500]"}], {}, {}, {"datasets.split"}),
+    "8 bits": ([CHAT], {**LORA, "load_in_8bit": True}, {}, {"load_in_8bit"}),
+    "no 8 bits": ([CHAT], {**LORA, "load_in_8bit": False}, {}, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_what_changes_the_training_is_told_apart(name, made):
+    datasets, others, lines, keys = DIFFERING[name]
+    found = convert(made({**AXOLOTL, **LORA, "datasets": datasets, **others}))
+    assert {key: found.data.get(key) for key in lines} == lines
+    assert {key for keys in found.changes.values() for key in keys} == keys
+    assert found.run["output_dir"][0] == "outputs/made", "many configs have ./outputs/out"
+
+
+def test_a_flag_replaces_the_setting_of_a_source(tmp_path, caplog):
+    caplog.set_level("INFO")
+    recipe = tmp_path / "a.yaml"
+    source = {"path": "a", "format": "alpaca", "columns": {"q": "instruction"}, "weight": 2}
+    recipe.write_text(yaml.safe_dump({"sources": [source, "b"], "output_dir": "o",
+                                      "tokenizer_name_or_path": "t"}))  # fmt: skip
+    given = ["--config", str(recipe)]
+    plain, _ = sources_of(parse_preparation(given))
+    assert (plain.format, plain.columns) == ("alpaca", (("q", "instruction"),))
+    flags = ["--format", "text", "--columns", "body=text"]
+    found = sources_of(parse_preparation([*given, *flags]))
+    assert [(each.format, each.columns, each.weight) for each in found] == [
+        ("text", (("body", "text"),), 2), ("text", (("body", "text"),), 1.0),
+    ]  # fmt: skip
+    assert "--format text replaces format of sources: alpaca" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"convert it with python -m utils\.importing"):
+        parse_fine_tuning(["--config", _axolotl(tmp_path)], "")
+
+
+def _axolotl(folder):
+    (folder / "axolotl.yaml").write_text(yaml.safe_dump({**AXOLOTL, "datasets": ALPACA}))
+    return str(folder / "axolotl.yaml")

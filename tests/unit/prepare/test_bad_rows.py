@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from utils.config.errors import ConfigurationError
-from utils.config.preparation import COLUMNS
-from utils.prepare.rows import RowSettings, detect_formats, parse_document, renamed
+from utils.config.preparation import COLUMNS, MESSAGE_ROLES
+from utils.prepare.rows import RowSettings, detect_formats, parse_document
 from utils.prepare.tokenization import DocumentTokenizer
-from utils.prepare.values import BadRow, Location, Record
+from utils.prepare.values import BadRow, Location, Record, renamed
 
 BAD_LINES = {
     "malformed_json": (b'{"text": ', r"malformed JSON"),
@@ -113,7 +113,7 @@ def test_what_is_not_read_and_chats_that_end_unanswered_are_counted(
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 # Stoker's names of columns and keys. An error message may have one only if the row has it.
-OURS = {*COLUMNS, "role", "content", "from", "value"} - {"system"}  # "system" is also a role
+OURS = {*COLUMNS, "from", "value"} - {*MESSAGE_ROLES, "tool_calls", "weight"}
 
 
 def turn(**keys):

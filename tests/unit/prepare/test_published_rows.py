@@ -13,7 +13,12 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
-from utils.prepare.rows import ChatDocument, CompletionDocument, document_fields
+from utils.prepare.rows import (
+    ChatDocument,
+    CompletionDocument,
+    PiecesDocument,
+    document_fields,
+)
 from utils.prepare.units import read_documents
 from utils.prepare.values import BadRow
 from utils.prepare.work_plan import plan_preparation
@@ -59,6 +64,8 @@ def said(document):
         return str(document)
     if isinstance(document, CompletionDocument):
         return [document.prompt, document.completion]
+    if isinstance(document, PiecesDocument):
+        return document.pieces
     if not isinstance(document, ChatDocument):
         return document.text
     found = []
@@ -129,6 +136,16 @@ TAKEN = {
                {"from": "gpt", "value": "a", "train": True}),
         [S, Q, IDLE, Q, A],
     ),
+    "axolotl input_output": (
+        {"segments": [{"label": False, "text": "<s>q "}, {"label": True, "text": "a</s>"}]},
+        [("<s>q ", False), ("a</s>", True)]),
+    "axolotl pre-tokenized": (
+        {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]},
+        [([5], False), ([6, 7], True)]),
+    "TRL pre-tokenized": (
+        {"input_ids": [5, 6], "completion_mask": [0, 1]}, [([5], False), ([6], True)]),
+    "ids alone": ({"input_ids": [5, 6]}, [([5, 6], True)]),
+    "a transcript with segments": ({"text": "a", "segments": [{"start": 0}]}, "a"),
     "FastChat": (shared(("human", "q"), ("gpt", "a"), id="0"), [Q, A]),
     "Magpie":
         (shared(("human", "q"), ("gpt", "a"), uuid="u", instruction="q", response="a"), [Q, A]),
@@ -314,7 +331,8 @@ REFUSED = {
     "numbered columns": ({f"c{i:02}": i for i in range(40)}, r"c19, \.\.\.\): no column"),
     "question alone": ({"instruction": "q", "input": "i"}, "no column can be read"),
     "datasets-server": ({"row_idx": 0, "row": {"text": "a"}}, "no column can be read"),
-    "segments": ({"segments": [{"label": True, "text": "a"}]}, "no column can be read"),
+    "segments": ({"segments": [{"label": False, "text": "a"}]}, "no segment of 'segments'"),
+    "segment of another kind": ({"segments": [{"start": 0, "text": "a"}]}, "must be {label: true"),
     "MOSS":
         ({"meta_instruction": "s", "chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
          "'chat' must be a list of messages, found dict"),
@@ -322,7 +340,9 @@ REFUSED = {
         ({"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"},
          "each row is one message of a tree"),
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
-    "tokenized": ({"input_ids": [1], "labels": [1]}, "--train_data"),
+    "labels of other tokens": ({"input_ids": [1, 2], "labels": [-100, 1]}, "'labels' must be -100"),
+    "padded": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "take the padding out"),
+    "labels cut short": ({"input_ids": [1, 2], "labels": [1]}, "equally long"),
     "arguments cut short":
         (chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "arguments are no JSON"),
     "two thoughts":
@@ -433,6 +453,23 @@ LOSING = [
      r"several lists of records \(train, test\)"),
 ]
 # fmt: on
+
+
+def test_names_inside_messages_and_of_roles_are_given_by_columns(tmp_path):
+    dialog = [
+        {"speaker": "customer", "text": "q"},
+        {"speaker": "agent", "text": "a", "use": 0},
+        {"speaker": "customer", "text": "q"},
+        {"speaker": "agent", "text": "a", "use": 1},
+    ]
+    path = samples.write_jsonl(tmp_path / "a.jsonl", [{"dialog": dialog}])
+    columns = ["dialog=messages", "speaker=role", "text=content", "customer=user", "use=weight"]
+    with pytest.raises(ConfigurationError, match="if agent is: --columns agent=assistant"):
+        documents(path, columns=columns)
+    names = [*columns, "agent=assistant", "bot=assistant", "policy=system"]
+    assert documents(path, columns=names) == [[Q, IDLE, Q, A]]
+    with pytest.raises(ConfigurationError, match="as in --columns speaker=role text=content"):
+        documents(path, columns=["dialog=messages"])
 
 
 @pytest.mark.parametrize("kind", FILES)

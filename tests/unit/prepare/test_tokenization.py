@@ -14,7 +14,7 @@ from utils.config.errors import ConfigurationError
 from utils.data.token_dataset import open_token_dataset
 from utils.prepare import encoding, tokenization
 from utils.prepare.encoding import GigatokenEncoder, choose_backend, load_prompts
-from utils.prepare.rows import ChatDocument, CompletionDocument, TextDocument
+from utils.prepare.rows import ChatDocument, CompletionDocument, PiecesDocument, TextDocument
 from utils.prepare.tokenization import DocumentTokenizer
 from utils.prepare.units import content_digest
 from utils.prepare.values import BadRow, Location
@@ -70,6 +70,30 @@ def test_a_prompt_and_its_completion_have_the_ids_of_the_joined_text(family):
         else:
             assert found.notes["prompt_words_in_completions"] == 1
     assert exact > len(rows) * 0.8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_are_tokenized_apart_and_ids_stay(family):
+    """The ids are those of axolotl's InstructionPromptTokenizingStrategy (067b021)."""
+    tokenizer = tokenizer_of(family)
+    for prompt, answer in [pair for pair in pairs() if all(map(str.strip, pair))][:20]:
+        asked = tokenizer(prompt)["input_ids"]
+        said = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        pieces = [(prompt, False), (answer, True)]
+        plain, full = DocumentTokenizer(tokenizer)(
+            [PiecesDocument(pieces, PLACE), PiecesDocument(pieces, PLACE, special_tokens=True)]
+        )
+        begin = [each for each in asked[:1] if each == tokenizer.bos_token_id]
+        assert full.ids.tolist()[-len(said) - 1 :] == [*said, tokenizer.eos_token_id]
+        assert plain.ids.tolist() == [*asked[len(begin) :], *said]
+        assert full.loss_tokens == plain.loss_tokens + 1 == len(said) + 1
+    ids = [([5, 6], False), ([7], True)]
+    alien = [([5], False), ([10**7], True)]
+    kept, refused = DocumentTokenizer(tokenizer)(
+        [PiecesDocument(ids, PLACE), PiecesDocument(alien, PLACE)]
+    )
+    assert (kept.ids.tolist(), kept.loss_mask.tolist()) == ([5, 6, 7], [0, 0, 1])
+    assert "token id 10000000: the tokenizer has" in str(refused)
 
 
 @pytest.mark.parametrize("family", GIGATOKEN)
