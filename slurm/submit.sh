@@ -29,7 +29,7 @@ if (($# == 0)); then
 fi
 
 # The job script is the first word that is a file which begins with #!, as sbatch demands.
-options=() stays_held='' parsable=''
+options=() tested=() stays_held='' parsable=''
 while (($#)); do
   if [[ -f $1 ]] && IFS= read -r -n 2 magic <"$1" && [[ $magic == '#!' ]]; then
     break
@@ -39,9 +39,13 @@ while (($#)); do
   --parsable) parsable=yes ;;
   esac
   options+=("$1")
+  [[ $1 == -H || $1 == --hold ]] || tested+=("$1")
   shift
 done
 if (($# == 0)); then
+  for word in "${options[@]}"; do
+    [[ $word != *.sh ]] || say "no job script $word in $PWD; there are: $(cd -- "${BASH_SOURCE[0]%/*}" && echo *_job.sh)"
+  done
   say "no job script among the words: slurm/submit.sh [SBATCH OPTIONS] slurm/train_job.sh SCRIPT ARGUMENTS"
   exit 2
 fi
@@ -50,7 +54,7 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 export STOKER_ROOT=$root # the job finds the repository from any directory
 python="$root/slurm/run_python.sh" # a separate process: sbatch passes this environment on
 
-first=(--hold --parsable)
+array=()
 if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
   points=$("$python" -m utils.submit.sweep points "$2" | sed '/\tfinished$/d; s/\t.*//' | paste -sd,)
   if [[ -z $points ]]; then
@@ -58,16 +62,17 @@ if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
     exit 0
   fi
   say "array: $points"
-  first+=(--array="$points") # the user's own --array comes later and wins
+  array=(--array="$points") # the user's own --array comes later and wins
 fi
 
 # Read the first line without $(...): with --wait, sbatch prints the job's number at once but runs
 # until the job ends.
-exec {answer}< <(exec sbatch "${first[@]}" "${options[@]}" "$@")
+exec {answer}< <(exec sbatch --hold --parsable "${array[@]}" "${options[@]}" "$@")
 sbatch=$!
 if ! IFS= read -r line <&"$answer"; then
-  wait "$sbatch" # with sbatch's exit code and message
-  exit
+  wait "$sbatch" && exit || code=$? # with sbatch's exit code and message
+  sinfo -o "%20P %12l %6D %6c %10m %20G %f" >&2 || true # what there is
+  exit "$code"
 fi
 job=${line%%;*} on=()
 [[ $line != *';'* ]] || on=(--clusters="${line#*;}")
@@ -84,9 +89,37 @@ cancel() {
 trap cancel EXIT
 trap 'exit 130' INT TERM HUP
 
+# refusal JOB_SCRIPT ARGUMENTS: prints sbatch's refusal of this job without --hold. On hold, Slurm
+# accepts a job that it can never start.
+refusal() {
+  local line text=''
+  text=$(sbatch --test-only "${array[@]}" "${tested[@]}" "$@" 2>&1 </dev/null) && return
+  [[ $text == *'node configuration is not available'* ]] || return 0
+  # --test-only leaves out nodes that are down now. For a job in the future, sbatch counts them.
+  text=
+  while IFS= read -r line; do
+    if [[ $line =~ ^[0-9]+(\;.*)?$ ]]; then
+      scancel "${on[@]}" "${line%%;*}"
+      say "note:    too few nodes that fit are up now: the job will wait for others (sinfo -R)"
+      return
+    fi
+    text+=$line$'\n'
+  done < <(exec sbatch --parsable "${array[@]}" "${tested[@]}" --begin=now+52weeks --mail-type=NONE "$@" 2>&1)
+  printf '%s' "$text"
+}
+
+answers=(
+  "$(refusal "$@")"
+  "$(scontrol "${on[@]}" --oneliner show partition || true)"
+  "$(sinfo "${on[@]}" --noheader --format='%R|%c|%m|%G|%f' || true)"
+  "$(sacctmgr -nP show qos format=Name,Flags,MaxWall,MaxTRES,MaxTRESPU,GrpTRES 2>/dev/null || true)"
+)
+
 fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut
+fields+=,Partition,QOS,MinMemory,NumCPUs,cpus-per-task
 shown=$(squeue "${on[@]}" --noheader --jobs="$job" --Format="${fields//,/:1024,}:1024")
-"$python" -m utils.submit.check "$PWD" "$fields" "$shown" "${#options[@]}" "${options[@]}" "$@" >&2
+"$python" -m utils.submit.check "$PWD" "$fields" "$shown" "${answers[@]}" \
+  "${#options[@]}" "${options[@]}" "$@" >&2
 
 if [[ $only_check == yes ]]; then
   say "checked; not submitted (--check)"

@@ -68,7 +68,7 @@ PartitionName=DEFAULT MaxTime=INFINITE State=UP OverSubscribe=NO
 PartitionName=main Nodes=n1,n2 Default=YES
 PartitionName=patient Nodes=n1,n2 GraceTime=120
 PartitionName=urgent Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
-PartitionName=other Nodes=n3,n4
+PartitionName=other Nodes=n3,n4 MaxTime=04:00:00
 """
 
 

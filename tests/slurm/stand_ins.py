@@ -34,6 +34,8 @@ fi
 """,
     "sbatch": _RECORD + 'cat "$STAND_IN/sbatch.output"\nexit "$(<"$STAND_IN/sbatch.code")"\n',
     "scancel": _RECORD,
+    "sinfo": _RECORD,
+    "sacctmgr": _RECORD,
     "python": _RECORD
     + r"""
 [[ ! -f $STAND_IN/python.output ]] || cat "$STAND_IN/python.output"

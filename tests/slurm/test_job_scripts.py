@@ -78,9 +78,10 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     words = ["-J", "a b", TRAIN, "train.py", *hostile]
     assert "Submitted batch job 77\n" in submit(*words)
     calls = stand_ins.calls()
-    assert [name for name, *_ in calls] == ["sbatch", "squeue", "python", "scontrol"]
-    assert stand_ins.arguments("sbatch") == ["--hold", "--parsable", *words]
-    assert stand_ins.arguments("python")[5:] == ["2", *words]
+    names = ["sbatch", "sbatch", "scontrol", "sinfo", "sacctmgr", "squeue", "python", "scontrol"]
+    assert [name for name, *_ in calls] == names
+    assert stand_ins.arguments("sbatch") == ["--test-only", *words]
+    assert stand_ins.arguments("python")[9:] == ["2", *words]
     root = stand_ins.environment("sbatch")["STOKER_ROOT"]
     assert root == str(stand_ins.root), "where the job looks for it"
     assert "\n77\n" in f"\n{submit('--parsable', TRAIN)}"
@@ -93,7 +94,7 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     (stand_ins.directory / "python.output").write_text(points)
     submit("slurm/sweep_job.sh", "a b.yaml")  # an array of the unfinished points
     array = ["--array=0,2", "slurm/sweep_job.sh", "a b.yaml"]
-    assert stand_ins.arguments("sbatch")[2:] == array
+    assert stand_ins.arguments("sbatch")[1:] == array
     submit("slurm/sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
     assert "--array=0,2" not in stand_ins.arguments("sbatch")
     assert "slurm/submit.sh --nodes=4" in submit("--help")
@@ -104,7 +105,8 @@ def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
         stand_ins.sbatch_says("", code)
         done = stand_ins.run("slurm/submit.sh", TRAIN)
         assert (done.returncode, done.stdout) == (code, "")
-        assert [name for name, *_ in stand_ins.calls()] == ["sbatch"]
+        names = ["sbatch", "sinfo"] if code else ["sbatch"]
+        assert [name for name, *_ in stand_ins.calls()] == names
     for words in ([], ["--check"], ["-N2"], ["--wrap=hostname"]):
         done = stand_ins.run("slurm/submit.sh", *words)
         assert done.returncode == 2

@@ -83,13 +83,20 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
 def test_refused_jobs_are_cancelled_with_the_reason(slurm, jobs, submit, tmp_path):
     options = ["--gpus-per-node=0", "--nodes=2", "slurm/multinode_job.sh", "pretrain.py"]
     short = [*SMALL, "--time=5", *options, *jobs.flags(tmp_path / "run")]
-    options = [*SMALL, *options]
+    options, small = [*SMALL, *options], SMALL[:2]
     preparation = ["slurm/prepare_job.sh", "--sources", "x.jsonl", "--output_dir", "data"]
     for words, code, message in [
         ([*options, *jobs.flags(tmp_path / "run", global_batch_size=3)], 2, "divide over 2 ranks"),
         (["--array=0-3", *preparation], 2, "tokenizer_name_or_path is required"),
         (["--partition=absent", *options], 1, "invalid partition specified: absent"),
         (short, 2, "would stop as it starts"),
+        (["--mem=3G", "--gpus-per-node=3", *preparation], 69, "at most --gpus-per-node=2"),
+        (["--mem=5G", *preparation], 69, "at most --mem=4000M --cpus-per-task=2. A node has: 2 co"),
+        (["--nodes=3", *SMALL, *preparation], 69, "3 nodes, but partition main allows 2"),
+        (["--nodes=2", *SMALL, *preparation], 2, "is for one node, not 2: use a job array"),
+        (["-pother", *small, "--time=1-0", *preparation], 69, "Give --time=04:00:00: a job that"),
+        (["--constraint=absent", *preparation], 1, "AVAIL_FEATURES"),
+        (["slurm/train_jobs.sh", "pretrain.py"], 2, "no job script slurm/train_jobs.sh in"),
     ]:
         done = submit(*words)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
@@ -97,6 +104,24 @@ def test_refused_jobs_are_cancelled_with_the_reason(slurm, jobs, submit, tmp_pat
         assert "squeue --job" not in done.stderr
     assert queue(slurm) == []
     assert not (tmp_path / "run").exists()
+
+
+def test_a_job_that_waits_for_nodes_is_not_refused(slurm, submit, tmp_path):
+    words = ["slurm/prepare_job.sh", "--sources", "x.jsonl", "--tokenizer_name_or_path", "t"]
+    words += ["--output_dir", str(tmp_path / "data")]
+    slurm.run("scontrol", "update", "node=n1", "state=drain", "reason=test")
+    try:
+        log = tmp_path / "logs/x.log"
+        done = submit("--check", *SMALL, "--nodelist=n1", "--wait", f"--output={log}", *words)
+        assert done.returncode == 0, done.stderr
+        assert "too few nodes that fit are up now" in done.stderr
+        assert f"made:    {log.parent}" in done.stderr
+        assert log.parent.is_dir()
+        done = submit("--gpus-per-node=3", *SMALL, *words)
+        assert done.returncode == 69, done.stderr
+        assert queue(slurm) == []
+    finally:
+        slurm.run("scontrol", "update", "node=n1", "state=resume")
 
 
 def test_a_job_that_the_user_holds_stays_on_hold(slurm, submit, tmp_path):

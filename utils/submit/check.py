@@ -1,10 +1,11 @@
 """The dry run of a job that Slurm holds in the queue; slurm/submit.sh releases it on exit code 0.
 
-    python -m utils.submit.check DIRECTORY FIELDS ANSWER COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
+    python -m utils.submit.check DIRECTORY FIELDS ANSWER REFUSAL PARTITIONS NODES QOS
+        COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
 
 DIRECTORY: where sbatch was called. FIELDS: names of squeue's fields, joined by commas. ANSWER:
 squeue's output for the job: the value of each field, padded to WIDTH bytes, so that text in a value
-cannot look like another field. COUNT: the number of OPTIONS.
+cannot look like another field. REFUSAL to QOS: see SlurmAnswers. COUNT: the number of OPTIONS.
 """
 
 import os
@@ -22,16 +23,23 @@ from utils.launch.node import plan_launch
 from utils.launch.script import run_script
 from utils.launch.slurm import time_limit_s
 from utils.prepare.hub_datasets import refuse_uncached
+from utils.submit.limits import SlurmAnswers, check_request, count_gpus
 from utils.submit.sweep import read_sweep
 
 WIDTH = 1024
+ONE_NODE = {
+    "train_job.sh": "slurm/multinode_job.sh takes the same arguments",
+    "sweep_job.sh": "each point of a sweep has one node",
+    "prepare_job.sh": "use a job array (--array=0-15)",
+}
 _SIGNAL = re.compile(r"R?BR?:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.I)
 _DEFAULT_LEAD_S = 60  # Slurm's default if --signal has no time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a held job and return the exit code of its dry run. Raises ConfigurationError."""
-    directory, fields, answer, count, *words = sys.argv[1:] if argv is None else argv
+    directory, fields, answer, *words = sys.argv[1:] if argv is None else argv
+    answers, (count, *words) = SlurmAnswers(*words[:4]), words[4:]
     options, (job_script, *arguments) = words[: int(count)], words[int(count) :]
     job, text = {}, os.fsencode(answer)
     for at, name in enumerate(fields.split(",")):
@@ -39,20 +47,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not job["JobID"].isdecimal():
         raise UnfitClusterError(f"squeue does not know the job that sbatch accepted: {answer!r}")
     log = job["StdOut"].replace("%x", job["Name"]).replace("%A", job["JobID"])
-    _say(f"log:     {log.replace('%j', job['JobID'])}")
-    kind = Path(job_script).name
+    log = log.replace("%j", job["JobID"])
+    _say(f"log:     {log}")
+    kind, gpus = Path(job_script).name, gpus_per_node(job)
+    for note in check_request(job, gpus, answers):
+        _say(f"note:    {note}")
+    if kind in ONE_NODE and job["NumNodes"] != "1":
+        raise ConfigurationError(
+            f"{kind} is for one node, not {job['NumNodes']}: {ONE_NODE[kind]}, or leave out --nodes"
+        )
     if kind == "prepare_job.sh":
         settings = parse_preparation(arguments)
         check_preparation(settings)
         if os.environ.get("HF_HUB_OFFLINE") != "0":
             refuse_uncached(settings)
         _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
+        make_log_folder(log)
         return 0
     command = _dry_run(kind, arguments)
     is_sweep = kind == "sweep_job.sh"
     # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
-    gpus = gpus_per_node(job)
     first_node = {  # the variables that Slurm will set on the job's first node
         "SLURM_JOB_ID": job["JobID"],
         "SLURM_STEP_NUM_TASKS": job["NumTasks"],
@@ -72,7 +87,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_end(job, signal_lead_s(options, Path(directory, job_script)), job_script)
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
     environment |= {"WORLD_SIZE": str(allocation.world_size), SUBMITTING: "1"}
-    return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+    code = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+    if code == 0:
+        make_log_folder(log)
+    return code
+
+
+def make_log_folder(log: str) -> None:
+    """Make the folder of the log: without it, Slurm ends the job at once without a word.
+
+    Raises ConfigurationError if this fails. A folder whose name Slurm completes is left alone.
+    """
+    folder = Path(log).parent
+    if "%" in str(folder) or folder.is_dir():
+        return
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder of the log, {folder}, is not there and cannot be made "
+            f"({error.strerror}): Slurm would end the job at once. Give another --output=FILE"
+        ) from error
+    _say(f"made:    {folder}, the folder of the log")
 
 
 def _say(line: str) -> None:
@@ -106,17 +142,10 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
     """Return the number of GPUs per node. Jobs request GPUs per node, per task or per job."""
     nodes = int(job["NumNodes"])
     return (
-        _gpus(job["tres-per-node"])
-        or _gpus(job["tres-per-task"]) * (int(job["NumTasks"]) // nodes)
-        or _gpus(job["tres-per-job"]) // nodes
+        count_gpus(job["tres-per-node"])
+        or count_gpus(job["tres-per-task"]) * (int(job["NumTasks"]) // nodes)
+        or count_gpus(job["tres-per-job"]) // nodes
     )
-
-
-def _gpus(tres: str) -> int:
-    """Return the GPUs in Slurm's TRES text: 4 for gres:gpu:h100:4 and gres/gpu=4, 1 for gpu."""
-    entries = [entry for entry in tres.split(",") if "gpu" in entry]  # Slurm uses the last one
-    number = re.search(r"[:=](\d+)(?:\(|$)", entries[-1]) if entries else None
-    return int(number[1]) if number else len(entries[:1])
 
 
 def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
@@ -149,8 +178,16 @@ def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
         raise ConfigurationError(
             "no script given: name it after the job script, as in pretrain.py --config ..."
         )
+    if script[:1] == "-" or Path(script).name.startswith("python"):
+        raise ConfigurationError(
+            f"{script} is no training script: name it first after the job script, as in "
+            f"{kind} pretrain.py --config my_run.yaml, without python. Options of sbatch (--time, "
+            f"--gpus-per-node) come before {kind}"
+        )
     if not Path(script).is_file():
-        raise ConfigurationError(f"no file {script} (paths are from the repository's root)")
+        raise ConfigurationError(
+            f"no file {script} in {Path.cwd()} (paths are from the repository's root)"
+        )
     text = Path(script).read_text(encoding="utf-8", errors="replace")
     if not any(name in text for name in ("parse_pretraining", "parse_fine_tuning", "dry_run")):
         raise ConfigurationError(

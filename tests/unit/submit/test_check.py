@@ -6,15 +6,35 @@ import os
 import pytest
 from launching import ROOT
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.strategy import SUBMITTING
 from utils.submit import check as checking
+from utils.submit.limits import SlurmAnswers, check_request
 
+# Recorded from Slurm 22.05: scontrol --oneliner show partition (the fields that count), sinfo.
+PARTITIONS = """\
+PartitionName=gpu QoS=N/A MaxNodes=UNLIMITED MaxTime=4-00:00:00 TotalNodes=8
+PartitionName=short QoS=N/A MaxNodes=2 MaxTime=04:00:00 TotalNodes=4
+PartitionName=special QoS=part MaxNodes=UNLIMITED MaxTime=UNLIMITED TotalNodes=4
+"""
+NODES = """\
+gpu|64|515000|gpu:a100:4(S:0-1)|a100,ib
+gpu|32|257000|gpu:v100:2|v100
+short|64|515000|gpu:a100:4|a100
+"""
+NEVER = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+# sacctmgr -nP show qos format=Name,Flags,MaxWall,MaxTRES,MaxTRESPU,GrpTRES
+QOS = """\
+normal||1-00:00:00|gres/gpu=8,node=4||
+long|PartitionTimeLimit,OverPartQOS|7-00:00:00||cpu=128|
+part|||node=1||gres/gpu:a100=1,gres/gpu=6
+"""
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
 SHOWN = {
     "JobID": "7", "Name": "a b", "NumNodes": "2", "NumTasks": "2", "tres-per-node": "gres:gpu:2",
     "tres-per-task": "N/A", "tres-per-job": "N/A", "TimeLimit": "1:00:00", "Requeue": "1",
-    "StdOut": "/x/%j.log",
+    "StdOut": "/tmp/%j.log", "Partition": "gpu", "QOS": "N/A", "MinMemory": "64G", "NumCPUs": "16",
+    "cpus-per-task": "8",
 }  # fmt: skip
 
 
@@ -25,13 +45,17 @@ def check(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SBATCH_", "STOKER_"))]:
         monkeypatch.delenv(name)
 
-    def call(*arguments: str, options=(), script="job.sh", head="", **shown: str) -> int:
+    def call(
+        *arguments: str, options=(), script="job.sh", head="", refusal="", **shown: str
+    ) -> int:
         (tmp_path / script).write_text(f"#!/bin/bash\n#SBATCH {head}\n")
         fields = SHOWN | {name.replace("_", "-"): text for name, text in shown.items()}
         answer = b"".join(os.fsencode(text).ljust(checking.WIDTH) for text in fields.values())
         words = [*options, str(tmp_path / script), *arguments]
         names = ",".join(fields)
-        return checking.main([str(tmp_path), names, os.fsdecode(answer), str(len(options)), *words])
+        slurm = [refusal, PARTITIONS, NODES, ""]
+        given = [str(tmp_path), names, os.fsdecode(answer), *slurm, str(len(options)), *words]
+        return checking.main(given)
 
     return call
 
@@ -55,7 +79,7 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
     assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
     assert environment[SUBMITTING] == "1"
     assert capfd.readouterr().out.splitlines() == [
-        "log:     /x/7.log",
+        "log:     /tmp/7.log",
         "job:     a b, 2 node(s) of 2 GPU(s), 2 process(es); strategy by "
         "accelerate_configs/fsdp2.yaml, by ACCELERATE_CONFIG=accelerate_configs/fsdp2.yaml",
         "limit:   1:00:00; Slurm's stop signal comes 300 s before it; a job that stopped is queued "
@@ -77,7 +101,11 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
 def test_jobs_that_cannot_work_are_refused(check):
     for arguments, shown, message in [
         ([], {}, "no script given"),
-        (["absent.py"], {}, r"no file absent\.py.*repository's root"),
+        (["absent.py"], {}, r"no file absent\.py in .*repository's root"),
+        (["--gpus-per-node=0", "x"], {}, r"--gpus-per-node=0 is no training.*before job\.sh"),
+        (["python", "pretrain.py"], {}, r"python is no training script: name it first.*without py"),
+        (["pretrain.py"], {"script": "train_job.sh"}, "for one node, not 2: slurm/multinode_job"),
+        (["pretrain.py"], {"script": "sweep_job.sh"}, "for one node, not 2: each point"),
         (["examples/demo_figures.py"], {}, "does not know --dry_run.*with sbatch"),
         (["pretrain.py"], {"NumTasks": "8"}, "8 tasks on 2 node.*--ntasks-per-node=1"),
         (
@@ -93,6 +121,8 @@ def test_jobs_that_cannot_work_are_refused(check):
             "lab/absent: no such local path.*not in the cache.*--offline_dir",
         ),
     ]:
+        if shown.get("script") and "not 2" not in message:
+            shown["NumNodes"] = "1"
         with pytest.raises(ConfigurationError, match=f"(?s){message}") as caught:
             check(*arguments, **shown)
         assert caught.value.exit_code == 2
@@ -106,6 +136,59 @@ def test_gpus_are_read_however_they_were_asked_for():
         ({"tres-per-node": "N/A"}, 0),
     ]:
         assert checking.gpus_per_node(SHOWN | shown) == gpus
+
+
+def request(refusal="", partitions=PARTITIONS, qos=QOS, gpus=2, **shown: str) -> list[str]:
+    job = SHOWN | {name.replace("_", "-"): text for name, text in shown.items()}
+    return check_request(job, gpus, SlurmAnswers(refusal, partitions, NODES, qos))
+
+
+def test_requests_that_slurm_can_never_satisfy_say_what_to_type():
+    for shown, message in [
+        ({"refusal": NEVER, "gpus": 8}, "Ask for at most --gpus-per-node=4. A node has: 64 cores"),
+        ({"refusal": NEVER, "MinMemory": "0.6T"}, "at most --mem=515000M"),
+        ({"refusal": NEVER, "cpus_per_task": "65"}, "at most --cpus-per-task=64"),
+        ({"refusal": NEVER}, "Ask for less, or another --partition.*features v100"),
+        ({"TimeLimit": "5-00:00:00"}, "partition gpu allows 4-00:00:00.*--time=4-00:00:00"),
+        ({"TimeLimit": "UNLIMITED"}, "partition gpu allows 4-00:00:00"),
+        ({"TimeLimit": "4-00:00:01", "Partition": "gpu,short"}, "partition short allows 04:00:00"),
+        ({"NumNodes": "9"}, "9 nodes, but partition gpu allows 8: give --nodes=8"),
+        ({"NumNodes": "3", "Partition": "short"}, "allows 2: give --nodes=2"),
+        ({"QOS": "normal", "TimeLimit": "1-00:00:01"}, "QOS normal allows 1-00:00:00"),
+        ({"QOS": "normal", "gpus": 5}, "gres/gpu=10, but QOS normal allows 8"),
+        ({"QOS": "long", "NumCPUs": "129"}, r"cpu=129, but QOS long allows 128 \(MaxTRESPU"),
+        ({"Partition": "special", "QOS": "normal", "gpus": 1}, "node=2, but QOS normal allows 1 "),
+    ]:
+        with pytest.raises(UnfitClusterError, match=f"(?s){message}"):
+            request(**shown)
+
+
+def test_requests_that_could_work_are_not_refused():
+    for shown in [
+        {"TimeLimit": "4-00:00:00"},
+        {"TimeLimit": "2-00:00:00", "Partition": "short,gpu"},
+        {"TimeLimit": "6-00:00:00", "QOS": "long"},
+        {"Partition": "special", "QOS": "long", "NumNodes": "1", "gpus": 6},
+        {"Partition": "special", "TimeLimit": "UNLIMITED", "NumNodes": "1"},
+    ]:
+        assert request(**shown) == []
+    for shown, note in [
+        ({"partitions": ""}, "Slurm does not show the limits of partition gpu: not checked"),
+        ({"QOS": "normal", "qos": "", "TimeLimit": "5-00:00:00"}, "sacctmgr does not show QOS nor"),
+        ({"refusal": "Job violates accounting/QOS policy"}, "whether a node fits is not checked"),
+    ]:
+        (said,) = request(**shown)
+        assert said.startswith(note)
+
+
+def test_the_folder_of_the_log_is_made(tmp_path):
+    checking.make_log_folder(f"{tmp_path}/logs/a/x.log")
+    assert (tmp_path / "logs/a").is_dir()
+    checking.make_log_folder(f"{tmp_path}/%u/x.log")
+    assert not list(tmp_path.glob("%*"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"cannot be made.*--output=FILE"):
+        checking.make_log_folder(f"{tmp_path}/file/x.log")
 
 
 def test_times_and_signals(tmp_path, monkeypatch):
