@@ -31,6 +31,7 @@ if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 restarts=${SLURM_RESTART_COUNT:-0}
+export STOKER_JOB_BEGAN=$EPOCHSECONDS # a file STOP that is newer is for this start
 run='' # the run's directory, known once it started
 say "job $job, start $((restarts + 1)): ${SLURM_JOB_NUM_NODES:-1} node(s) ${SLURM_JOB_NODELIST:-}, in $root"
 again='to resume, submit the same command again'

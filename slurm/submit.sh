@@ -79,6 +79,7 @@ job=${line%%;*} on=()
 
 cancel() {
   local code=$?
+  rm -f -- "$root/.stoker/submitted-$job"
   if scancel "${on[@]}" "$job"; then
     say "not submitted: job $job is cancelled"
   else
@@ -100,7 +101,7 @@ refusal() {
   while IFS= read -r line; do
     if [[ $line =~ ^[0-9]+(\;.*)?$ ]]; then
       scancel "${on[@]}" "${line%%;*}"
-      say "note:    too few nodes that fit are up now: the job will wait for others (sinfo -R)"
+      printf 'too few nodes that fit are up now: the job waits for others (sinfo -R)'
       return
     fi
     text+=$line$'\n'

@@ -119,6 +119,11 @@ if [[ -n $run ]] && ((code != 0 && code != 75)); then
 fi
 
 case $code in
+75 | 76) ;;
+*) rm -f -- "$root/.stoker/submitted-$job" ;;
+esac
+
+case $code in
 0)
   rm -rf -- "$notes"
   notify finished "$1"

@@ -83,17 +83,18 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
 def test_refused_jobs_are_cancelled_with_the_reason(slurm, jobs, submit, tmp_path):
     options = ["--gpus-per-node=0", "--nodes=2", "slurm/multinode_job.sh", "pretrain.py"]
     short = [*SMALL, "--time=5", *options, *jobs.flags(tmp_path / "run")]
-    options, small = [*SMALL, *options], SMALL[:2]
+    no_gpu, small = [*SMALL, "--gpus-per-node=0"], SMALL[:2]
+    options = [*SMALL, *options]
     preparation = ["slurm/prepare_job.sh", "--sources", "x.jsonl", "--output_dir", "data"]
     for words, code, message in [
         ([*options, *jobs.flags(tmp_path / "run", global_batch_size=3)], 2, "divide over 2 ranks"),
-        (["--array=0-3", *preparation], 2, "tokenizer_name_or_path is required"),
+        (["--array=0-3", *SMALL, *preparation], 2, "tokenizer_name_or_path is required"),
         (["--partition=absent", *options], 1, "invalid partition specified: absent"),
         (short, 2, "would stop as it starts"),
-        (["--mem=3G", "--gpus-per-node=3", *preparation], 69, "at most --gpus-per-node=2"),
+        ([*SMALL, "--gpus-per-node=3", *preparation], 69, "at most --gpus-per-node=2"),
         (["--mem=5G", *preparation], 69, "at most --mem=4000M --cpus-per-task=2. A node has: 2 co"),
-        (["--nodes=3", *SMALL, *preparation], 69, "3 nodes, but partition main allows 2"),
-        (["--nodes=2", *SMALL, *preparation], 2, "is for one node, not 2: use a job array"),
+        (["--nodes=3", *no_gpu, *options[-2:]], 69, "3 nodes, but partition main allows 2"),
+        (["-N2", *no_gpu, "slurm/train_job.sh"], 2, "for one node, not 2: slurm/multinode_job"),
         (["-pother", *small, "--time=1-0", *preparation], 69, "Give --time=04:00:00: a job that"),
         (["--constraint=absent", *preparation], 1, "AVAIL_FEATURES"),
         (["slurm/train_jobs.sh", "pretrain.py"], 2, "no job script slurm/train_jobs.sh in"),
@@ -127,7 +128,7 @@ def test_a_job_that_waits_for_nodes_is_not_refused(slurm, submit, tmp_path):
 def test_a_job_that_the_user_holds_stays_on_hold(slurm, submit, tmp_path):
     words = ["--sources", "x.jsonl", "--output_dir", str(tmp_path / "data")]
     words += ["--tokenizer_name_or_path", "t"]
-    done = submit("-H", "--array=0-3", "--mem=1G", "slurm/prepare_job.sh", *words)
+    done = submit("-H", "--array=0-3", *SMALL, "slurm/prepare_job.sh", *words)
     assert done.returncode == 0, done.stderr
     job = Job(done.stdout.split()[-1], tmp_path / "log")
     assert slurm.fields(job)["Reason"] == "JobHeldUser"

@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from utils.launch.signals import Stage, enter_stage, stop_request
 from utils.launch.slurm import job_end_time
 
 STOP, SAVE = "STOP", "SAVE"  # files in the run directory
+JOB_BEGAN = "STOKER_JOB_BEGAN"  # unix seconds, set by slurm/job_setup.sh
 LOOK_INTERVAL_S = 1.0
 # Requests. Each rank sends a number, and all ranks act on the largest. STOPPING + N is a request
 # that rank N received.
@@ -312,11 +314,17 @@ class StopWatch(TrainerCallback):
 
 
 def remove_stale_requests(output_dir: Path) -> None:
-    """Remove STOP and SAVE files left by an earlier job of this run, and log a warning."""
+    """Remove STOP and SAVE files left by an earlier job of this run, and log a warning.
+
+    A file that is newer than the start of the job (STOKER_JOB_BEGAN) is a request to this job.
+    """
+    began = os.environ.get(JOB_BEGAN, "")
     for name in (STOP, SAVE):
         path = output_dir / name
         if path.is_dir():
             logger.warning("%s is a directory: set aside as %s", path, set_aside(path, DAMAGED))
+        elif path.exists() and began.isdecimal() and path.stat().st_mtime >= int(began):
+            logger.info("%s is there: the run obeys it after its first step", path)
         elif path.exists():
             path.unlink()
             logger.warning(

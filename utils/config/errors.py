@@ -92,6 +92,12 @@ class UnfitClusterError(ConfigurationError):
     exit_code, kind = ExitCode.UNFIT, "cluster error"
 
 
+class UsedPortError(UnfitClusterError):
+    """A port that another process uses. A restart of the job takes other ports."""
+
+    exit_code = ExitCode.LOST_RANK
+
+
 class StorageError(ConfigurationError):
     """Storage that is full or not writable. The message names the host and the directory."""
 

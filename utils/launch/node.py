@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from utils.config.declarations import DEFAULT, Given
-from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError, UsedPortError
 from utils.config.launch_settings import PREFIXES, block
 from utils.config.strategy import AUTO, ONE_PROCESS, StrategyConfig, choose_config
 from utils.host.faults import last_line
@@ -365,7 +365,8 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         reason = error.__cause__ or error
         unfit = isinstance(error, ValueError | ImportError) or "EADDRINUSE" in str(reason)
         if unfit or arguments.num_machines == 1:
-            raise UnfitClusterError(f"{host_name()}: accelerate launch: {reason}") from error
+            kind = UsedPortError if "EADDRINUSE" in str(reason) else UnfitClusterError
+            raise kind(f"{host_name()}: accelerate launch: {reason}") from error
         # check_nodes reached all nodes before, so the launcher of another node has ended.
         exit_codes = {}
         lost = f"{host_name()} lost the launcher of another node: {last_line(reason)}"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.config.errors import ConfigurationError, UnfitClusterError, UsedPortError
 from utils.launch.slurm import MAIN_ADDRESS, Allocation
 
 TIMEOUT = "STOKER_MEET_TIMEOUT_S"
@@ -26,13 +26,13 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at a port of this host. Raises UnfitClusterError if the port is in use."""
+    """Listen at a port of this host. Raises UsedPortError if the port is in use."""
     try:
         return socket.create_server(("", port))
     except OSError as error:
-        raise UnfitClusterError(
-            f"{host}: port {port} is in use by another process. Submit again: a job's port follows "
-            "from its id."
+        raise UsedPortError(
+            f"{host}: port {port} is in use by another process. The port follows from the job's id "
+            "and its restarts: the next start takes another one."
         ) from error
 
 

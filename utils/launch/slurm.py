@@ -83,7 +83,9 @@ def read_allocation(
             f"Slurm does not count GPUs, set {PROCESSES}; to train on CPUs, set "
             "ACCELERATE_USE_CPU=true."
         )
-    job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+    names = "JOB_ID", "STEP_ID", "RESTART_COUNT"
+    job, step, restarts = (int(environment.get(f"SLURM_{name}", "0")) for name in names)
+    pair = job * 31 + step + restarts * 2003  # a restart has another port
     several = len(hosts) > 1
     return Allocation(
         hosts=hosts,
@@ -91,7 +93,7 @@ def read_allocation(
         processes=processes or 1,
         gpus=processes if on_gpus and (gpus or in_slurm) else None,
         address=environment.get(MAIN_ADDRESS) or (hosts[0] if several else "127.0.0.1"),
-        port=_FIRST_PORT + 2 * ((job * 31 + step) % _PORT_PAIRS) if several else 0,
+        port=_FIRST_PORT + 2 * (pair % _PORT_PAIRS) if several else 0,
     )
 
 

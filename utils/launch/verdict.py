@@ -151,6 +151,21 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     return text.strip() or None
 
 
+def note_submitted(job: str, output_dir: Path) -> None:
+    """Write the run directory of a submitted job to .stoker/submitted-JOB. Raises OSError."""
+    (_ROOT / ".stoker").mkdir(exist_ok=True)
+    (_ROOT / ".stoker" / f"submitted-{job}").write_text(f"{output_dir.resolve()}\n")
+
+
+def submitted_run(job: str) -> str | None:
+    """Return the run directory that `note_submitted` wrote for a job; None if it wrote none."""
+    try:
+        text = (_ROOT / ".stoker" / f"submitted-{job}").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.strip() or None
+
+
 def _create(name: str, text: str) -> bool:
     """Create a file in STOKER_NOTES_DIR atomically; return False if it exists or writing fails."""
     directory = notes_directory()

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,18 +11,25 @@ from utils.host.journal_file import duration
 from utils.host.run_lock import BY_USER
 from utils.observe.history import History, Page, Start
 
+RUNNING = "RUNNING", "CONFIGURING"
 IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job in Slurm's queue. `left_s`: seconds to its limit; None if it waits or has no limit."""
+    """A job in Slurm's queue, with `id` as squeue shows it (123_4 in an array).
+
+    left_s: seconds to its limit; None if it waits or has no limit. started: its start in unix
+    seconds, None if it waits. output_dir: its run directory, as slurm/submit.sh noted it.
+    """
 
     id: str
     state: str
     reason: str
     left_s: float | None
     name: str
+    started: float | None = None
+    output_dir: str | None = None
 
 
 class End(Enum):
@@ -30,6 +38,7 @@ class End(Enum):
     ALIVE = "running", "its lock has a recent heartbeat"
     SILENT = "running", "its lock has none, but Slurm runs its job"
     QUEUED = "waiting", "its job is in Slurm's queue"
+    STARTING = "starting", "its job started after the last heartbeat"
     FINISHED = "finished", "its summary is logged and final/ is there"
     FINISHING = "finished", "the same, and its lock has a recent heartbeat"
     NOTHING_LEFT = "finished", "it left before training, and final/ is there"
@@ -45,7 +54,7 @@ class End(Enum):
 
     @property
     def word(self) -> str:
-        """The word: running, waiting, finished, stopped, failed or interrupted."""
+        """The word: running, starting, waiting, finished, stopped, failed or interrupted."""
         return self.value[0]
 
 
@@ -57,11 +66,14 @@ def end_of_start(run: History, start: Start, job: Job | None = None) -> End:
     summary, in_queue = event == "summary", job is not None and job.state in IN_QUEUE
     gone = owner is not None and owner.gone
     silent = job is not None and job.state == "RUNNING" and not left and not gone
+    began = job.started if job is not None and job.state in RUNNING else None
+    starting = last and began is not None and (owner is None or began > owner.beat)
     rules = (
         (alive and summary and run.has_final, End.FINISHING),
         (alive, End.ALIVE),
         (summary and (not last or (left and run.has_final)), End.FINISHED),
         (in_queue, End.QUEUED),
+        (starting, End.STARTING),
         (summary and left and not start.error, End.NO_MODEL),
         (event == "stopped" and (left or not last), End.STOPPED),
         (silent, End.SILENT),
@@ -134,8 +146,10 @@ def run_in_words(run: History) -> tuple[str, str]:
 def evidence_in_words(run: History, end: End, job: Job | None) -> str:
     """Return why `end` is the run's state, as a text for the user."""
     owner, step = (run.starts[-1].owner if run.starts else None), run.last_step
-    if end is End.QUEUED and job:
-        return f"job {job.id} is in the queue: {job.reason}"
+    if end in (End.QUEUED, End.STARTING) and job:
+        ago = duration(max(time.time() - (job.started or 0.0), 0.0))
+        how = f"is in the queue: {job.reason}" if end is End.QUEUED else f"started {ago} ago"
+        return f"job {job.id} {how}"
     if end is End.NO_MODEL:
         return f"trained to step {step}, but {FINAL}/ is not there"
     if end.word == "finished" and end is not End.FINISHING:
@@ -178,6 +192,8 @@ def advice(run: History, end: End, job: Job | None) -> str:
         return f"touch {where}/STOP stops it with a checkpoint, touch {where}/SAVE saves now"
     if end is End.QUEUED and job:
         return f"squeue --start --job={job.id} tells when it may start, scancel {job.id} ends it"
+    if end is End.STARTING and job:
+        return f"wait for its first step, or scancel {job.id}"
     if end.word == "finished":
         return f"python chat.py {where}; upload: python -m utils.publish.hub {where} OWNER/NAME"
     before = ""

@@ -1,5 +1,7 @@
 """`RunStatus`: the values that status.py shows of a run and its job in Slurm's queue."""
 
+import contextlib
+import datetime
 import shutil
 import statistics
 import subprocess
@@ -13,6 +15,7 @@ from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.journal_file import FILE_NAME, duration
 from utils.launch.slurm import time_limit_s
+from utils.launch.verdict import submitted_run
 from utils.observe.endings import (
     End,
     Job,
@@ -24,7 +27,7 @@ from utils.observe.endings import (
 )
 from utils.observe.history import Line, read_run, unix_s
 
-STATES = ("running", "waiting", "failed", "stopped", "finished")
+STATES = ("running", "starting", "waiting", "failed", "stopped", "finished")
 LINES = 5  # the speed is the median of this many training logs
 SQUEUE_S = 5.0
 
@@ -89,15 +92,21 @@ def queued_jobs() -> dict[str, Job]:
     """Return this user's jobs in Slurm's queue by job ID, or {} if squeue is missing or fails."""
     if shutil.which("squeue") is None:
         return {}
-    command = ["squeue", "--me", "--noheader", "--format=%A|%T|%r|%L|%j"]
+    command = ["squeue", "--me", "--noheader", "--format=%A|%i|%T|%r|%L|%S|%j"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    rows = (line.split("|", 4) for line in done.stdout.splitlines())
-    return {
-        row[0]: Job(row[0], row[1], row[2], time_limit_s(row[3]), row[4]) for row in rows if row[4:]
-    }
+    jobs = {}
+    for row in (line.split("|", 6) for line in done.stdout.splitlines()):
+        if row[6:]:
+            id_, shown, state, reason, left, start, name = row
+            started = None
+            with contextlib.suppress(ValueError):  # N/A while it waits without a forecast
+                started = datetime.datetime.fromisoformat(start).timestamp()
+            output_dir = submitted_run(id_)
+            jobs[id_] = Job(shown, state, reason, time_limit_s(left), name, started, output_dir)
+    return jobs
 
 
 def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
@@ -113,6 +122,8 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     ids = [owner.job for owner in (start and start.owner, run.refused) if owner]
     ids += [start.job.get("job_id")] if start else []
     job = next((jobs[each] for each in ids if each and each in jobs), None)
+    own = str(directory.resolve())
+    job = job or next((each for each in jobs.values() if each.output_dir == own), None)
     end = end_of_run(run, job)
     state = {"interrupted": "failed"}.get(end.word, end.word)
     refused = None

@@ -20,7 +20,7 @@ from utils.host.redaction import load_env_file, redact
 from utils.observe.endings import Job
 from utils.observe.run_state import STATES, RunStatus, queued_jobs, read_status, runs_below
 
-COLOURS = dict(zip(STATES, ("green", "yellow", "red", "cyan", "blue"), strict=True))
+COLOURS = dict(zip(STATES, ("green", "green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # columns of output into a file or a pipe
 CUT_OFF = "incomplete record"  # in wandb's message about a file whose end is missing
 
@@ -154,7 +154,9 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
             Text(printable((run.error or run.because).splitlines()[0])),
         )  # fmt: skip
     for job in others:
-        what = f"job {job.name}: {job.state.lower()}, {job.reason}; no run of it is here yet"
+        reason = f", {job.reason}" if job.reason != "None" else ""
+        where = f"; its run will be {job.output_dir}" if job.output_dir else ""
+        what = f"job {job.name}: {job.state.lower()}{reason}{where or '; it has no run here yet'}"
         table.add_row("", Text("waiting" if job.state == "PENDING" else "job", "yellow"),
                       *[""] * 7, job.id, Text(what))  # fmt: skip
     return table

@@ -45,7 +45,7 @@ from utils.host.environment import report_environment
 from utils.host.hub import settle_connection, stay_offline
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
-from utils.host.run_lock import leave_run_lock, refuse_if_in_use, take_run_lock
+from utils.host.run_lock import leave_run_lock, refuse_if_in_use, run_owners, take_run_lock
 from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
 from utils.launch.processes import LaunchFacts, check_connected, check_launch, requested_strategy
 from utils.launch.script import configure_logging
@@ -273,6 +273,13 @@ def check_start(
     for name, text in RunRecord(output_dir).damage.items():
         logger.warning("%s %s", output_dir / name, text)
     run = find_run(settings, plan, data, launch)
+    owner = next(run_owners(output_dir), None)
+    if owner is not None and owner.alive:
+        logger.warning(
+            "%s trains in %s now: a start before its end is refused (exit code 2)%s",
+            f"job {owner.job}" if owner.job else owner, output_dir,
+            f"; --dependency=afterany:{owner.job} waits for it" if owner.job else "",
+        )  # fmt: skip
     if run.finished:
         logger.info("%s is finished: a start would have nothing to do", output_dir)
     elif run.resume_from is not None:

@@ -8,6 +8,7 @@ squeue's output for the job: the value of each field, padded to WIDTH bytes, so 
 cannot look like another field. REFUSAL to QOS: see SlurmAnswers. COUNT: the number of OPTIONS.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -20,8 +21,10 @@ from utils.config.launch_settings import LAUNCHER_VARIABLES, strategy_variables
 from utils.config.preparation import check_preparation, parse_preparation
 from utils.config.strategy import SUBMITTING
 from utils.launch.node import plan_launch
+from utils.launch.opening import early_settings
 from utils.launch.script import run_script
 from utils.launch.slurm import time_limit_s
+from utils.launch.verdict import note_submitted
 from utils.prepare.hub_datasets import refuse_uncached
 from utils.submit.limits import SlurmAnswers, check_request, count_gpus
 from utils.submit.sweep import read_sweep
@@ -90,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
     if code == 0:
         make_log_folder(log)
+        output_dir = early_settings(first[1:]).get("output_dir")
+        if output_dir and not is_sweep:
+            with contextlib.suppress(OSError):  # only status.py reads it
+                note_submitted(job["JobID"], Path(str(output_dir.value)))
     return code
 
 

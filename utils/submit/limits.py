@@ -51,13 +51,11 @@ def check_request(job: Mapping[str, str], gpus: int, answers: SlurmAnswers) -> l
             )
         elif fault := next(_faults(job, gpus, partitions[name], qos), None):
             faults.append(fault)
-    if _NEVER in answers.refusal:
-        faults = [_no_such_node(job, gpus, names, answers.nodes)]
-    elif answers.refusal:
-        notes.append(f"whether a node fits is not checked: {answers.refusal.strip()}")
-        faults = []
-    if faults and (_NEVER in answers.refusal or len(faults) == len(names)):
+    if len(faults) == len(names):
         raise UnfitClusterError(faults)
+    if answers.refusal:
+        _check_nodes(job, gpus, names, answers)
+        notes.append(f"Slurm cannot start this job now: {answers.refusal.strip()}")
     return notes
 
 
@@ -95,9 +93,9 @@ def _faults(
                 f"the time limit is {job['TimeLimit']}, but {owner} allows {limit}: the job would "
                 f"wait for ever. Give --time={limit}: a job that needs longer requeues itself"
             )
-    most = partition.get("TotalNodes", ""), partition.get("MaxNodes", "")
-    if "PartitionMaxNodes" in qos["flags"]:
-        most = most[:1]
+    most = [partition.get("TotalNodes", "")]
+    if "PartitionMaxNodes" not in qos["flags"]:
+        most.append(partition.get("MaxNodes", ""))
     for text in most:
         if text.isdecimal() and nodes > int(text):
             yield f"{nodes} nodes, but {place} allows {text}: give --nodes={text}"
@@ -111,9 +109,11 @@ def _faults(
                 )
 
 
-def _no_such_node(job: Mapping[str, str], gpus: int, names: list[str], table: str) -> str:
-    """Return what the nodes of the job's partitions have, and which option asks for too much."""
-    rows = [line.split("|") for line in table.splitlines()]
+def _check_nodes(
+    job: Mapping[str, str], gpus: int, names: list[str], answers: SlurmAnswers
+) -> None:
+    """Raise UnfitClusterError if no node of the partitions `names`, up or down, fits the job."""
+    rows = [line.split("|") for line in answers.nodes.splitlines()]
     nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
     options = []
     if nodes:
@@ -131,8 +131,10 @@ def _no_such_node(job: Mapping[str, str], gpus: int, names: list[str], table: st
         f"{node['features']}"
         for node in nodes
     )
+    if not options and _NEVER not in answers.refusal:
+        return
     what = f"at most {' '.join(options)}" if options else "less, or another --partition"
-    return (
+    raise UnfitClusterError(
         f"no node of partition {','.join(names)} has what the job asks for, so the job would wait "
         f"for ever ({_NEVER}). Ask for {what}. A node has: {has or 'sinfo does not tell'}"
     )

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.config.errors import ConfigurationError, ExitCode, UnfitClusterError, UsedPortError
 from utils.launch.rendezvous import check_nodes, listen, node_facts, node_problems
 from utils.launch.slurm import Allocation
 
@@ -76,8 +76,12 @@ def test_nodes_hear_of_each_other_and_strangers_are_ignored(port):
 
 def test_a_taken_port_and_a_time_that_is_none_are_refused(port, monkeypatch):
     for taken in (port, port + 1):  # rank 0's port, and the port of the rendezvous
-        with listen("n1", taken), pytest.raises(UnfitClusterError, match=f"n1: port {taken} is in"):
+        with (
+            listen("n1", taken),
+            pytest.raises(UsedPortError, match=f"n1: port {taken} is in") as no,
+        ):
             check_nodes(node(0, port), FACTS)
+        assert no.value.exit_code == ExitCode.LOST_RANK, "the job is queued again"
     monkeypatch.setenv("STOKER_MEET_TIMEOUT_S", "nan")
     with pytest.raises(ConfigurationError, match="give seconds from 1 to 3600"):
         check_nodes(node(1, port), FACTS)

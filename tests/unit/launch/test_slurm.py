@@ -96,6 +96,8 @@ def test_ports_differ_between_jobs_and_steps():
     ]
     assert len(set(ports)) == len(ports)
     assert 20000 <= min(ports) < max(ports) < 32767
+    again = read_allocation(STEP | {"SLURM_JOB_ID": "123000", "SLURM_RESTART_COUNT": "1"}, 0).port
+    assert again != ports[0], "a restart has another port"
     assert all(port % 2 == 0 for port in ports)  # the next port belongs to the job too
 
 

@@ -90,6 +90,7 @@ def squeue(**jobs):
 
 WAITING = squeue(j7=("PENDING", "Priority", None, "train"))
 RUNNING = squeue(j7=("RUNNING", "None", 30.0, "train"))
+NEW = squeue(j7=("RUNNING", "None", 30.0, "train", time.time() + 3600))
 STEPS = [started(), *map(trained, range(10, 60, 10)), evaluated(50)]
 
 
@@ -98,6 +99,7 @@ STEPS = [started(), *map(trained, range(10, 60, 10)), evaluated(50)]
     [
         ("beats", ELSEWHERE, False, 3, None, RUNNING, "running", "process 4711 on n9"),
         ("starts again", ELSEWHERE, False, 3, {"event": "stopped"}, RUNNING, "running", "process"),
+        ("new start", ELSEWHERE, True, 3, {"event": "stopped"}, NEW, "starting", "job 7 started"),
         ("hangs", ELSEWHERE, False, 300, None, RUNNING, "running",
          "no heartbeat from n9 for 5m"),
         ("waits", ELSEWHERE, True, 9, {"event": "stopped"}, WAITING, "waiting",
@@ -392,11 +394,14 @@ def fake_squeue(folder, text, code=0):
 
 
 def test_jobs_are_read_from_squeue_which_may_be_absent_or_fail(tmp_path, monkeypatch):
-    rows = ["7|RUNNING|None|1-02:03:04|train", "8|PENDING|Resources|NOT_SET|a|b c", "slurm: noise"]
+    monkeypatch.setattr(verdict, "_ROOT", tmp_path)
+    verdict.note_submitted("8", tmp_path / "run")
+    rows = ["7|7|RUNNING|None|1-02:03:04|2026-11-27T06:00:00|train"]
+    rows += ["8|6_[2-5]|PENDING|Resources|NOT_SET|N/A|a|b c", "slurm: noise"]
     monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", "\n".join(rows)), prepend=":")
     assert queued_jobs() == squeue(
-        j7=("RUNNING", "None", 93784.0, "train"), j8=("PENDING", "Resources", None, "a|b c")
-    )
+        j7=("RUNNING", "None", 93784.0, "train", datetime.datetime(2026, 11, 27, 6).timestamp())
+    ) | {"8": Job("6_[2-5]", "PENDING", "Resources", None, "a|b c", None, str(tmp_path / "run"))}
     monkeypatch.setenv("PATH", fake_squeue(tmp_path / "down", "no controller", 1), prepend=":")
     assert queued_jobs() == {}
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -404,8 +409,8 @@ def test_jobs_are_read_from_squeue_which_may_be_absent_or_fail(tmp_path, monkeyp
 
 
 def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", "9|PENDING|Priority|NOT_SET|new"),
-                       prepend=":")  # fmt: skip
+    row = "9|9|PENDING|Priority|NOT_SET|N/A|new"
+    monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", row), prepend=":")
     runs = tmp_path / "runs"
     running = make_run(runs / "one", owner=HERE | {"pid": os.getpid()})
     journal(running, *STEPS, trained(60) | {"loss": "NaN"})

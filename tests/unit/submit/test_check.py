@@ -148,6 +148,7 @@ def test_requests_that_slurm_can_never_satisfy_say_what_to_type():
         ({"refusal": NEVER, "gpus": 8}, "Ask for at most --gpus-per-node=4. A node has: 64 cores"),
         ({"refusal": NEVER, "MinMemory": "0.6T"}, "at most --mem=515000M"),
         ({"refusal": NEVER, "cpus_per_task": "65"}, "at most --cpus-per-task=64"),
+        ({"refusal": "too few nodes", "gpus": 5}, "Ask for at most --gpus-per-node=4"),
         ({"refusal": NEVER}, "Ask for less, or another --partition.*features v100"),
         ({"TimeLimit": "5-00:00:00"}, "partition gpu allows 4-00:00:00.*--time=4-00:00:00"),
         ({"TimeLimit": "UNLIMITED"}, "partition gpu allows 4-00:00:00"),
@@ -175,7 +176,7 @@ def test_requests_that_could_work_are_not_refused():
     for shown, note in [
         ({"partitions": ""}, "Slurm does not show the limits of partition gpu: not checked"),
         ({"QOS": "normal", "qos": "", "TimeLimit": "5-00:00:00"}, "sacctmgr does not show QOS nor"),
-        ({"refusal": "Job violates accounting/QOS policy"}, "whether a node fits is not checked"),
+        ({"refusal": "Job violates QOS policy"}, "Slurm cannot start this job now: Job violates"),
     ]:
         (said,) = request(**shown)
         assert said.startswith(note)
