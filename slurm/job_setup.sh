@@ -111,13 +111,17 @@ why_not_requeue() {
 # notify EVENT TEXT: calls the user's STOKER_ON_EVENT, a command or the URL of a webhook, with
 # EVENT RUN JOB TEXT (one line). If the command fails, the job ends in the same way.
 notify() {
-  local tell
+  local tell text=${2%%$'\n'*} rest=${2#*$'\n'} where=$run
   [[ -n ${STOKER_ON_EVENT:-} ]] || return 0
+  [[ $text != *: || $text == "$2" ]] || text+=" ${rest%%$'\n'*}" # the reason is in the second line
+  if [[ -z $where && -f $root/.stoker/submitted-$job ]]; then
+    where=$(<"$root/.stoker/submitted-$job") # as slurm/submit.sh noted it
+  fi
   case $STOKER_ON_EVENT in
   http://* | https://*) tell=(slurm/run_python.sh -m utils.launch.notify) ;;
   *) tell=("$STOKER_ON_EVENT") ;;
   esac
-  export STOKER_ON_EVENT STOKER_EVENT=$1 STOKER_RUN=$run STOKER_JOB=$job STOKER_TEXT=${2%%$'\n'*}
+  export STOKER_ON_EVENT STOKER_EVENT=$1 STOKER_RUN=$where STOKER_JOB=$job STOKER_TEXT=$text
   tell+=("$STOKER_EVENT" "$STOKER_RUN" "$STOKER_JOB" "$STOKER_TEXT")
   timeout --kill-after=2 10 "${tell[@]}" </dev/null ||
     say "STOKER_ON_EVENT: its command ended with $?; nothing else depends on it"

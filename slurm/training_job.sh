@@ -72,6 +72,14 @@ elif ((code != 0)); then
   verdict="srun ended with exit code $code, see its lines above"
 fi
 
+if [[ $verdict == *'left no word'* || $verdict == *'lost the launcher of'* || $verdict == 'srun lost a node'* ]]; then
+  down=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N 2>/dev/null) || down=
+  if [[ -n $down ]]; then
+    verdict="node $down failed: $verdict"
+    printf '%s\n' "$verdict" >"$notes/verdict.txt" || true # report.py reads it
+  fi
+fi
+
 # A node that does not see the repository cannot leave a verdict there. srun ends the tasks of the
 # other nodes and returns their exit code. So ask all nodes; only this check uses exit code 200.
 if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
@@ -119,11 +127,6 @@ if [[ -n $run ]] && ((code != 0 && code != 75)); then
 fi
 
 case $code in
-75 | 76) ;;
-*) rm -f -- "$root/.stoker/submitted-$job" ;;
-esac
-
-case $code in
 0)
   rm -rf -- "$notes"
   notify finished "$1"
@@ -139,4 +142,5 @@ case $code in
   printf '%s\n' "$verdict" || true
   ;;
 esac
+((code == 75 || code == 76)) || rm -f -- "$root/.stoker/submitted-$job"
 exit "$code"

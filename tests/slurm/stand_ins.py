@@ -34,7 +34,7 @@ fi
 """,
     "sbatch": _RECORD + 'cat "$STAND_IN/sbatch.output"\nexit "$(<"$STAND_IN/sbatch.code")"\n',
     "scancel": _RECORD,
-    "sinfo": _RECORD,
+    "sinfo": _RECORD + '[[ ! -f $STAND_IN/down ]] || cat "$STAND_IN/down"\n',
     "sacctmgr": _RECORD,
     "python": _RECORD
     + r"""

@@ -347,8 +347,21 @@ def test_the_users_command_is_told_what_became_of_the_job(stand_ins):
     ]  # fmt: skip
     text = "exit code 78: step 3: $(touch no) `id` * is NaN."
     assert words(78, text.removeprefix("exit code 78: ") + "\nmore") == expected("failed", text)
+    said = words(69, "cluster error on n1:\nn1: port 3 is in use\nmore")
+    assert said[3] == "exit code 69: cluster error on n1: n1: port 3 is in use"
+    (stand_ins.directory / "down").write_text("n2\n")
+    said = words(76, "rank 0 on n1 lost another rank, which left no word: gloo")
+    assert said[3].startswith("node n2 failed: rank 0 on n1 lost another rank")
+    verdict = stand_ins.root / ".stoker/job-7.0/verdict.txt"
+    assert verdict.read_text().startswith("node n2 failed: rank 0"), "report.py reads it"
     (stand_ins.directory / "denied").write_text("Access/permission denied")
     assert words(76, "killed")[0] == "stopped"
+    # The run did not begin: slurm/submit.sh has noted its directory.
+    (stand_ins.root / ".stoker/submitted-7").write_text("/runs/b\n")
+    real = stand_ins.leaves
+    stand_ins.leaves = lambda *end: [real(*end), (stand_ins.directory / "run_started").unlink()]
+    assert words(2, "in use by another job")[1] == "/runs/b"
+    assert not (stand_ins.root / ".stoker/submitted-7").exists()
 
 
 def test_a_webhook_is_told_by_python_and_its_url_is_in_no_argument(stand_ins):
