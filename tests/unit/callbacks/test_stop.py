@@ -1,6 +1,7 @@
 """StopWatch on several ranks with a simulated clock, without processes."""
 
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from utils.callbacks.progress import Progress
-from utils.callbacks.stop import Deadline, StopWatch
+from utils.callbacks.stop import JOB_BEGAN, Deadline, StopWatch, remove_stale_requests
 from utils.checkpoints.store import Save
 from utils.config.errors import StorageError
 
@@ -216,3 +217,15 @@ def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
         deadline = Deadline(total_s, 0.0, Saves(tmp_path, estimated_bytes=size_bytes))
         assert deadline.reason(total_s - needed - 0.1) is None
         assert deadline.reason(total_s - needed + 0.1) is not None
+
+
+def test_a_stop_that_is_newer_than_the_start_of_the_job_is_kept(tmp_path, monkeypatch):
+    for name, time in (("STOP", 1000.5), ("SAVE", 999.0)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time, time))
+    monkeypatch.setenv(JOB_BEGAN, "1000")  # as slurm/job_setup.sh sets it
+    remove_stale_requests(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["STOP"]
+    monkeypatch.delenv(JOB_BEGAN)  # a process without a job script
+    remove_stale_requests(tmp_path)
+    assert list(tmp_path.iterdir()) == []
