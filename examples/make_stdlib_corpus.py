@@ -33,8 +33,8 @@ HELD_OUT_PACKAGE = "wsgiref"
 HELD_OUT_SHARE = 0.03
 # The modules that the questions are about, and the characters of an answer.
 MODULES = (
-    *("shutil", "textwrap", "statistics", "calendar", "tempfile", "fnmatch", "functools"),
-    *("glob", "heapq", "secrets", "shlex", "uuid"),
+    *("shutil", "textwrap", "statistics", "tempfile", "fnmatch", "functools", "glob", "heapq"),
+    *("secrets", "shlex", "uuid"),
 )
 SHORTEST, LONGEST = 20, 80
 WHAT = (
@@ -106,7 +106,7 @@ def documented_functions(sources: Iterable[tuple[str, str]]) -> dict[tuple[str, 
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
                 sentence = " ".join(paragraph.split()).split(". ")[0].rstrip(".")
-                if SHORTEST <= len(sentence) <= LONGEST:
+                if SHORTEST <= len(sentence) <= LONGEST and "->" not in sentence:
                     sentences[module, node.name] = sentence
     functions = Counter(function for _, function in sentences)
     counts = Counter(sentences.values())

@@ -15,6 +15,7 @@ def _private():
     "Copy the bytes of a secret file."
 
 def short(): "Too short."
+def signature(): "signature(function) -> an inspected one"
 def undocumented(): return 1
 
 class C:
