@@ -296,9 +296,11 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
             raise wrong_type(answer, "a text, or messages of role and content", completion)
         fields["completion"] = completion
         asked, said = fields.messages("prompt"), fields.messages("completion")
-        if asked[-1]["role"] == said[0]["role"] == ASSISTANT and "tool_calls" not in asked[-1]:
+        last, first = asked[-1], said[0]
+        begun = last["content"].strip() and "tool_calls" not in last
+        if begun and last["role"] == first["role"] == ASSISTANT:
             message = f"{question} ends with the assistant's words, which {answer} would continue "
-            message += "(TRL); here a turn is trained as a whole: move them into " + answer
+            message += f"(TRL); here a turn is trained as a whole: move them into {answer}"
             raise UnusableRowError("prompt_begins_answer", message)
         return {"prompt": _with_system(asked, fields), "completion": said}
     if _is_chat(completion):
