@@ -109,11 +109,15 @@ refusal() {
   printf '%s' "$text"
 }
 
+qos=Name,Flags # without accounting of limits, Slurm ignores the others
+if [[ $(scontrol "${on[@]}" show config || true) =~ AccountingStorageEnforce[^$'\n']*limits ]]; then
+  qos+=,MaxWall,MaxTRES,MaxTRESPU,GrpTRES
+fi
 answers=(
   "$(refusal "$@")"
   "$(scontrol "${on[@]}" --oneliner show partition || true)"
   "$(sinfo "${on[@]}" --noheader --format='%R|%c|%m|%G|%f' || true)"
-  "$(sacctmgr -nP show qos format=Name,Flags,MaxWall,MaxTRES,MaxTRESPU,GrpTRES 2>/dev/null || true)"
+  "$(sacctmgr -nP show qos format="$qos" 2>/dev/null || true)"
 )
 
 fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut

@@ -27,6 +27,7 @@ exit "$code"
     "squeue": _RECORD + 'cat "$STAND_IN/state"\n',
     "scontrol": _RECORD
     + r"""
+[[ $* != *config || ! -f $STAND_IN/config ]] || cat "$STAND_IN/config"
 if [[ -f $STAND_IN/denied ]]; then
   cat "$STAND_IN/denied"
   exit 1

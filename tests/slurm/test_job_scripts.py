@@ -78,13 +78,18 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     words = ["-J", "a b", TRAIN, "train.py", *hostile]
     assert "Submitted batch job 77\n" in submit(*words)
     calls = stand_ins.calls()
-    names = ["sbatch", "sbatch", "scontrol", "sinfo", "sacctmgr", "squeue", "python", "scontrol"]
-    assert [name for name, *_ in calls] == names
+    names = ["sbatch", "scontrol", "sbatch", "scontrol", "sinfo", "sacctmgr", "squeue", "python"]
+    assert [name for name, *_ in calls] == [*names, "scontrol"]
     assert stand_ins.arguments("sbatch") == ["--test-only", *words]
     assert stand_ins.arguments("python")[9:] == ["2", *words]
     root = stand_ins.environment("sbatch")["STOKER_ROOT"]
     assert root == str(stand_ins.root), "where the job looks for it"
+    assert stand_ins.arguments("sacctmgr")[-1] == "format=Name,Flags"
+    config = "AccountingStorageEnforce = associations,limits,qos\nAccountingStorageHost = db\n"
+    (stand_ins.directory / "config").write_text(config)
     assert "\n77\n" in f"\n{submit('--parsable', TRAIN)}"
+    limits = "format=Name,Flags,MaxWall,MaxTRES,MaxTRESPU,GrpTRES"
+    assert stand_ins.arguments("sacctmgr")[-1] == limits
     assert "not submitted" in submit("--check", TRAIN)
     assert stand_ins.calls()[-1] == ["scancel", "77"]
     stand_ins.sbatch_says("77;far\n")

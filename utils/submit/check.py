@@ -185,7 +185,7 @@ def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
         raise ConfigurationError(
             "no script given: name it after the job script, as in pretrain.py --config ..."
         )
-    if script[:1] == "-" or Path(script).name.startswith("python"):
+    if script[:1] == "-" or re.fullmatch(r"python[\d.]*", Path(script).name):
         raise ConfigurationError(
             f"{script} is no training script: name it first after the job script, as in "
             f"{kind} pretrain.py --config my_run.yaml, without python. Options of sbatch (--time, "

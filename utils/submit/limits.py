@@ -10,7 +10,8 @@ from utils.launch.slurm import time_limit_s
 _NEVER = "Requested node configuration is not available"
 _COLUMNS = "cores", "memory_mb", "gres", "features"
 _QOS_COLUMNS = "flags", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES"
-_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+_NOT_SET = 65534  # NO_VAL16 of slurm.h, which older versions of squeue print
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class SlurmAnswers:
     refusal     sbatch's messages for the same job without --hold; empty if sbatch accepts the job
     partitions  scontrol --oneliner show partition
     nodes       sinfo, with the columns partition|cores|memory|gres|features
-    qos         sacctmgr show qos, with the columns name|flags|MaxWall|MaxTRES|MaxTRESPU|GrpTRES
+    qos         sacctmgr show qos, with the columns name|flags|MaxWall|MaxTRES|MaxTRESPU|GrpTRES;
+                only name|flags if Slurm does not enforce the limits
     """
 
     refusal: str
@@ -75,7 +77,7 @@ def _qos_limits(
     if given and "OverPartQOS" in given[0]["flags"]:
         given.reverse()  # otherwise the limits of the partition's QOS count first
     limits = {key: value for row in given for key, value in row.items() if value}
-    return limits | {"flags": ",".join(row["flags"] for row in given)}
+    return limits | {"flags": ",".join(row["flags"] for row in given), "names": " or ".join(names)}
 
 
 def _faults(
@@ -83,7 +85,7 @@ def _faults(
 ) -> Iterator[str]:
     """Yield why a partition can never start a job, and what to give instead."""
     place, nodes = f"partition {partition['PartitionName']}", int(job["NumNodes"])
-    limits = [(f"QOS {job['QOS']}", qos.get("MaxWall", ""))]
+    limits = [(f"QOS {qos['names']}", qos.get("MaxWall", ""))]
     if "PartitionTimeLimit" not in qos["flags"]:
         limits.append((place, partition.get("MaxTime", "")))
     for owner, limit in limits:
@@ -99,12 +101,12 @@ def _faults(
     for text in most:
         if text.isdecimal() and nodes > int(text):
             yield f"{nodes} nodes, but {place} allows {text}: give --nodes={text}"
-    asked = {"gres/gpu": nodes * gpus, "node": nodes, "cpu": int(job["NumCPUs"])}
+    asked = {"gres/gpu": nodes * gpus, "node": nodes, "cpu": int(_number(job["NumCPUs"]))}
     for name in ("MaxTRES", "MaxTRESPU", "GrpTRES"):
-        for kind, limit in re.findall(r"(?<![^,])(gres/gpu|node|cpu)=(\d+)", qos.get(name, "")):
-            if asked[kind] > int(limit):
+        for kind, limit in re.findall(r"(?<![^,])(gres/gpu|node|cpu)=([\w.]+)", qos.get(name, "")):
+            if asked[kind] > _number(limit):
                 yield (
-                    f"the job has {kind}={asked[kind]}, but QOS {job['QOS']} allows {limit} "
+                    f"the job has {kind}={asked[kind]}, but QOS {qos['names']} allows {limit} "
                     f"({name}): ask for less, or name another --qos (sacctmgr show qos)"
                 )
 
@@ -117,15 +119,13 @@ def _check_nodes(
     nodes = [dict(zip(_COLUMNS, row[1:], strict=False)) for row in rows if row[0] in names]
     options = []
     if nodes:
-        most_gpus = max(count_gpus(node["gres"]) for node in nodes)
+        most_gpus = max(sum(map(count_gpus, node["gres"].split(","))) for node in nodes)
         cores, memory = (
-            max(int(node[key].rstrip("+")) for node in nodes) for key in ("cores", "memory_mb")
+            max(int(_number(node[key])) for node in nodes) for key in ("cores", "memory_mb")
         )
-        number = re.fullmatch(r"([\d.]+)([KMGT]?)", job["MinMemory"])
-        asked_mb = float(number[1]) * _UNITS[number[2] or "M"] if number else 0.0
         options += [f"--gpus-per-node={most_gpus}"] * (gpus > most_gpus)
-        options += [f"--mem={memory}M"] * (asked_mb > memory)
-        options += [f"--cpus-per-task={cores}"] * (int(job["cpus-per-task"] or 0) > cores)
+        options += [f"--mem={memory}M"] * (_number(job["MinMemory"]) > memory * _UNITS["M"])
+        options += [f"--cpus-per-task={cores}"] * (cores < _number(job["cpus-per-task"]) < _NOT_SET)
     has = "; ".join(
         f"{node['cores']} cores, {node['memory_mb']} MB, {node['gres']}, features "
         f"{node['features']}"
@@ -138,6 +138,12 @@ def _check_nodes(
         f"no node of partition {','.join(names)} has what the job asks for, so the job would wait "
         f"for ever ({_NEVER}). Ask for {what}. A node has: {has or 'sinfo does not tell'}"
     )
+
+
+def _number(text: str) -> float:
+    """Return a number of Slurm, such as 1.50K for 1536 cores or 64+; 0 for N/A."""
+    number = re.match(r"([\d.]+)([KMGT]?)", text)
+    return float(number[1]) * _UNITS[number[2]] if number else 0.0
 
 
 def count_gpus(tres: str) -> int:

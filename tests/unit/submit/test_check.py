@@ -17,9 +17,11 @@ PartitionName=gpu QoS=N/A MaxNodes=UNLIMITED MaxTime=4-00:00:00 TotalNodes=8
 PartitionName=short QoS=N/A MaxNodes=2 MaxTime=04:00:00 TotalNodes=4
 PartitionName=special QoS=part MaxNodes=UNLIMITED MaxTime=UNLIMITED TotalNodes=4
 """
+MANY = "PartitionName=many QoS=N/A MaxNodes=UNLIMITED MaxTime=UNLIMITED TotalNodes=4"
 NODES = """\
 gpu|64|515000|gpu:a100:4(S:0-1)|a100,ib
-gpu|32|257000|gpu:v100:2|v100
+gpu|32+|257000+|gpu:v100:2|v100
+many|128|515000|gpu:a100:4(S:0,2),gpu:h100:4|a100,h100
 short|64|515000|gpu:a100:4|a100
 """
 NEVER = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
@@ -28,6 +30,7 @@ QOS = """\
 normal||1-00:00:00|gres/gpu=8,node=4||
 long|PartitionTimeLimit,OverPartQOS|7-00:00:00||cpu=128|
 part|||node=1||gres/gpu:a100=1,gres/gpu=6
+large|||cpu=1.50K||
 """
 HOSTILE = ["a b", '"', "$(touch canary)", "", "a\nb", "--nodes=9", "*", "ü", "%JOB%"]
 SHOWN = {
@@ -103,6 +106,8 @@ def test_jobs_that_cannot_work_are_refused(check):
         ([], {}, "no script given"),
         (["absent.py"], {}, r"no file absent\.py in .*repository's root"),
         (["--gpus-per-node=0", "x"], {}, r"--gpus-per-node=0 is no training.*before job\.sh"),
+        (["python_code.py"], {}, r"no file python_code\.py"),
+        (["python3.12", "pretrain.py"], {}, "python3.12 is no training script"),
         (["python", "pretrain.py"], {}, r"python is no training script: name it first.*without py"),
         (["pretrain.py"], {"script": "train_job.sh"}, "for one node, not 2: slurm/multinode_job"),
         (["pretrain.py"], {"script": "sweep_job.sh"}, "for one node, not 2: each point"),
@@ -148,6 +153,8 @@ def test_requests_that_slurm_can_never_satisfy_say_what_to_type():
         ({"refusal": NEVER, "gpus": 8}, "Ask for at most --gpus-per-node=4. A node has: 64 cores"),
         ({"refusal": NEVER, "MinMemory": "0.6T"}, "at most --mem=515000M"),
         ({"refusal": NEVER, "cpus_per_task": "65"}, "at most --cpus-per-task=64"),
+        ({"refusal": NEVER, "cpus_per_task": "N/A", "gpus": 8}, "at most --gpus-per-node=4"),
+        ({"QOS": "large", "NumCPUs": "2K"}, "cpu=2048, but QOS large allows 1.50K"),
         ({"refusal": "too few nodes", "gpus": 5}, "Ask for at most --gpus-per-node=4"),
         ({"refusal": NEVER}, "Ask for less, or another --partition.*features v100"),
         ({"TimeLimit": "5-00:00:00"}, "partition gpu allows 4-00:00:00.*--time=4-00:00:00"),
@@ -158,7 +165,7 @@ def test_requests_that_slurm_can_never_satisfy_say_what_to_type():
         ({"QOS": "normal", "TimeLimit": "1-00:00:01"}, "QOS normal allows 1-00:00:00"),
         ({"QOS": "normal", "gpus": 5}, "gres/gpu=10, but QOS normal allows 8"),
         ({"QOS": "long", "NumCPUs": "129"}, r"cpu=129, but QOS long allows 128 \(MaxTRESPU"),
-        ({"Partition": "special", "QOS": "normal", "gpus": 1}, "node=2, but QOS normal allows 1 "),
+        ({"Partition": "special", "QOS": "normal", "gpus": 1}, "node=2, but QOS normal or part "),
     ]:
         with pytest.raises(UnfitClusterError, match=f"(?s){message}"):
             request(**shown)
@@ -171,11 +178,15 @@ def test_requests_that_could_work_are_not_refused():
         {"TimeLimit": "6-00:00:00", "QOS": "long"},
         {"Partition": "special", "QOS": "long", "NumNodes": "1", "gpus": 6},
         {"Partition": "special", "TimeLimit": "UNLIMITED", "NumNodes": "1"},
+        {"QOS": "normal", "gpus": 5, "qos": "normal|\n"},  # Slurm does not enforce the limits
+        {"QOS": "large", "NumCPUs": "1.50K"},
     ]:
         assert request(**shown) == []
     for shown, note in [
         ({"partitions": ""}, "Slurm does not show the limits of partition gpu: not checked"),
         ({"QOS": "normal", "qos": "", "TimeLimit": "5-00:00:00"}, "sacctmgr does not show QOS nor"),
+        ({"refusal": "too few nodes", "cpus_per_task": "65534"}, "Slurm cannot start this job now"),
+        ({"refusal": "few", "Partition": "many", "partitions": MANY, "gpus": 8}, "Slurm cannot"),
         ({"refusal": "Job violates QOS policy"}, "Slurm cannot start this job now: Job violates"),
     ]:
         (said,) = request(**shown)
