@@ -51,5 +51,6 @@ def test_no_path_is_named_that_is_not_alike_or_is_there(tmp_path):
     assert did_you_mean("elsewhere/train") == ""
     assert did_you_mean("data/chats.jsonl") == ""
     assert did_you_mean("x" * 5000) == ""
+    assert did_you_mean("~nobody-of-this-name/chats.jsonl") == ""
     assert did_you_mean(tmp_path / "run/first") == f" (did you mean {tmp_path}/runs/first?)"
     assert "no local folder (did you mean models/small?)" in lacking("models/smalll")

@@ -67,8 +67,8 @@ class ConfigurationError(ValueError):
 
 def did_you_mean(missing: str | Path) -> str:
     """Return " (did you mean X?)" with the existing path most like a missing one, or ""."""
-    path = Path(missing).expanduser()
-    with suppress(OSError, ValueError, StopIteration):  # no permission; the path exists by now
+    with suppress(OSError, ValueError, RuntimeError, StopIteration):  # ~NOBODY; the path exists
+        path = Path(missing).expanduser()
         first = next(part for part in (*reversed(path.parents), path) if not part.exists())
         names = [each.name for each in first.parent.iterdir()]
         if near_names := get_close_matches(first.name, names, n=1):

@@ -4,7 +4,7 @@ An Arrow list column is a flat array of values plus offsets, so a document is a 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def open_columns(directory: Path) -> dict[str, ListColumn]:
     """
     table = _read_table(directory, data_files(directory))
     names = table.schema.names
-    problems = _schema_problems(names)
+    problems = schema_problems(names)
     if problems:
         raise ConfigurationError([f"{directory}: {problem}" for problem in problems])
     found = {
@@ -164,7 +164,8 @@ def open_columns(directory: Path) -> dict[str, ListColumn]:
     return columns
 
 
-def _schema_problems(names: list[str]) -> list[str]:
+def schema_problems(names: Collection[str]) -> list[str]:
+    """Return what is wrong with the column names of tokenized rows."""
     masks = [name for name in LOSS_MASKS if name in names]
     problems = []
     if TOKENS not in names:

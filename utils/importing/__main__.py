@@ -29,7 +29,7 @@ def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
     texts = {}
     if given.functions:
         code = folder / f"{source.stem}_format.py"
-        texts[code] = f'"""Prompts of {source.name}, as {given.kind} makes them."""\n'
+        texts[code] = f"# Prompts of {source.name!r}, as {given.kind} makes them.\n"
         texts[code] += "".join(given.functions.values())
         for entry in (*given.data["sources"], *given.data.get("eval_sources", ())):
             if isinstance(entry, dict) and entry.get("format") in given.functions:
@@ -52,7 +52,8 @@ def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
 
 def listing(reasons: Mapping[str, Sequence[str]], margin: str) -> str:
     """Return a line for each reason with its keys."""
-    return "".join(f"{margin}{', '.join(keys)}: {why}\n" for why, keys in reasons.items())
+    lines = (f"{', '.join(map(str, keys))}: {why}" for why, keys in reasons.items())
+    return "".join(f"{margin}{' '.join(line.split())}\n" for line in lines)  # all in the comment
 
 
 def next_steps(given: "Conversion", files: Sequence[Path]) -> str:

@@ -21,6 +21,7 @@ import pyarrow as pa
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import sha256_of
 from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, sources_of
+from utils.data.arrow_columns import schema_problems
 from utils.host.atomic_files import from_here
 from utils.prepare.hints import absent_columns, misreading, naming_hint
 from utils.prepare.hub_datasets import HubCache, cached_files
@@ -311,12 +312,14 @@ def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | Bad
 
 def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
     """Return the first record that can be read; ConfigurationError if there are no such records."""
-    fault = ""
+    fault, faults = "", 0
     for record in records:
         if isinstance(record, Record):
             return record
         if on_bad_row == "error" and record.reason != FILTERED:
-            fault = fault or f"{record}; {REPAIR}"
+            fault, faults = fault or f"{record}; {REPAIR}", faults + 1
+        if faults == ROWS_TRIED:
+            break
     raise ConfigurationError(fault or f"{source.split}: empty source: no record in its files")
 
 
@@ -377,8 +380,14 @@ def _check_first_record(
     Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`).
     """
     path = record.location.path
-    if problem := misreading(record.fields, source):
-        raise ConfigurationError(f"{record.location}: {problem}")
+    problems = list(filter(None, [misreading(record.fields, source)]))
+    if read.row_format == "tokens":
+        problems += schema_problems(renamed(record.fields, source.columns))
+    systems = [name for name, ours in source.columns if ours == "system" and name in record.fields]
+    if len(systems) > 1:  # as a role, `system` may have several names
+        problems.append(f"columns: {' and '.join(systems)} are both system: give one")
+    if problems:
+        raise ConfigurationError([f"{record.location}: {problem}" for problem in problems])
     if absent := absent_columns(record.fields, source.columns):
         remarks.lines.warn(
             f"{path}: --columns names {', '.join(absent)}, which the first record does not have "

@@ -256,6 +256,19 @@ def test_another_kind_of_training_is_refused(config, said, made, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_names_of_a_config_stay_in_comments(made, tmp_path):
+    datasets = [{"path": "a", "type": "x\noutput_dir: elsewhere"}, {"path": "b", "type": "alpaca"}]
+    path = made({**AXOLOTL, "datasets": datasets, "k\ncallbacks: [their.py:Code]\n#": 1})
+    path = path.rename(tmp_path / 'a""" + code.yaml')
+    code, _, recipe = recipe_texts(convert(path), tmp_path).values()
+    assert "callbacks: [their.py:Code] #: unknown here" in recipe
+    assert yaml.safe_load(recipe)["output_dir"] == "outputs/a-code"
+    assert "callbacks" not in yaml.safe_load(recipe)
+    compile(code, "a", "exec")
+    made({**FACTORY, "dataset": 5})
+    assert main([str(tmp_path / "made.yaml")]) == 0
+
+
 def test_recipes_are_printed_or_written_and_none_is_overwritten(made, tmp_path, capsys):
     path = str(made(FACTORY))
     assert main([path]) == 0

@@ -342,6 +342,10 @@ REFUSED = {
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
     "labels of other tokens": ({"input_ids": [1, 2], "labels": [-100, 1]}, "'labels' must be -100"),
     "padded": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "take the padding out"),
+    "a mask of another name": ({"input_ids": [1], "loss_mask": [1]}, "'loss_mask' looks like a loss"),
+    "packed rows": ({"input_ids": [1], "position_ids": [0]}, "its rows are packed already"),
+    "two masks":
+        ({"input_ids": [1], "completion_mask": [1], "labels": [1]}, "several loss masks"),
     "labels cut short": ({"input_ids": [1, 2], "labels": [1]}, "equally long"),
     "arguments cut short":
         (chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "arguments are no JSON"),
@@ -393,6 +397,12 @@ def test_what_cannot_be_taken_says_why(tmp_path, kind):
     row, reason = REFUSED[kind]
     with pytest.raises(ConfigurationError, match=reason):
         documents(samples.write_jsonl(tmp_path / "a.jsonl", [row]))
+
+
+def test_two_columns_cannot_both_be_the_system_text(tmp_path):
+    path = samples.write_jsonl(tmp_path / "a.jsonl", [chat(Q, A) | {"rules": "r", "persona": "p"}])
+    with pytest.raises(ConfigurationError, match="rules and persona are both system"):
+        documents(path, columns=["rules=system", "persona=system"])
 
 
 def test_a_label_of_good_answers_is_a_filter(tmp_path):
