@@ -290,12 +290,13 @@ def _prompt_and_completion(fields: _Row) -> dict[str, Any]:
     if _is_chat(prompt):
         if fields.get("history"):
             raise UnusableRowError("wrong_type", f"{history} goes into the messages of {question}")
-        if isinstance(completion, str) and not _is_chat(completion):  # the text of the answer
-            completion = [{"role": ASSISTANT, "content": completion}]
         if isinstance(completion, list) and any(isinstance(one, str) for one in completion):
             raise wrong_type(answer, "a text, or messages of role and content", completion)
-        fields["completion"] = completion
-        asked, said = fields.messages("prompt"), fields.messages("completion")
+        asked = fields.messages("prompt")
+        if isinstance(completion, str) and not _is_chat(completion):  # the text of the answer
+            said = messages_of(answer, [{"role": ASSISTANT, "content": completion}])
+        else:
+            said = fields.messages("completion")
         last, first = asked[-1], said[0]
         begun = last["content"].strip() and "tool_calls" not in last
         if begun and last["role"] == first["role"] == ASSISTANT:

@@ -399,6 +399,12 @@ def test_what_cannot_be_taken_says_why(tmp_path, kind):
         documents(samples.write_jsonl(tmp_path / "a.jsonl", [row]))
 
 
+def test_names_of_keys_do_not_concern_an_answer_that_is_a_text(tmp_path):
+    row = {"prompt": [{"who": "user", "says": "q"}], "completion": "a"}
+    path = samples.write_jsonl(tmp_path / "a.jsonl", [row])
+    assert documents(path, columns=["who=role", "says=content"]) == [[Q, A]]
+
+
 def test_two_columns_cannot_both_be_the_system_text(tmp_path):
     path = samples.write_jsonl(tmp_path / "a.jsonl", [chat(Q, A) | {"rules": "r", "persona": "p"}])
     with pytest.raises(ConfigurationError, match="rules and persona are both system"):
