@@ -342,7 +342,7 @@ REFUSED = {
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
     "labels of other tokens": ({"input_ids": [1, 2], "labels": [-100, 1]}, "'labels' must be -100"),
     "padded": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "take the padding out"),
-    "a mask of another name": ({"input_ids": [1], "loss_mask": [1]}, "'loss_mask' looks like a loss"),
+    "a mask of another name": ({"input_ids": [1], "loss_mask": [1]}, "'loss_mask' looks like"),
     "packed rows": ({"input_ids": [1], "position_ids": [0]}, "its rows are packed already"),
     "two masks":
         ({"input_ids": [1], "completion_mask": [1], "labels": [1]}, "several loss masks"),
