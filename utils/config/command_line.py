@@ -213,12 +213,8 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         elif words is not None:
             words.append(word)
         else:
-            way = f"--config {word}" if is_recipe else "--NAME VALUE"
-            advice = (
-                "leave it out: each script has one task"
-                if word in COMMANDS
-                else f"give it as {way}"
-            )
+            way = f"give it as {f'--config {word}' if is_recipe else '--NAME VALUE'}"
+            advice = "leave it out: each script has one task" if word in COMMANDS else way
             problems.append(f"unexpected argument {word!r}: {advice}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")

@@ -7,13 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from utils.config.declarations import (
-    Declaration,
-    SettingValues,
-    help_file,
-    placeholder,
-    shown,
-)
+from utils.config.declarations import Declaration, SettingValues, help_file, placeholder, shown
 from utils.config.errors import ConfigurationError
 from utils.config.foreign_words import refused, unknown_name
 from utils.config.recipes import entry_text

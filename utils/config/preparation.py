@@ -21,8 +21,8 @@ VALIDATION = "validation"
 # Variables of a chat template that each chat sets.
 OF_EACH_CHAT = ("messages", "tools", "add_generation_prompt")
 FORMATS = (
-    *("auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens"),
-)
+    "auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens",
+)  # fmt: skip
 # Names that `columns` gives: keys and roles of messages, and columns.
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "weight")
 MESSAGE_ROLES = ("user", "assistant", "tool", "system")
@@ -269,7 +269,7 @@ def _source(arguments: PreparationArguments, entry: Any, is_evaluation: bool) ->
 
 def _check_values(given: Mapping[str, Any]) -> None:
     weight = given["weight"]
-    if ":" in given["format"]:
+    if ":" in str(given["format"]):
         source_of(given["format"])
     elif given["format"] not in FORMATS:
         raise ValueError(f"format {given['format']!r} is none of {', '.join(FORMATS)}")

@@ -12,12 +12,7 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
-from utils.config.declarations import (
-    Check,
-    SettingValues,
-    UnusableSettingError,
-    shown,
-)
+from utils.config.declarations import Check, SettingValues, UnusableSettingError, shown
 from utils.config.foreign_words import other_names, unknown_name
 from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of

@@ -78,11 +78,7 @@ CONTRADICTIONS: Rules = (
     ("stochastic_rounding", _is(True), "bf16 optim_args"),
     ("optim", _is_not(*ADAMW), "stochastic_rounding"),
     ("optim_states", _is_given, "optim_args"),
-    (
-        "lr_scheduler_type",
-        _is("constant", "reduce_lr_on_plateau", "greedy"),
-        "warmup_steps",
-    ),
+    ("lr_scheduler_type", _is("constant", "reduce_lr_on_plateau", "greedy"), "warmup_steps"),
 )
 RULES = (*MOOT, *CONTRADICTIONS)
 

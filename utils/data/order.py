@@ -219,11 +219,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def eval_batches(
-    sequences: int,
-    micro_batch_size: int,
-    rank: int,
-    world_size: int,
-    at_most: int | None = None,
+    sequences: int, micro_batch_size: int, rank: int, world_size: int, at_most: int | None = None
 ) -> list[list[int]]:
     """Return the evaluation micro-batches of one rank; all ranks together see each sequence once.
 

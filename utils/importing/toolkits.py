@@ -19,11 +19,7 @@ from utils.config.arguments import (
     PretrainConfig,
     RunArguments,
 )
-from utils.config.declarations import (
-    Given,
-    checked_value,
-    declared_settings,
-)
+from utils.config.declarations import Given, checked_value, declared_settings
 from utils.config.foreign_words import by_name, other_names, refused
 from utils.config.own_code import OwnCode
 

@@ -182,9 +182,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def config_from_file(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    overrides: Mapping[str, Any] | None = None,
+    path: Path, tokenizer: PreTrainedTokenizerBase, overrides: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """Build a model's configuration from the file of --model_config, with `overrides`.
 

@@ -5,13 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.config.preparation import IN_MESSAGES, Source
-from utils.prepare.messages import (
-    ABOUT_A_ROW,
-    ROLES,
-    are_messages,
-    check_answers,
-    role_word,
-)
+from utils.prepare.messages import ABOUT_A_ROW, ROLES, are_messages, check_answers, role_word
 from utils.prepare.rows import detect_formats, document_fields, holds_chats
 from utils.prepare.values import ASSISTANT, UnusableRowError, decoded, renamed
 

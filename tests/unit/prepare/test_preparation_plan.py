@@ -109,6 +109,7 @@ UNREADABLE = [
     ({"path": "a", "weight": 0}, "weight is 0: give a number above 0"),
     ({"path": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
     ({"path": "a", "format": "csv"}, "format 'csv' is none of auto, text"),
+    ({"path": "a", "format": 5}, "format 5 is none of auto, text"),
     ({"path": "a", "columns": ["a=text", "b=text"]}, "a=text: give THEIRS=OURS, .* each once"),
     ("name=", "give NAME=PATH"),
     ("Big Name=x.jsonl", "use lower-case letters"),
