@@ -186,7 +186,8 @@ class DocumentTokenizer:
                 ids = np.concatenate([before, ids, behind])
                 mask = np.pad(mask, (len(before), len(behind)), "edge")
             if not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
-                fault = f"token id {ids.max()}: the tokenizer has {len(self.tokenizer)} tokens"
+                wrong = min(ids.min(), 0) or ids.max()
+                fault = f"token id {wrong}: the tokenizer has {len(self.tokenizer)} tokens"
                 yield BadRow("other_tokenizer", fault, document.location)
                 continue
             yield self._with_target(document, ids, mask, Counter())
@@ -286,6 +287,8 @@ class DocumentTokenizer:
         if found.has_target:
             return found
         message = "no assistant token: nothing in this conversation is trained on"
+        if isinstance(document, PiecesDocument):
+            message = "no token after the first is trained on"
         if isinstance(document, ChatDocument) and all(
             message.get("weight") == 0
             for message in document.messages[document.first_trained :]

@@ -1,5 +1,6 @@
 """Token ids and loss masks of texts, of prompts with completions, and of long documents."""
 
+import operator
 import random
 
 import numpy as np
@@ -88,12 +89,13 @@ def test_pieces_are_tokenized_apart_and_ids_stay(family):
         assert plain.ids.tolist() == [*asked[len(begin) :], *said]
         assert full.loss_tokens == plain.loss_tokens + 1 == len(said) + 1
     ids = [([5, 6], False), ([7], True)]
-    alien = [([5], False), ([10**7], True)]
-    kept, refused = DocumentTokenizer(tokenizer)(
-        [PiecesDocument(ids, PLACE), PiecesDocument(alien, PLACE)]
+    alien, negative, first = [([5], False), ([10**7], True)], [([7, -3], True)], [([5], True)]
+    kept, *refused = DocumentTokenizer(tokenizer)(
+        [PiecesDocument(pieces, PLACE) for pieces in (ids, alien, negative, first)]
     )
     assert (kept.ids.tolist(), kept.loss_mask.tolist()) == ([5, 6, 7], [0, 0, 1])
-    assert "token id 10000000: the tokenizer has" in str(refused)
+    faults = ("token id 10000000: the", "token id -3: the", "no token after the first")
+    assert all(map(operator.contains, map(str, refused), faults))
 
 
 @pytest.mark.parametrize("family", GIGATOKEN)
