@@ -13,7 +13,7 @@ from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
 from utils.host.redaction import redact
 
 PREPARED = "data"  # in output_dir
-_RESERVED = (VALIDATION, "tokenizer", "test", "dev", "eval")  # "test" would select that split
+_RESERVED = re.compile("tokenizer|val.*|dev|test.*|eval.*")  # "test" would select that split
 # A folder with one of these files, in it or one level below, is a dataset, a model or a run.
 _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "stoker.json",
             "config.json", "config.yaml", "provenance.json")  # fmt: skip
@@ -55,8 +55,8 @@ def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str])
     if any(sources[path] is not None for path in raw):
         for number, path in enumerate(raw[1:], 2):
             name = re.sub(r"[^a-z0-9]+", "_", redact(Path(path).stem).lower()).strip("_")
-            is_free = name and name not in {*taken, *names.values(), *_RESERVED}
-            names[path] = name if is_free else f"source_{number}"
+            is_taken = _RESERVED.fullmatch(name) or name in {"", *taken, *names.values()}
+            names[path] = f"source_{number}" if is_taken else name
     return names
 
 
