@@ -121,7 +121,7 @@ answers=(
 )
 
 fields=JobID,Name,NumNodes,NumTasks,tres-per-node,tres-per-task,tres-per-job,TimeLimit,Requeue,StdOut
-fields+=,Partition,QOS,MinMemory,NumCPUs,cpus-per-task
+fields+=,Partition,QOS,MinMemory,NumCPUs,cpus-per-task,MinTime
 shown=$(squeue "${on[@]}" --noheader --jobs="$job" --Format="${fields//,/:1024,}:1024")
 "$python" -m utils.submit.check "$PWD" "$fields" "$shown" "${answers[@]}" \
   "${#options[@]}" "${options[@]}" "$@" >&2

@@ -128,7 +128,8 @@ def test_a_job_that_waits_for_nodes_is_not_refused(slurm, submit, tmp_path):
 def test_a_job_that_the_user_holds_stays_on_hold(slurm, submit, tmp_path):
     words = ["--sources", "x.jsonl", "--output_dir", str(tmp_path / "data")]
     words += ["--tokenizer_name_or_path", "t"]
-    done = submit("-H", "--array=0-3", *SMALL, "slurm/prepare_job.sh", *words)
+    longer = "--partition=other", "--time=1-0", "--time-min=10"  # the partition allows 4 hours
+    done = submit("-H", "--array=0-3", *SMALL, *longer, "slurm/prepare_job.sh", *words)
     assert done.returncode == 0, done.stderr
     job = Job(done.stdout.split()[-1], tmp_path / "log")
     assert slurm.fields(job)["Reason"] == "JobHeldUser"

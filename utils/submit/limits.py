@@ -1,5 +1,6 @@
 """Requests that Slurm can never satisfy, which would wait in the queue for ever."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -88,9 +89,9 @@ def _faults(
     limits = [(f"QOS {qos['names']}", qos.get("MaxWall", ""))]
     if "PartitionTimeLimit" not in qos["flags"]:
         limits.append((place, partition.get("MaxTime", "")))
+    asked_s = time_limit_s(job["MinTime"]) or time_limit_s(job["TimeLimit"]) or math.inf
     for owner, limit in limits:
-        longest = time_limit_s(limit)
-        if longest and (time_limit_s(job["TimeLimit"]) or longest + 1) > longest:
+        if asked_s > (time_limit_s(limit) or math.inf):
             yield (
                 f"the time limit is {job['TimeLimit']}, but {owner} allows {limit}: the job would "
                 f"wait for ever. Give --time={limit}: a job that needs longer requeues itself"

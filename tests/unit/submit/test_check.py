@@ -37,7 +37,7 @@ SHOWN = {
     "JobID": "7", "Name": "a b", "NumNodes": "2", "NumTasks": "2", "tres-per-node": "gres:gpu:2",
     "tres-per-task": "N/A", "tres-per-job": "N/A", "TimeLimit": "1:00:00", "Requeue": "1",
     "StdOut": "/tmp/%j.log", "Partition": "gpu", "QOS": "N/A", "MinMemory": "64G", "NumCPUs": "16",
-    "cpus-per-task": "8",
+    "cpus-per-task": "8", "MinTime": "0:00",
 }  # fmt: skip
 
 
@@ -174,6 +174,7 @@ def test_requests_that_slurm_can_never_satisfy_say_what_to_type():
 def test_requests_that_could_work_are_not_refused():
     for shown in [
         {"TimeLimit": "4-00:00:00"},
+        {"TimeLimit": "5-00:00:00", "MinTime": "10:00"},  # --time-min
         {"TimeLimit": "2-00:00:00", "Partition": "short,gpu"},
         {"TimeLimit": "6-00:00:00", "QOS": "long"},
         {"Partition": "special", "QOS": "long", "NumNodes": "1", "gpus": 6},
