@@ -49,12 +49,17 @@ def _prepare_once(settings: RunSettings, raw: RawData) -> None:
     names, command = " ".join(raw.sources), prepare_command(arguments)
     known_files(output_dir)
     fetch(arguments)
-    plan, tokenizer, workspace = begin_preparation(arguments)
-    if workspace.replaced and RunRecord(output_dir).exists:
+    has_begun = RunRecord(output_dir).exists
+    earlier = f"--train_data {raw.instead} resumes it with the data of then."
+    try:
+        plan, tokenizer, workspace = begin_preparation(arguments)
+    except ConfigurationError as error:
+        advice = [f"The run in {output_dir} has begun. {earlier}"] if has_begun else []
+        raise ConfigurationError([*error.problems, *advice]) from error
+    if workspace.replaced and has_begun:
         raise ConfigurationError(
             f"train_data {names}: the files or their settings have changed since the run in "
-            f"{output_dir} began. --train_data {raw.instead} resumes it with the data of then. For "
-            "the new data name another --output_dir."
+            f"{output_dir} began. {earlier} For the new data name another --output_dir."
         )
     is_dry_replacement = settings.run.dry_run and workspace.replaced is not None
     if workspace.is_prepared() and not is_dry_replacement:  # `publish` would change the disk
