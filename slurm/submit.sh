@@ -97,6 +97,7 @@ refusal() {
   text=$(sbatch --test-only "${array[@]}" "${tested[@]}" "$@" 2>&1 </dev/null) && return
   [[ $text == *'node configuration is not available'* ]] || return 0
   # --test-only leaves out nodes that are down now. For a job in the future, sbatch counts them.
+  trap '' INT TERM HUP # this job must not stay in the queue
   text=
   while IFS= read -r line; do
     if [[ $line =~ ^[0-9]+(\;.*)?$ ]]; then
@@ -113,8 +114,9 @@ qos=Name,Flags # without accounting of limits, Slurm ignores the others
 if [[ $(scontrol "${on[@]}" show config || true) =~ AccountingStorageEnforce[^$'\n']*limits ]]; then
   qos+=,MaxWall,MaxTRES,MaxTRESPU,GrpTRES
 fi
+refused=$(refusal "$@")
 answers=(
-  "$(refusal "$@")"
+  "$refused"
   "$(scontrol "${on[@]}" --oneliner show partition || true)"
   "$(sinfo "${on[@]}" --noheader --format='%R|%c|%m|%G|%f' || true)"
   "$(sacctmgr -nP show qos format="$qos" 2>/dev/null || true)"

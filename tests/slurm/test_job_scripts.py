@@ -118,6 +118,14 @@ def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
         assert "slurm/submit.sh" in done.stdout
 
 
+def test_submit_cancels_the_job_of_its_test_after_ctrl_c(stand_ins):
+    refused = "echo Requested node configuration is not available; exit 1"
+    answers = f"*--test-only*) {refused} ;;\n*--begin=*) kill -INT $PPID; echo 99 ;;\n*) echo 77 ;;"
+    (stand_ins.commands / "sbatch").write_text(f'#!/bin/bash\ncase "$*" in\n{answers}\nesac\n')
+    assert "Submitted batch job 77\n" in stand_ins.run("slurm/submit.sh", TRAIN).stdout
+    assert ["scancel", "99"] in stand_ins.calls()
+
+
 @pytest.mark.parametrize(
     ("words", "task", "message"),
     [

@@ -143,12 +143,7 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
     `slurm` is a field of a start in provenance.json.
     """
-    start = f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}"
-    try:
-        text = (_ROOT / ".stoker" / start / VERDICT).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.strip() or None
+    return _note(f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}/{VERDICT}")
 
 
 def note_submitted(job: str, output_dir: Path) -> None:
@@ -159,8 +154,12 @@ def note_submitted(job: str, output_dir: Path) -> None:
 
 def submitted_run(job: str) -> str | None:
     """Return the run directory that `note_submitted` wrote for a job; None if it wrote none."""
+    return _note(f"submitted-{job}")
+
+
+def _note(name: str) -> str | None:
     try:
-        text = (_ROOT / ".stoker" / f"submitted-{job}").read_text(errors="replace")
+        text = (_ROOT / ".stoker" / name).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     return text.strip() or None
