@@ -213,8 +213,8 @@ def _answer(numbers: Collection[int], now: float) -> None:
             _end_by_user()
         _announce_the_save()
         signal_state.requested = CTRL_C
-    elif numbers:
-        signal_state.requested = signal_state.requested or signal.Signals(min(numbers)).name
+    elif asked := {signal.SIGTERM, signal.SIGUSR1}.intersection(numbers):  # not torch's SIGCHLD
+        signal_state.requested = signal_state.requested or signal.Signals(min(asked)).name
 
 
 def _obey_the_launcher() -> None:

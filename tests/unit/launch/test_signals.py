@@ -132,6 +132,15 @@ def test_signals_of_one_press_count_once(monkeypatch, second):
     assert ended == [True]
 
 
+def test_a_child_that_ends_is_no_request(monkeypatch):
+    """A loader with workers has a handler for SIGCHLD, so the pipe gets this signal."""
+    monkeypatch.setattr(signals, "signal_state", signals.SignalState(signals.Stage.TRAINING))
+    signals._answer({signal.SIGCHLD}, 100.0)
+    assert signals.stop_request() is None
+    signals._answer({signal.SIGCHLD, signal.SIGUSR1}, 100.0)
+    assert signals.stop_request() == "SIGUSR1"
+
+
 AT_THE_START = """
 import os, runpy, signal, sys, time
 from utils.launch.entry import start
