@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from utils.config.preparation import IN_MESSAGES, Source
+from utils.config.preparation import MESSAGE_ROLES, Source
 from utils.prepare.messages import ABOUT_A_ROW, ROLES, are_messages, check_answers, role_word
 from utils.prepare.rows import detect_formats, document_fields, holds_chats
 from utils.prepare.values import ASSISTANT, UnusableRowError, decoded, renamed
@@ -64,9 +64,10 @@ def naming_hint(fields: Mapping[str, Any]) -> str:
 
 
 def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the names in `columns` that neither the row nor its messages have."""
-    absent = [name for name, ours in columns if name not in fields and ours not in IN_MESSAGES]
-    return [name for name in absent if repr(name) not in str(fields)]
+    """Return the names in `columns` that neither the row nor its messages have, except roles."""
+    text = str(fields).replace('"', "'")  # messages may be JSON
+    absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
+    return [name for name, ours in absent if ours not in MESSAGE_ROLES or ours == "system"]
 
 
 def misreading(given: Mapping[str, Any], source: Source) -> str:
