@@ -37,8 +37,8 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     assert "--columns names contxt, which the first record does not have" in str(lines)
     keys = {"messages": '[{"who": "user", "content": "q"}, {"who": "assistant", "content": "a"}]'}
     chat = samples.write_jsonl(tmp_path / "c.jsonl", [keys])
-    lines = plan(chat, columns=["who=role", "trian=weight", "robot=assistant"]).lines
-    assert "--columns names trian, which the first record does not have" in str(lines)
+    lines = plan(chat, columns=["who=role", "loud=weight", "robot=assistant"]).lines
+    assert "--columns names loud, which the first record does not have" in str(lines)
 
 
 def test_a_name_that_the_first_record_does_not_have_is_told(tmp_path):
