@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from utils.prepare.tokenization import (
 )
 from utils.prepare.values import ASSISTANT, FILTERED, NOTHING, OVERLONG, REPAIR, BadRow
 from utils.prepare.work_plan import VALIDATION, UnitSettings, WorkUnit
-from utils.prepare.workspace import UnitCounts, Workspace
+from utils.prepare.workspace import EXAMPLES_KEPT, UnitCounts, Workspace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,8 +61,9 @@ def run_units(
 
     With `apart` there is at least one worker process.
 
-    Raises ConfigurationError with the first faulty rows and the number of all. If a worker is
-    killed, raises OutOfMemoryError or LostProcessError. The files of finished units are kept.
+    Raises ConfigurationError with the first faulty rows and the number of all. A unit of bad rows
+    alone ends the work. If a worker is killed, raises OutOfMemoryError or LostProcessError.
+    The files of finished units are kept.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -79,6 +80,11 @@ def run_units(
             if not refused:
                 logger.warning("%s: the other rows are still checked", counts.examples[0])
             refused[unit.index] = counts
+            is_useless = not counts.documents and len(counts.examples) == EXAMPLES_KEPT
+            if is_useless and number < len(units):
+                logger.warning("%s: no row fits: the rest is not checked", unit.parts[0].file.path)
+                finished.close()
+                break
         done_bytes += unit.size
         documents += counts.documents.total()
         tokens += counts.tokens.total()
@@ -109,7 +115,7 @@ def _refusal(counts: UnitCounts) -> ConfigurationError:
 
 def _run_in_processes(
     units: Sequence[WorkUnit], worker: "UnitWorker", num_proc: int
-) -> Iterator[tuple[WorkUnit, UnitCounts]]:
+) -> Generator[tuple[WorkUnit, UnitCounts], None, None]:
     # spawn: a fork would copy the tokenizer's locks while its threads hold them.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(

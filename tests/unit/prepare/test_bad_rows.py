@@ -55,6 +55,14 @@ def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, prepare, capl
     assert "a.jsonl:1: malformed JSON" in caplog.text
 
 
+def test_the_work_ends_at_a_part_of_the_data_without_any_usable_row(tmp_path, prepare, caplog):
+    rows = [{"input_ids": [0, 10**6]}] * 400
+    with pytest.raises(ConfigurationError, match="rows cannot be used") as refused:
+        prepare("out", sources=[samples.write_jsonl(tmp_path / "a.jsonl", rows)])
+    assert "a.jsonl: no row fits: the rest is not checked" in caplog.text
+    assert int(re.search(r"(\d+) rows cannot", str(refused.value))[1]) < 100
+
+
 def test_a_split_that_is_left_without_documents_is_named(tmp_path, prepare):
     source = samples.text_source(tmp_path / "a.jsonl", 5)
     for fraction, empty in ((1e-9, "validation"), (1 - 1e-9, "train")):
