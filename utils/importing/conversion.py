@@ -250,11 +250,9 @@ def _convert_precision(given: Conversion) -> None:
     elif bf16 and bf16 != "no":
         given.put("bf16", True, key=source)
         if given.kind == "axolotl":
-            given.change(
-                source,
-                "axolotl's weights are bfloat16, here float32, which is more exact and takes more "
-                "memory; for theirs: dtype: bfloat16 with stochastic_rounding: true",
-            )
+            given.change(source, "axolotl's weights are bfloat16, here float32, which is more "
+                         "exact and takes more memory; for theirs: dtype: bfloat16 with "
+                         "stochastic_rounding: true")  # fmt: skip
     elif bf16 is not None:
         given.put("bf16", False, key=source)
     if bf16:

@@ -86,9 +86,8 @@ def _read(given: Conversion, name: str) -> Entries:
         share = re.fullmatch(r":(\d+)%\]", rest)
         if share and name == "sources":
             entry["weight"] = int(share[1]) / 100
-            given.change(
-                f"{source}.split", f"a share of {share[1]} %, chosen by content, not [{rest}"
-            )
+            why = f"a share of {share[1]} %, chosen by content, not [{rest}"
+            given.change(f"{source}.split", why)
         elif bracket:
             why = f"all of {split} is taken, not [{rest}; max_tokens of a source limits it"
             given.change(f"{source}.split", why)

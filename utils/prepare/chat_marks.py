@@ -237,13 +237,10 @@ class MarkedChat:
             is_past = any(message["role"] != "tool" for message in self.messages[index + 1 :])
             if kind != REASONING or not is_past:
                 what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
-                reason, problem = (
-                    f"{what.replace(' ', '_')}_left_out",
-                    LEFT_OUT.format(f"its {what}"),
-                )
+                problem = LEFT_OUT.format(f"its {what}")
                 if kind == REASONING and (setting := self._setting_that_prints(index, kind)):
                     problem += f"; or set chat_template_kwargs: {setting}, which prints it"
-                raise self.refused(index, problem, reason)
+                raise self.refused(index, problem, f"{what.replace(' ', '_')}_left_out")
         for index, message in enumerate(self.chat.messages):
             for word in words_of_calls(message):
                 if word not in self.text:

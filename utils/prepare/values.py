@@ -132,9 +132,8 @@ def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
         are_integers = isinstance(row, list) and all(isinstance(each, int) for each in row)
         if not are_integers or len(row) != len(ids) or not ids:
             what = " and ".join(map(repr, (column.strip("'"), *given)))
-            raise UnusableRowError(
-                "wrong_type", f"{what} must be lists of whole numbers, equally long"
-            )
+            message = f"{what} must be lists of whole numbers, equally long"
+            raise UnusableRowError("wrong_type", message)
     if 0 in (fields.get("attention_mask") or ()):
         raise UnusableRowError("wrong_type", "'attention_mask' has a 0: take the padding out")
     labels = given.get("labels", ids)
