@@ -140,7 +140,7 @@ class DocumentTokenizer:
             if len(whole) <= 4 and self._special.are_all(whole):
                 yield _empty(document)
             else:
-                yield self._tokenized(whole, None)
+                yield self._tokenized(whole, None, Counter())
 
     def _encode_in_pieces(self, text: str) -> np.ndarray:
         """Return the ids of a long text, tokenized piece by piece.
@@ -286,9 +286,7 @@ class DocumentTokenizer:
         found = self._tokenized(ids, mask.astype(np.int8), notes)
         if found.has_target:
             return found
-        message = "no assistant token: nothing in this conversation is trained on"
-        if isinstance(document, PiecesDocument):
-            message = "no token after the first is trained on"
+        message = "no assistant token: nothing after the first token is trained on"
         if isinstance(document, ChatDocument) and all(
             message.get("weight") == 0
             for message in document.messages[document.first_trained :]
@@ -298,9 +296,8 @@ class DocumentTokenizer:
         return BadRow("no_assistant_tokens", message, document.location)
 
     def _tokenized(
-        self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str] | None = None
+        self, ids: np.ndarray, mask: np.ndarray | None, notes: Counter[str]
     ) -> TokenizedDocument:
-        notes = Counter() if notes is None else notes
         if self._unknown is not None:
             notes["unknown_tokens"] = int((ids == self._unknown).sum())
         return TokenizedDocument(ids.astype(self.id_type), mask, notes)

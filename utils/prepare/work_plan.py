@@ -345,8 +345,7 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
     If several formats fit, the one that makes the documents of the earlier sources (`wanted`) is
     chosen. Raises ConfigurationError if no format fits.
     """
-    fields = renamed(record.fields, source.columns)
-    row_format, found = source.format, detect_formats(fields)
+    row_format, found = source.format, detect_formats(renamed(record.fields, source.columns))
     where = record.location
     if row_format != "auto":
         return row_format
