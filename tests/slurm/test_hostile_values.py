@@ -74,7 +74,7 @@ def test_every_argument_arrives(stand_ins):
     for script in ("train_job", "multinode_job"):
         assert given("srun", script, "train.py", *VALUES)[-len(VALUES) - 1 :] == TRAIN
     assert given("python", "launch_node", *TRAIN) == ["-m", "utils.launch.node", *TRAIN]
-    assert given("sbatch", "submit", JOB, *VALUES)[2:] == [JOB, *VALUES]
+    assert given("sbatch", "submit", JOB, *VALUES)[-len(VALUES) - 1 :] == [JOB, *VALUES]
     assert stand_ins.arguments("python")[-len(VALUES) :] == VALUES
     assert stand_ins.arguments("scontrol") == ["release", "77"]
     assert given("python", "prepare_job", *VALUES)[:-2] == ["prepare_data.py", *VALUES]
