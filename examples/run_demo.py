@@ -38,7 +38,7 @@ COMMANDS = {
     "fine-tune": ["sft_train.py", "--config", "recipes/sft/demo_cpu.yaml"],
     "answer": ["chat.py", "runs/demo-sft", "--greedy", "--max_new_tokens", "40"],
 }
-ASKED, SHOWN = 50, slice(4, None, 21)  # questions in wordings that are not trained on
+ASKED = 50  # questions in wordings that are not trained on
 NEXT = """
 Next:
   python chat.py runs/demo-sft                      talk to it
@@ -72,10 +72,13 @@ def main() -> int:
             return done.returncode
         seconds[name] = round(time.perf_counter() - started, 1)
     answers = done.stdout.splitlines()
-    for (question, original), answer in [*zip(chats, answers, strict=False)][SHOWN]:
+    asked = [*zip(chats, answers, strict=False)]
+    right = [one for one in asked if one[0][1] == one[1]]
+    wrong = [one for one in asked if one not in right]
+    say("\nThree right answers and a wrong one:" if wrong else "\nThree right answers:")
+    for (question, original), answer in right[:3] + wrong[:1]:
         say(f"\nquestion  {question}\nanswer    {answer}\noriginal  {original}")
-    right = sum(answer == chat[1] for chat, answer in zip(chats, answers, strict=False))
-    figures = {**figures_of(seconds), "answers": {"asked": ASKED, "right": right}}
+    figures = {**figures_of(seconds), "answers": {"asked": ASKED, "right": len(right)}}
     say("\n" + table(figures))
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(figures, indent=2) + "\n")
