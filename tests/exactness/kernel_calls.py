@@ -38,7 +38,7 @@ CALLS = (
 )
 RECORDING = ("-e", f"trace={CALLS}")
 # The parts of temporary files' names that differ from start to start.
-_CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.)[\w.-]+(?=\.tmp)")
+_CHANGING = re.compile(r"(?<=\.tmp)\w{6}|(?<=\.json\.|\.yaml\.|\.html\.)[\w.-]+(?=\.tmp)")
 KILL = "KILL"
 PID = "{pid}"  # in strace's flags: the id of the traced process
 _LINE = re.compile(r"(?:(\d+) +)?(\w+)\((.*)")
