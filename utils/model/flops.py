@@ -2,8 +2,8 @@
 
 The convention is that of torchtitan, nanochat and benchmarks/hardware/flops.py. Each weight that
 multiplies a token counts 6 FLOPs, or 4 if it is frozen. The LM head counts once, even if it shares
-its weight with the embedding; the embedding does not count. Of the experts, only those that compute
-a token count for it. Each attention layer adds 12 * heads * head_dim * T for a sequence of T
+its weight with the embedding; the embedding does not count. An expert counts for the tokens that it
+computes. Each attention layer adds 12 * heads * head_dim * T for a sequence of T
 tokens, as if no token were masked. Recomputed activations do not count.
 """
 

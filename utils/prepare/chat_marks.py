@@ -70,8 +70,8 @@ class MarkedChat:
             self.messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
             try:
                 rendering = self.rendered(self.messages)
-            except Exception:
-                rendering = ""  # the template refuses the marks
+            except Exception:  # a template may raise anything when it refuses the marks
+                rendering = ""
             self.text, self.marks = self._without_marks(rendering)
             if self.text == text:
                 break

@@ -460,8 +460,8 @@ def test_trl_evaluates_on_test_where_it_evaluates(extra, held_out, made):
     assert splits == ([held_out] if held_out else [])
 
 
-# Prompts of axolotl 067b021 (src/axolotl/prompters.py, prompt_strategies/), for a row without and
-# with an input: the text before the answer.
+# Prompts of axolotl 067b021 (src/axolotl/prompters.py, prompt_strategies/): the text before
+# the answer of a row without an input, and of one with an input.
 ROW = {"instruction": "Add.", "output": "3", "question": "Add.", "answer": "3", "system": "Be."}
 TASK = "Below is an instruction that describes a task"
 ALPACA_TEXTS = (

@@ -64,7 +64,7 @@ def check(tmp_path, monkeypatch):
 
 
 def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, monkeypatch, capfd):
-    script = tmp_path / "stand_in.py"  # stands in for pretrain.py
+    script = tmp_path / "stand_in.py"  # in place of pretrain.py
     script.write_text(
         "import json, os, sys  # parse_pretraining\n"
         f"open({str(tmp_path / 'got.json')!r}, 'w').write(\n"
