@@ -40,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     kwargs = "variables of the chat template, such as '{\"enable_thinking\": false}'"
     add("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=kwargs)
     given = parser.parse_args(argv)
+    if given.greedy and (given.temperature or given.top_p):
+        parser.error("--greedy: --temperature and --top_p have no effect with it")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     from utils.launch.signals import EXIT_CODE
-    from utils.run.chat import ChatModel, check_flags, opening, talk
+    from utils.run.chat import ChatModel, opening, talk
 
-    check_flags(given)  # before the weights, which may take minutes
     model = ChatModel(given)
     if given.prompt is None:
         talk(model, given.system)

@@ -4,7 +4,6 @@
     python -m benchmarks cpu --cells pretrain_bf16 --repeats 3
     python -m benchmarks gpu --resume --minutes 9 all cells for one GPU, nine minutes at a time
     python -m benchmarks gpu --toy --results /tmp/toy   rehearse them on any machine
-        python -m benchmarks experiments              Stoker with and without its own optimizations
 
 Let nothing else run meanwhile. Baselines run in turn, each in a fresh process.
 """
@@ -15,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cells.cpu import CPU_CELLS, EXPERIMENTS
+from benchmarks.cells.cpu import CPU_CELLS
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, SweepCell
 from benchmarks.cells.toy import toy
@@ -26,7 +25,7 @@ from benchmarks.progress import OutOfTimeError
 from utils.launch.script import run_script
 
 RESULTS = ROOT / "benchmarks" / "results"
-GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS, "experiments": EXPERIMENTS}
+GROUPS = {"cpu": CPU_CELLS, "gpu": GPU_CELLS}
 GROWING = (ComponentCell, SweepCell)
 AGAIN = 75  # exit code: the same command resumes, as with the training scripts
 

@@ -11,11 +11,10 @@ from benchmarks.cells.kinds import (
     Cell,
     ComponentCell,
     DurationCell,
-    ParityCell,
     ProbeCell,
     SweepCell,
 )
-from benchmarks.comparisons import component, duration, parity, sweep, training
+from benchmarks.comparisons import component, duration, sweep, training
 from benchmarks.comparisons.turns import run_process, say
 from benchmarks.figures.table import table
 from benchmarks.hardware.circumstances import circumstances, hardware
@@ -77,9 +76,6 @@ class Session:
         if isinstance(cell, ProbeCell):
             kept.begin_round()
             return probe(cell)
-        if isinstance(cell, ParityCell):
-            kept.begin_round()
-            return parity.hold(cell)
         if isinstance(cell, DurationCell):
             kept.begin_round()
             return duration.hold(cell, self.repeats)
@@ -94,7 +90,7 @@ class Session:
 
     def _made_by(self, cell: Cell) -> str:
         command = f"python -m benchmarks {self.group} --cells {cell.name}"
-        if not isinstance(cell, ProbeCell | SweepCell | ParityCell):  # taken once
+        if not isinstance(cell, ProbeCell | SweepCell):  # taken once
             command += f" --repeats {self.repeats}"
         if self.sizes and isinstance(cell, ComponentCell | SweepCell):
             command += f" --sizes {','.join(map(str, self.sizes))}"

@@ -47,9 +47,7 @@ class TrainingCell:
 
     `precision` is a key of benchmarks/recording/precision.py.
     `lora_rank` above 0: the weights are frozen, adapters of that rank on all linear layers but the
-    last are trained. `trace`: a step more shows which kernels ran. `alternate`: the baselines of a
-    repeat run at the same time and take their steps in turn, for differences below the drift of
-    the machine.
+    last are trained. `trace`: a step more shows which kernels ran.
     """
 
     name: str
@@ -63,7 +61,6 @@ class TrainingCell:
     learning_rate: float = 1e-3
     lora_rank: int = 0
     trace: bool = False
-    alternate: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,29 +74,6 @@ class ComponentCell:
     def name(self) -> str:
         """Return the name for the command line and the results."""
         return self.module
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Stoker with other settings; `held` ones have to train as well as the first."""
-
-    name: str
-    settings: tuple[tuple[str, str], ...] = ()
-    precision: str = "fp32"
-    held: bool = True
-
-
-@dataclass(frozen=True)
-class ParityCell:
-    """Runs of Stoker on the same documents, whose losses are compared and not their speed."""
-
-    name: str
-    title: str
-    workload: Workload
-    micro_batch_size: int
-    steps: int
-    learning_rate: float
-    variants: tuple[Variant, ...]
 
 
 @dataclass(frozen=True)
@@ -137,4 +111,4 @@ class ProbeCell:
     toy: bool = False
 
 
-Cell = TrainingCell | ComponentCell | ParityCell | DurationCell | SweepCell | ProbeCell
+Cell = TrainingCell | ComponentCell | DurationCell | SweepCell | ProbeCell

@@ -1,17 +1,14 @@
 """Comparisons of whole toolkits: the same model, documents and precision, tokens a second."""
 
-import contextlib
 import json
-import os
 import statistics
 import tempfile
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells.kinds import OURS, OURS_TUNED, STOKER, Baseline, TrainingCell
+from benchmarks.cells.kinds import OURS, OURS_TUNED, Baseline, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.comparisons.turns import LEFT_OUT, Rounds, Turns, run_process
 from benchmarks.hardware.efficiency import Device, efficiency
@@ -47,24 +44,16 @@ def hold(
         {name: reason for name, reason in reasons.items() if reason}, kept
     )
     with tempfile.TemporaryDirectory(prefix="stoker-benchmark-") as scratch:
-        workload, making = Path(scratch), threading.Lock()
-        turn: dict[str, list[str]] = {}  # of each, where they take steps in turn
+        workload = Path(scratch)
 
         def run(name: str, directory: Path) -> dict[str, Any]:
-            with making:
-                make_once(cell.workload, workload)
-            pipes = turn.get(name, [])
-            return run_baseline_of(cell, baselines[name], workload, directory, pipes)
+            make_once(cell.workload, workload)
+            return run_baseline_of(cell, baselines[name], workload, directory)
 
         def describe(one: dict[str, Any]) -> str:
             return f"{Outcome(**one).tokens_per_second:,.0f} tokens/s"
 
-        if not cell.alternate:
-            turns.take(list(baselines), repeats, run, describe)
-        for order in rotations(list(baselines), repeats) if cell.alternate else []:
-            with pipes_in_a_ring(order) as pipes:
-                turn |= pipes
-                turns.take(order, turns.rounds + 1, run, describe, at_once=True)
+        turns.take(list(baselines), repeats, run, describe)
         outcomes = {name: [Outcome(**one) for one in runs] for name, runs in turns.outcomes.items()}
         expected = expected_first_losses(cell, outcomes, workload)
     return {
@@ -74,35 +63,9 @@ def hold(
             name: summary(runs) | efficiency(cell, runs, device) for name, runs in outcomes.items()
         },
         "ratios": ratios(outcomes, [one.name for one in cell.baselines if one.tuned]),
-        "costs": costs(cell, outcomes),
         "parity": parity(cell, outcomes, expected),
         "not_run": turns.not_run,
     }
-
-
-def rotations(names: list[str], repeats: int) -> Iterator[list[str]]:
-    """Yield the order of each repeat: the first is a percent faster, so each is first in turn."""
-    for first in range(repeats):
-        yield [names[(first + place) % len(names)] for place in range(len(names))]
-
-
-@contextlib.contextmanager
-def pipes_in_a_ring(names: Sequence[str]) -> Iterator[dict[str, list[str]]]:
-    """Make each one's `Job.turn`, and put the token into the first one's pipe."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-turns-")))
-        pipes = [str(folder / str(place)) for place in range(len(names))]
-        for place, pipe in enumerate(pipes):
-            os.mkfifo(pipe)
-            # Held open until the processes have opened it.
-            held = os.open(pipe, os.O_RDWR)
-            stack.callback(os.close, held)
-            if place == 0:
-                os.write(held, b".")
-        yield {
-            name: [pipes[place], pipes[(place + 1) % len(pipes)]]
-            for place, name in enumerate(names)
-        }
 
 
 def make_once(workload: Workload, directory: Path) -> None:
@@ -147,10 +110,9 @@ def run_baseline_of(
     baseline: Baseline,
     workload: Path,
     scratch: Path,
-    turn: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Let one baseline train in a fresh process; return its Outcome as JSON."""
-    job = replace(job_of(cell, baseline, workload, scratch), turn=list(turn))
+    job = job_of(cell, baseline, workload, scratch)
     job_file, outcome_file = scratch / "job.json", scratch / "outcome.json"
     job_file.write_text(json.dumps(asdict(job)))
     module = f"benchmarks.baselines.{baseline.module}"
@@ -212,33 +174,6 @@ def ratios(
         for name, theirs in speeds.items()
         if name not in (OURS, OURS_TUNED)
     }
-
-
-# Seconds of the timed steps: by the clock with the log lines among them, of a step without, and
-# of the CPU, which bears other load better.
-COSTS: dict[str, Callable[[Outcome], float]] = {
-    "clock": lambda one: one.window_s,
-    "median step": lambda one: statistics.median(one.step_s),
-    "cpu": lambda one: one.window_cpu_s,
-}
-
-
-def costs(
-    cell: TrainingCell, outcomes: Mapping[str, Sequence[Outcome]]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return how much longer Stoker takes than its variants without a part, in percent.
-
-    The median over pairs of runs and its 95 % interval; {} where all others are other toolkits.
-    """
-    parts = [one.name for one in cell.baselines if one.module == STOKER.module and one.variant]
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name in [name for name in parts if {OURS, name} <= outcomes.keys() and name != OURS]:
-        found[name] = {}
-        for kind, seconds in COSTS.items():
-            ratio = paired_ratio(*(list(map(seconds, outcomes[who])) for who in (OURS, name)))
-            percent = {key: round(100 * (value - 1), 3) for key, value in ratio._asdict().items()}
-            found[name][kind] = percent
-    return found
 
 
 def _ours(outcomes: Mapping[str, Sequence[Outcome]]) -> str | None:

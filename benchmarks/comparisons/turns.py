@@ -6,8 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -62,11 +61,9 @@ class Turns(Generic[Outcome]):
         repeats: int,
         run: Callable[[str, Path], Outcome],
         describe: Callable[[Outcome], str],
-        at_once: bool = False,
     ) -> None:
         """Let `run(name, directory)` do each baseline's work, until there are `repeats` of it.
 
-        With `at_once` those of a repeat run at the same time and see to their turns themselves.
         A peer that fails once is out, with the reason. Raises BaselineFailedError when Stoker
         itself fails, unless for want of memory or the like; and what `kept` raises.
         """
@@ -78,10 +75,15 @@ class Turns(Generic[Outcome]):
         for repeat in range(first, repeats):
             if self.kept:
                 self.kept.begin_round()
-            asked = [name for name in names if name not in self.not_run]
-            with ThreadPoolExecutor(len(names) if at_once else 1) as pool:
-                done = pool.map(lambda name: (name, self._run(name, run)), asked)
-                self._note(done, f"{repeat + 1}/{repeats}", describe)
+            for name in [name for name in names if name not in self.not_run]:
+                count, outcome = f"{repeat + 1}/{repeats}", self._run(name, run)
+                if isinstance(outcome, BaselineFailedError):
+                    self.not_run[name] = str(outcome)
+                    self.outcomes.pop(name, None)
+                    say(f"{count}  {name}: {outcome}")
+                    continue
+                self.outcomes.setdefault(name, []).append(outcome)
+                say(f"{count}  {name}: {describe(outcome)}")
             if self.kept:
                 self.kept.end_round(repeat + 1, self.outcomes, self.not_run)
 
@@ -93,21 +95,6 @@ class Turns(Generic[Outcome]):
                 if name in (OURS, OURS_TUNED) and not isinstance(error, CannotRunHereError):
                     raise
                 return error
-
-    def _note(
-        self,
-        done: Iterable[tuple[str, Outcome | BaselineFailedError]],
-        count: str,
-        describe: Callable[[Outcome], str],
-    ) -> None:
-        for name, outcome in done:
-            if isinstance(outcome, BaselineFailedError):
-                self.not_run[name] = str(outcome)
-                self.outcomes.pop(name, None)
-                say(f"{count}  {name}: {outcome}")
-                continue
-            self.outcomes.setdefault(name, []).append(outcome)
-            say(f"{count}  {name}: {describe(outcome)}")
 
 
 def run_process(

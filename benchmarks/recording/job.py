@@ -23,9 +23,7 @@ class Job:
 
     `workload` is a directory of `make_workload`. `tuned`: use the best settings that we found
     instead of the toolkit's documented ones; the baseline itself interprets `variant`. The first
-    `warmup_steps` of `steps` optimizer steps are not timed. A step has one micro-batch. Only Stoker
-    uses `settings`. `turn` is two named pipes: a step begins when the token arrives in the first
-    pipe, and at its end the token goes into the second pipe, which the next process reads. With
+    `warmup_steps` of `steps` optimizer steps are not timed. A step has one micro-batch. With
     `trace` there are two extra steps. The first one records the kernels, because the last step of a
     run does extra work.
     """
@@ -40,11 +38,9 @@ class Job:
     warmup_steps: int
     tuned: bool = True
     learning_rate: float = 1e-3
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     lora_rank: int = 0  # above 0: adapters on all linear layers but the last, alpha the same
     trace: bool = False
     variant: str = ""
-    turn: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def numbers(self) -> Precision:
@@ -67,10 +63,9 @@ class Outcome:
     """The measurements of a run.
 
     `window_s` and `window_tokens` cover the steps after the warm-up and count real tokens only;
-    `window_loss_tokens` are the loss tokens among them; `window_cpu_s` is the CPU time of all
-    threads in these steps; `first_step_s` counts from the start of the process to the end of its
-    first step. A fine-tuning run's first batch held the workload's `first_documents`. `notes` says
-    which settings and kernels were in use.
+    `window_loss_tokens` are the loss tokens among them; `first_step_s` counts from the start of the
+    process to the end of its first step. A fine-tuning run's first batch held the workload's
+    `first_documents`. `notes` says which settings and kernels were in use.
     """
 
     window_s: float
@@ -81,7 +76,6 @@ class Outcome:
     peak_memory_bytes: int
     reserved_memory_bytes: int = 0
     window_loss_tokens: int = 0
-    window_cpu_s: float = 0.0
     first_documents: list[int] = dataclasses.field(default_factory=list)
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 

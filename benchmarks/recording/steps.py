@@ -1,6 +1,5 @@
 """Times, losses and tokens of training steps, taken alike from every baseline."""
 
-import os
 import resource
 import sys
 import time
@@ -30,10 +29,6 @@ class StepRecorder:
         self.job = job
         self.ends: list[float] = []
         self.step_s: list[float] = []  # of each step but the first
-        self.cpu_s: list[float] = []  # of this process, all threads
-        self.begin_s = self.begin_cpu_s = 0.0
-        # Opened for both, so that neither opening nor writing waits for the other process.
-        self.turn = [os.open(pipe, os.O_RDWR) for pipe in job.turn]
         self.events: list[torch.cuda.Event] = []
         self.losses: list[torch.Tensor] = []
         self.tokens: list[torch.Tensor] = []
@@ -71,11 +66,9 @@ class StepRecorder:
         place = len(self.ends)
         if place in (0, self.job.warmup_steps - 1, self.job.steps - 1):
             wait_for_device()
-        now, cpu_s = time.perf_counter(), time.process_time()
-        self.ends.append(now)
+        self.ends.append(time.perf_counter())
         if place:
-            self.step_s.append(now - self.begin_s)
-            self.cpu_s.append(cpu_s - self.begin_cpu_s)
+            self.step_s.append(self.ends[-1] - self.ends[-2])
         if place == 0:
             self.first_step_s = seconds_since_start()
         if place == self.job.warmup_steps - 1:
@@ -85,18 +78,6 @@ class StepRecorder:
         if place == self.job.steps and self.trace:
             wait_for_device()
             self.seen |= self.trace.stop()
-        if self.turn:
-            self._take_turns()
-        self.begin_s, self.begin_cpu_s = time.perf_counter(), time.process_time()
-
-    def _take_turns(self) -> None:
-        """Let the others take a step each; after the last one too, so that none ends early."""
-        mine, others = self.turn
-        if len(self.ends) > 1:  # else there is no turn to end
-            os.write(others, b".")
-        os.read(mine, 1)
-        if len(self.ends) == self.job.all_steps:
-            os.write(others, b".")
 
     def _window_ended(self) -> None:
         """Note what the timed steps left, before the step that is traced."""
@@ -116,7 +97,6 @@ class StepRecorder:
         documents = self.job.files / "documents"
         return Outcome(
             window_s=sum(self.step_s[timed]),
-            window_cpu_s=sum(self.cpu_s[timed]),
             window_tokens=sum(int(tokens) for tokens in self.tokens[warm:end]),
             window_loss_tokens=sum(int(tokens) for tokens in self.loss_tokens[warm:end]),
             step_s=self._step_seconds()[: end - 1],

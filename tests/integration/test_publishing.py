@@ -191,7 +191,7 @@ def test_a_run_is_pushed_at_its_end_and_its_adapter_afterwards(
     assert there.keys() - {".gitattributes"} == {path.name for path in final.iterdir()}
     assert there["model.safetensors"] == (final / "model.safetensors").read_bytes()
     card = there["README.md"].decode()
-    assert 'pipeline("text-generation", "me/tiny"' in card
+    assert 'AutoModelForCausalLM.from_pretrained("me/tiny"' in card
     assert "runs/mine/final" in (final / "README.md").read_text()
     assert "runs/mine/final" not in card
     assert TOKEN.encode() not in b"".join(there.values()) + (done.stdout + done.stderr).encode()

@@ -13,11 +13,9 @@ from utils.config.errors import ConfigurationError, did_you_mean
 logger = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 1.5
-UPLOAD_LIMIT_S = 30.0  # an upload is worth waiting for a slow Hub
 # The cache has a model or a tokenizer if it has one of these files.
 _FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_gave_up = threading.Event()  # stay_offline turned the offline mode on, not the user
 
 
 @functools.cache
@@ -26,30 +24,12 @@ def hub_fault() -> str:
 
     The libraries repeat each request for a minute. HF_HUB_OFFLINE=0 turns this test off.
     """
-    from huggingface_hub import is_offline_mode
+    from huggingface_hub import constants, get_session, is_offline_mode
 
     if is_offline_mode():
         return "this process is offline (HF_HUB_OFFLINE=1, as in Slurm jobs)"
-    return "" if "HF_HUB_OFFLINE" in os.environ else _fault_within(PROBE_LIMIT_S)
-
-
-def upload_fault() -> str:
-    """Return why nothing can be uploaded to the Hub, "" if it answers.
-
-    Waits longer than hub_fault, and asks again if the Hub did not answer at the start of a run.
-    """
-    from huggingface_hub import constants, is_offline_mode
-
-    if not _gave_up.is_set() and (is_offline_mode() or "HF_HUB_OFFLINE" in os.environ):
-        return hub_fault()  # the user decided
-    constants.HF_HUB_OFFLINE = False
-    return _fault_within(UPLOAD_LIMIT_S)
-
-
-def _fault_within(limit_s: float) -> str:
-    """Send one request to the Hub; return why it got no answer, "" for any answer."""
-    from huggingface_hub import constants, get_session
-
+    if "HF_HUB_OFFLINE" in os.environ:
+        return ""
     answer: Future[str] = Future()
     session = get_session()
 
@@ -63,9 +43,9 @@ def _fault_within(limit_s: float) -> str:
     # A thread, because no timeout of the HTTP library ends the wait for a name server.
     threading.Thread(target=ask, name="hub", daemon=True).start()
     try:
-        fault = answer.result(limit_s)
+        fault = answer.result(PROBE_LIMIT_S)
     except TimeoutError:
-        fault = f"gave no answer within {limit_s:g} s (HF_HUB_OFFLINE=0 waits longer)"
+        fault = f"gave no answer within {PROBE_LIMIT_S:g} s (HF_HUB_OFFLINE=0 waits longer)"
     return f"{constants.ENDPOINT} {fault}" if fault else ""
 
 
@@ -88,8 +68,6 @@ def stay_offline() -> None:
     """Set the Hub's libraries offline, in this process and in processes that it starts."""
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE:
-        _gave_up.set()
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
 

@@ -1,15 +1,13 @@
 """The charts of the report: series thinned to few points, drawn by page.js or for --png."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import numpy as np
 
 from utils.config.errors import ConfigurationError
-from utils.host.journal_file import duration, printable
 from utils.observe.findings import (
     DEVICE,
     PHASES,
@@ -49,9 +47,6 @@ _TRAIN = (
 _LOG_SCALE = ("Gradient norm", "Perplexity")  # at first
 # matplotlib's settings. An SVG keeps texts as texts, and is the same each time it is drawn.
 _LOST = "#c4c9d1"
-_BAR = (
-    "from left to right; blue: work that counts, grey: repeated later, light: nothing was running"
-)
 _LOOK: Any = {
     "axes.prop_cycle": "cycler('color', ['#2f5fd0', '#d9480f', '#2b8a3e', '#9c36b5', '#0b7285', "
     "'#b08900', '#c2255c', '#5f3dc4', '#66740e', '#495057'])",
@@ -270,14 +265,10 @@ def starts_on_axes(run: History) -> list[dict[str, Any]]:
     return marks
 
 
-def draw_picture(
-    charts: Sequence[Chart], title: str, path: Path, starts: Sequence[Mapping[str, Any]] = ()
-) -> None:
-    """Draw the first five charts by step.
+def draw_picture(charts: Sequence[Chart], title: str, path: Path) -> None:
+    """Draw the first five charts by step. The suffix of `path` selects the format (.png, .svg).
 
-    If a run was started more than once, a bar under the first chart shows when each start ran.
-    The suffix of `path` selects the format (.png, .pdf, .svg). Raises ConfigurationError if
-    matplotlib is not installed or the file cannot be written.
+    Raises ConfigurationError if matplotlib is not installed or the file cannot be written.
     """
     try:
         from matplotlib import rc_context
@@ -286,24 +277,13 @@ def draw_picture(
         raise ConfigurationError(
             "--png needs matplotlib, which is not installed here: make install"
         ) from error
-    rows = [3.4, *[0.6] * (len(starts) > 1), *[2.6] * (len(charts[1:5]) + 1 >> 1)]
+    heights = [3.4, *[2.6] * (len(charts[1:5]) + 1 >> 1)]
     with rc_context(_LOOK):
-        figure = Figure(figsize=(10, sum(rows)), layout="constrained")
-        grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
+        figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+        grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
         for index, chart in enumerate(charts[:5]):
-            down, side = divmod(index + 1, 2)
-            place = grid[down + (len(starts) > 1), side] if index else grid[0, :]
-            _draw(figure.add_subplot(place), chart, starts[:-1] if index == 0 else ())
-        if len(starts) > 1:
-            axes = figure.add_subplot(grid[1, :], ylim=(0, 1), xlim=(0, 100))
-            axes.set_axis_off()
-            axes.barh(0.5, 100, 0.5, color="0.95")
-            for number, row in enumerate(starts, 1):
-                left, width, useful = row["left"], row["width"], row["useful"] / 100
-                axes.barh(0.5, [width, width * useful], 0.5, left, color=[_LOST, "C0"])
-                axes.text(left, 0.85, f"start {number}" if width > 8 else "", va="bottom")
-            took = duration(starts[-1]["start"].ended - starts[0]["start"].began)
-            axes.text(0, 0.15, f"{took}, {_BAR}", va="top", color="0.4")
+            row, side = divmod(index + 1, 2)
+            _draw(figure.add_subplot(grid[row, side] if index else grid[0, :]), chart)
         if title:
             figure.suptitle(title)
         try:
@@ -312,8 +292,7 @@ def draw_picture(
             raise ConfigurationError(f"--png {path} cannot be written: {error}") from error
 
 
-def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a chart by step, with a mark at the end of each start in `ended` that lost steps."""
+def _draw(axes: Any, chart: Chart) -> None:
     for line in chart["lines"]:
         y = [math.nan if value is None else value for value in line["y"]]
         lost, colour = line["style"] == "lost", f"C{line['colour'] % 10}"
@@ -328,23 +307,6 @@ def _draw(axes: Any, chart: Chart, ended: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title(chart["title"], loc="left", fontweight="bold")
     axes.set_title(chart["note"], loc="right", fontsize="medium", color="0.4")
     axes.margins(x=0.01)
-    for number, row in enumerate(ended, 1):
-        start = row["start"]
-        line = next((one for one in chart["lines"] if one["style"] != "lost"), chart["lines"][0])
-        if not start.lost_steps:
-            continue
-        text = f"step {start.last_step:,}: " + row["ending"].partition(" (")[0]
-        resumed = f"start {number + 1} resumes from step {start.last_step - start.lost_steps:,}"
-        text, right = (
-            f"{fill(printable(text), 44)}\n{resumed}",
-            start.last_step > 0.7 * line["step"][-1],
-        )
-        at = start.last_step, np.interp(start.last_step, line["step"], np.array(line["y"], float))
-        axes.plot(*at, "o", color="C1", zorder=3)
-        axes.annotate(
-            text, at, (0, 48), textcoords="offset points", ha="right" if right else "left",
-            arrowprops={"arrowstyle": "-", "relpos": (int(right), 0), "color": "0.5"},
-        ).set_in_layout(False)  # fmt: skip
     if len(chart["lines"]) > 1:
         axes.legend(frameon=False)
 

@@ -83,7 +83,7 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
         raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
     if picture is not None:
         title = facts["title"] if len(charts) > 1 else ""
-        draw_picture(charts, title, picture, facts.get("starts", ()))
+        draw_picture(charts, title, picture)
     return output
 
 

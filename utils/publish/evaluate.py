@@ -18,13 +18,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.checkpoints.discovery import how_to_rewrite
 from utils.checkpoints.files import FINAL
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import LAUNCHER_VARIABLES
 from utils.config.refusals import LM_EVAL, is_installed
 from utils.host.atomic_files import replace_text
-from utils.host.foreign import foreign
 from utils.host.hub import hub_fault, stay_offline
 from utils.host.redaction import load_env_file
 from utils.launch.script import configure_logging, run_script
@@ -57,22 +55,11 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
     lm_eval prints its table to stdout. Raises ConfigurationError if lm_eval cannot run or fails.
     """
     import torch
-    from transformers import AutoConfig
-
-    from utils.model.architecture import is_multimodal
 
     if not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has no {FINAL}/, which the end of a run writes.")
     if not is_installed("lm_eval"):
         raise ConfigurationError(f"lm_eval is not installed: pip install '{LM_EVAL}'.")
-    problem = f"the model cannot be loaded{how_to_rewrite(run / FINAL)}"
-    with foreign(run / FINAL, problem):
-        several_inputs = is_multimodal(AutoConfig.from_pretrained(run / FINAL))
-    if "--model" not in flags and several_inputs:
-        raise ConfigurationError(
-            f"{run / FINAL}: lm_eval's own loader takes no model for images or sound: add "
-            f"--model vllm --model_args pretrained={run / FINAL}, after pip install vllm."
-        )
     if fault := hub_fault():
         logger.info("benchmarks: %s: the tasks' data come from the Hub's cache", fault)
         stay_offline()

@@ -25,7 +25,7 @@ from utils.checkpoints.files import FINAL, PROCESSOR_FILES, readable
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import foreign, read_object
-from utils.host.hub import upload_fault
+from utils.host.hub import hub_fault
 from utils.host.redaction import load_env_file, redact
 from utils.launch.script import configure_logging, run_script
 
@@ -163,7 +163,7 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
     token = os.environ.get("HF_WRITE_TOKEN") or get_token()
     if token is None:
         raise ConfigurationError(NO_TOKEN)
-    if fault := upload_fault():
+    if fault := hub_fault():
         raise ConfigurationError(f"{name}: {fault}: nothing was uploaded.")
     api = HfApi(token=token)
     try:

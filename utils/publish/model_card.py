@@ -32,8 +32,9 @@ SETTINGS = (
     "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora",
     "use_dora", "neftune_noise_alpha", "ema_decay", "seed",
 )  # fmt: skip
-CONFIG_FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # other strategies keep their name
 SOURCES_SHOWN = 5
+# Keys of adapters that vLLM refuses (vllm/lora/peft_helper.py); the last one PEFT refuses, too.
+HARD_TO_SERVE = ("modules_to_save", "target_parameters", "use_dora", "trainable_token_indices")
 # The folder of a downloaded model or dataset in the Hub's cache.
 _IN_THE_CACHE = re.compile(r"(models|datasets)--([^/\s]+?)--([^/\s]+)/snapshots/")
 _HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
@@ -181,7 +182,7 @@ class _Card:
         yield f"(the run's {CONFIG} has all settings):\n"
         launch, command = self.start["launch"], ["python"]
         if launch["world_size"] > 1:
-            config = CONFIG_FILES.get(launch["strategy"], launch["strategy"])
+            config = launch["strategy"].replace("ddp", "multi_gpu")
             command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml"]
             command += ["--num_processes", str(launch["world_size"])]
         command += [self.start["script"], *self.start["argv"][1:]]
@@ -207,59 +208,33 @@ class _Card:
         return f"{done} on the {what} of the data below, by Stoker's {script}."
 
     def _usage(self) -> Iterator[str]:
-        """Yield Markdown with code and commands that use the model.
-
-        vllm/lora/peft_helper.py lists the adapters that vLLM refuses.
-        """
-        name, config = self.name, self.adapter_config
-        kinds = {
-            "modules_to_save": "layers that were trained whole",
-            "target_parameters": "weights of experts",
-            "use_dora": "DoRA",
-        }
-        unserved = " and ".join(said for key, said in kinds.items() if config.get(key))
-        serve = f"vllm serve {name}\n"
+        """Yield Markdown with code and commands that use the model."""
+        name, base, serve = self.name, self.name, f"vllm serve {self.name}\n"
         if self.is_adapter:
-            serve = f"vllm serve {self.base or 'BASE'} --enable-lora --lora-modules mine={name}\n"
-        if config.get("trainable_token_indices"):
+            base = self.base or "BASE"
+            serve = f"vllm serve {base} --enable-lora --lora-modules mine={name}\n"
+        if any(self.adapter_config.get(key) for key in HARD_TO_SERVE):
             serve = ""
             yield (
-                "It has rows of new tokens. Its base lacks them, so that neither PEFT nor vLLM "
-                f"loads it as it is: use the run's merged model, `{FINAL}/`.\n"
+                "The adapter has more than LoRA matrices: vLLM does not serve it, and PEFT adds no "
+                f"rows of new tokens to its base. If so, use the run's merged model, `{FINAL}/`.\n"
             )
-        else:
-            asked, answer = '"The sky is"', '["generated_text"]'
-            if (self.directory / "chat_template.jinja").is_file():
-                asked = '[{"role": "user", "content": "Why is the sky blue?"}]'
-                answer += '[-1]["content"]'
-            yield "```python"
-            yield from self._loading()
-            yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
-        if unserved:
-            serve = ""
-            yield f"vLLM serves no adapter with {unserved}: serve the merged model, `{FINAL}/`.\n"
-        yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
-
-    def _loading(self) -> Iterator[str]:
-        name, whole = self.name, "AutoModelForMultimodalLM"
-        if not self.is_adapter and not self.multimodal:
-            yield "from transformers import pipeline\n"
-            yield f'generate = pipeline("text-generation", "{name}", dtype="auto")'
-            return
-        loader = "PeftModel" if self.multimodal else "AutoPeftModelForCausalLM"
+        loader = f"AutoModelFor{'MultimodalLM' if self.multimodal else 'CausalLM'}"
+        asked, answer = '"The sky is"', '["generated_text"]'
+        if (self.directory / "chat_template.jinja").is_file():
+            asked = '[{"role": "user", "content": "Why is the sky blue?"}]'
+            answer += '[-1]["content"]'
+        yield "```python"
         if self.is_adapter:
-            yield f"from peft import {loader}"
-        if self.multimodal:
-            yield f"from transformers import {whole}, AutoTokenizer, pipeline\n"
-            base = (self.base or "BASE") if self.is_adapter else name
-            yield f'model = {whole}.from_pretrained("{base}", dtype="auto")'
-            if self.is_adapter:
-                yield f'model = {loader}.from_pretrained(model, "{name}")'
-        else:
-            yield "from transformers import AutoTokenizer, pipeline\n"
-            yield f'model = {loader}.from_pretrained("{name}", dtype="auto")'
+            yield "from peft import PeftModel"
+        yield f"from transformers import {loader}, AutoTokenizer, pipeline\n"
+        yield f'model = {loader}.from_pretrained("{base}", dtype="auto")'
+        if self.is_adapter:
+            yield f'model = PeftModel.from_pretrained(model, "{name}")'
         yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
         yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
+        yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
+        yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:

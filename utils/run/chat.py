@@ -5,10 +5,14 @@ import contextlib
 import re
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, TextStreamer
+from transformers.utils import find_adapter_config_file
 
 from utils.checkpoints.discovery import how_to_rewrite, resume_point
 from utils.checkpoints.files import FINAL
@@ -17,29 +21,25 @@ from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
 from utils.host.hub import settle_connection
 from utils.host.redaction import redact
-from utils.launch.signals import signal_state
+from utils.model.adapters import load_adapter
+from utils.model.architecture import (
+    accept_xlstm_kernels,
+    causal_lm_class,
+    choose_xlstm_kernels,
+    without_weights,
+)
+from utils.model.finished_model import check_token_ids
+from utils.model.weights import check_without_loading
+from utils.prepare.chat_templates import PROBE, ChatTemplate
+from utils.prepare.encoding import prompt_ids
+from utils.prepare.rows import ChatDocument
+from utils.prepare.tokenizer import end_of_turn_id
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets its system text, /quit leaves"
 ADAPTER = "adapter_config.json"
 MAX_NEW_TOKENS = 2048  # unless a flag or the model sets another limit
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 Messages = list[dict[str, str]]
-
-
-def check_flags(given: argparse.Namespace) -> None:
-    """Raise ConfigurationError for flags of chat.py that cannot work."""
-    greedy = given.greedy or given.temperature == 0
-    faults = {
-        "--prompt asks nothing": given.prompt is not None and not given.prompt.strip(),
-        "--temperature has no effect: --greedy": greedy and given.temperature,
-        "--top_p has no effect: --greedy": greedy and given.top_p is not None,
-        "--temperature: give 0 or more": (given.temperature or 0) < 0,
-        "--top_p: give a share above 0, up to 1": not 0 < (given.top_p or 1) <= 1,
-        "--max_new_tokens: give at least 1": (given.max_new_tokens or 1) < 1,
-        "--chat_template_kwargs: give a JSON object": type(given.chat_template_kwargs) is not dict,
-    }
-    if problems := [fault for fault, holds in faults.items() if holds]:
-        raise ConfigurationError(problems)
 
 
 def find_model(name: str) -> str:
@@ -75,20 +75,6 @@ def find_model(name: str) -> str:
 
 def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Return (model, tokenizer). Raises ConfigurationError if a part is missing or unreadable."""
-    import torch
-    from transformers import AutoConfig, AutoTokenizer
-    from transformers.utils import find_adapter_config_file
-
-    from utils.model.adapters import load_adapter
-    from utils.model.architecture import (
-        accept_xlstm_kernels,
-        causal_lm_class,
-        choose_xlstm_kernels,
-        without_weights,
-    )
-    from utils.model.finished_model import check_token_ids
-    from utils.model.weights import check_without_loading
-
     base, config = path, {}
     settle_connection(path)
     with foreign(path, f"the model cannot be loaded{how_to_rewrite(path)}"):
@@ -124,6 +110,17 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
+class Printer(TextStreamer):
+    """Prints an answer while it is generated, and collects its text in `text`."""
+
+    text = ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print and collect the next part of the answer."""
+        self.text += text
+        super().on_finalized_text(text, stream_end)
+
+
 class ChatModel:
     """A model with its tokenizer and chat template. Without a template, it only continues texts.
 
@@ -134,11 +131,6 @@ class ChatModel:
 
     def __init__(self, given: argparse.Namespace):
         """Load the model and set generation options, from the flags. Raises ConfigurationError."""
-        import transformers
-
-        from utils.prepare.chat_templates import ChatTemplate
-        from utils.prepare.tokenizer import end_of_turn_id
-
         # PEFT causes this warning.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if not sys.stderr.isatty():
@@ -161,24 +153,23 @@ class ChatModel:
         settings.pad_token_id = self.tokenizer.pad_token_id
         settings.use_cache, settings.max_length = True, None  # training turned the cache off
         settings.max_new_tokens = given.max_new_tokens or settings.max_new_tokens or MAX_NEW_TOKENS
-        greedy = given.greedy or given.temperature == 0
-        sampled = settings.do_sample or given.temperature or given.top_p
-        settings.do_sample = bool(sampled and not greedy)
-        asked = {name: getattr(given, name, None) or getattr(settings, name) for name in SAMPLING}
-        settings.update(**(asked if settings.do_sample else dict.fromkeys(SAMPLING)))
-        set_to = [f"{name} {value:g}" for name in SAMPLING if (value := getattr(settings, name))]
-        how = ", ".join(set_to) or ("sampled" if settings.do_sample else "greedy")
+        if given.greedy or given.temperature == 0:
+            settings.do_sample = False
+        elif given.temperature or given.top_p:
+            settings.do_sample = True
+            settings.temperature = given.temperature or settings.temperature
+            settings.top_p = given.top_p or settings.top_p
+        if not settings.do_sample:
+            settings.update(**dict.fromkeys(SAMPLING))
         say(
             f"{self.path}: {self.model.num_parameters() / 1e6:,.1f} M parameters, "
-            f"{self.model.dtype} on {self.model.device}; {how}; at most "
+            f"{self.model.dtype} on {self.model.device}; "
+            f"{'sampled' if settings.do_sample else 'greedy'}; at most "
             f"{settings.max_new_tokens:,} new tokens."
         )
 
     def rendered(self, messages: Messages) -> str:
         """Return the messages as the text that the model continues. Raises ConfigurationError."""
-        from utils.prepare.chat_templates import PROBE
-        from utils.prepare.rows import ChatDocument
-
         asked = f"{messages[-1]['content']!r:.40} cannot be asked"
         if self.template is not None:
             with foreign(self.path, f"{asked}, its chat template refuses it"):
@@ -192,75 +183,47 @@ class ChatModel:
             )
         return messages[0]["content"]
 
-    def _room(self, prompt_tokens: int) -> tuple[int, str]:
-        """Return the number of new tokens for a prompt, and what a longer answer would need.
-
-        Raises ConfigurationError if the prompt exceeds the model's positions.
-        """
-        room = self.settings.max_new_tokens
-        limit = f"--max_new_tokens {2 * room} allows more"
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", 0)
-        if positions and positions - prompt_tokens < room:
-            room = positions - prompt_tokens
-            limit = f"the model has {positions:,} positions; /reset forgets the conversation"
-        if not prompt_tokens or room < 1:
-            raise ConfigurationError(
-                f"{self.path}: {prompt_tokens:,} tokens do not fit {positions:,} positions."
-            )
-        return room, limit
-
     def answer(self, messages: Messages) -> str:
         """Generate, print and return an answer, which Ctrl-C cuts short.
 
         Raises ConfigurationError if the prompt exceeds the model's positions or memory runs out.
         """
-        import torch
-        from transformers import TextStreamer
-
-        from utils.prepare.encoding import prompt_ids
-
         text = self.rendered(messages)
         if self.template is None:
             ids = prompt_ids(self.tokenizer, text)
         else:  # the template has added the special tokens
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        most = self.settings.max_new_tokens
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", 0)
+        room = min(most, positions - len(ids)) if positions else most
+        if not ids or room < 1:
+            raise ConfigurationError(
+                f"{self.path}: {len(ids):,} tokens do not fit {positions:,} positions."
+            )
         inputs = self.tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
-        room, limit = self._room(len(ids))
-        pressed: list[bool] = []
-
-        def press(*_: object) -> None:
-            is_new = signal_state.is_new_press(time.monotonic())
-            if is_new and pressed:
-                raise KeyboardInterrupt  # the second time does not wait for the next token
-            pressed.append(True)
-
-        before = signal.signal(signal.SIGINT, press)
+        printer = Printer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.interrupted = False
         try:
             with foreign(self.path, "the model does not generate"):
                 output = self.model.generate(
-                    **inputs.to(self.model.device),
-                    max_new_tokens=room,
-                    streamer=TextStreamer(
-                        self.tokenizer, skip_prompt=True, skip_special_tokens=True
-                    ),
-                    stopping_criteria=[lambda ids, *_, **__: torch.full(
-                        ids.shape[:1], bool(pressed), device=ids.device
-                    )],
-                )[0, len(ids) :]  # fmt: skip
+                    **inputs.to(self.model.device), max_new_tokens=room, streamer=printer
+                )[0, len(ids) :]
+            if not set(output.tolist()) & set(self.settings.eos_token_id):
+                limit = f"--max_new_tokens {2 * most} allows more"
+                if room < most:
+                    limit = f"the model has {positions:,} positions, /reset forgets earlier ones"
+                say(f"[not finished after {len(output):,} tokens: {limit}]")
+            if not printer.text.strip():
+                say("[the answer is empty: the model ended at once]")
+        except KeyboardInterrupt:
+            self.interrupted = True
+            printer.end()
+            say("[not finished: Ctrl-C]")
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 "out of GPU memory: a smaller --max_new_tokens, or --device auto."
             ) from error
-        finally:
-            self.interrupted = bool(pressed)
-            signal.signal(signal.SIGINT, before)
-        if not set(output.tolist()) & set(self.settings.eos_token_id):
-            why = "Ctrl-C" if pressed else limit
-            say(f"[not finished after {len(output):,} tokens: {why}]")
-        answer: str = self.tokenizer.decode(output, skip_special_tokens=True)
-        if not answer.strip():
-            say("[the answer is empty: the model ended at once]")
-        return answer
+        return printer.text
 
 
 def opening(system: str | None) -> Messages:
@@ -274,6 +237,7 @@ def talk(model: ChatModel, system: str | None) -> None:
         import readline  # noqa: F401 - lines can be edited and recalled
 
     say(f"{COMMANDS}; Ctrl-C ends an answer, or the chat" if model.template else "/quit leaves")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # each Ctrl-C ends one answer
     said = opening(system)
     while True:
         try:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig
 
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
@@ -31,7 +30,6 @@ from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
 from utils.launch.slurm import job_times
-from utils.model.architecture import causal_lm_class
 from utils.model.stages import own_checkpoint
 from utils.model.weights import base_weights, model_contents
 from utils.plan.run_data import RunData
@@ -122,13 +120,8 @@ NAMES_CONTENTS = (
 HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
-# Increase NUMERICS when a new version of Stoker changes the last bits of some runs. Add the new
-# number to CHANGED_SUMS under a setting; users accept the change by --accept_changes SETTING.
+# Increase NUMERICS when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
-CHANGED_SUMS = {
-    "use_cpu": ("order of sums on a CPU (last bits)", (2, 3)),
-    "bf16": ("sums of gradients under FSDP2 (their rounding)", (4,)),
-}
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
 LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
 
@@ -189,15 +182,11 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     }
 
 
-def _contents(
-    facts: Mapping[str, Any], settings: Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
+def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return {setting: digests of the input that the setting names} for one start of a run.
 
     An input without a known digest has {}. The digests of the model's configuration are always at
-    model_config, and those of its weights at model_name_or_path, even if another setting names the
-    model. use_cpu and bf16 have the number of the last change of sums before this start (see
-    `CHANGED_SUMS`), or {} if such changes do not concern its launch.
+    model_config, and those of its weights at model_name_or_path, whichever setting names the model.
     """
     data, weights = facts.get("data") or {}, facts.get("base_weights") or {}
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
@@ -209,23 +198,10 @@ def _contents(
         "eval_data": {split: data[split] for split in data if split != "train"},
         "versions": facts.get("versions") or {},
         "environment": {"variables": variables},
+        # A change is accepted by the name of a setting. Sums have no setting: take the seed's name.
+        "seed": {"version of the sums (their last bits)": facts.get("numerics", 1)},
         **{"callbacks": {}, "loss": {}, **facts.get("own_code", {})},
     }
-    # provenance.json has no `launch` of this start yet: assume that every changed sum affects it.
-    any_launch = {"devices": ["cpu"], "strategy": "fsdp2"}
-    launch = facts.get("launch") or any_launch
-    low_precision = settings.get("bf16") or settings.get("fp16")
-    concerned = {
-        "use_cpu": launch.get("devices") == ["cpu"],
-        "bf16": launch.get("strategy") == "fsdp2" and low_precision,
-    }
-    # Older versions of Stoker wrote two counters, each beginning with 1.
-    older = int(facts.get("cpu_rounding", 1)) + int(facts.get("fsdp2_rounding", 1)) - 1
-    numerics = int(facts.get("numerics", older))
-    for name, (what, numbers) in CHANGED_SUMS.items():
-        if concerned[name]:
-            passed = [number for number in numbers if number <= numerics]
-            held[name] = {what: max(passed, default=1)}
     return {name: each if any(each.values()) else {} for name, each in held.items()}
 
 
@@ -233,16 +209,14 @@ def accepted_changes(
     output_dir: Path,
     settings: RunSettings,
     facts: Mapping[str, Any],
-    derived: Mapping[str, Any],
     *,
     resumes: bool = False,
 ) -> dict[str, Any]:
     """Log the changes since the last start; return keys `changed`, `accepted` for provenance.json.
 
-    `facts` has the result of `identity_facts` and the script. `derived`: the plan's values of
-    settings that may be null. `resumes`: this start resumes from a checkpoint of another directory.
-    Raises ConfigurationError for a change that the checkpoints do not allow, and for a dangerous
-    one that is not in --accept_changes.
+    `facts` has the result of `identity_facts` and the script. `resumes`: this start resumes from a
+    checkpoint of another directory. Raises ConfigurationError for a change that the checkpoints do
+    not allow, and for a dangerous one that is not in --accept_changes.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -256,12 +230,10 @@ def accepted_changes(
     # Mask secrets in both, because the first start masked them in config.yaml.
     old = redacted(defaults | settings_in_force(output_dir, starts))
     new = redacted(settings.resolved)
-    same = {name: value for name, value in derived.items() if old[name] == value}
-    new = new | {name: value for name, value in same.items() if new[name] is None}
     resumes |= own_checkpoint(str(output_dir)) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
-    before, now = Snapshot(old, _contents(starts[-1], old)), Snapshot(new, _contents(facts, new))
+    before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))
     changes = list(compare(before, now, resumes=resumes))
     if not changes:
         return {}
@@ -301,31 +273,12 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
     config = weights if now.settings["model_config"] is None else "model_config"
     for kind, held in before.contents.items():
         name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
-        holds, impossible = now.contents.get(kind, {}), ""
-        if kind == "model_config" and resumes:
-            impossible = _other_shape(held, holds)
+        holds = now.contents.get(kind, {})
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
-        if held and holds and keys and (impossible or name not in dangerous):
+        if held and holds and keys and name not in dangerous:
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
             what, ask = f"{name}: {key}", name not in HARMLESS_CONTENTS
-            yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
-
-
-def _other_shape(*contents: Mapping[str, Any]) -> str:
-    """Return a text on a tensor whose shape differs between two model configurations, or ""."""
-    if not all(contents) or contents[0] == contents[1]:
-        return ""
-    shapes = []
-    for config in (AutoConfig.for_model(**each) for each in contents):
-        with torch.device("meta"):
-            # Call the class, because from_config would shard the weights under ZeRO-3.
-            model: Any = causal_lm_class(config)(config)
-        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
-    for name in shapes[0] | shapes[1]:
-        was, is_now = (each.get(name, "not there") for each in shapes)
-        if was != is_now:
-            return f"have other tensors: {name} was {was} and would be {is_now}"
-    return ""
+            yield Change(name, what, held.get(key), holds.get(key), note, ask)
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:

@@ -152,12 +152,6 @@ def _planned_launch(settings: RunSettings) -> LaunchFacts:
     strategy = requested_strategy(settings.values.environment, world_size)
     if SUBMITTING not in os.environ and not settings.run.assume:  # the run would use this host
         check_connected(world_size, visible_gpus=0)
-        gpus = torch.cuda.device_count() if device == "cuda" else 0
-        if gpus > 1 and "WORLD_SIZE" not in os.environ:
-            logger.warning(
-                "%d GPUs are visible, this dry run is of one process: start one for each with "
-                "slurm/launch_node.sh SCRIPT ...; one process is refused", gpus,
-            )  # fmt: skip
     return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
 
 
@@ -299,8 +293,7 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     facts: dict[str, Any] = {}
     if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
-        derived = {"dataloader_num_workers": plan.data_workers, "compile": plan.compiled}
-        facts |= accepted_changes(record, settings, facts, derived, resumes=foreign is not None)
+        facts |= accepted_changes(record, settings, facts, resumes=foreign is not None)
     run_id = RunRecord(record).run_id or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
     if foreign is not None:

@@ -23,6 +23,6 @@ def test_benchmarks_are_imported_and_patch_what_exists():
             except ModuleNotFoundError as error:
                 assert error.name in PACKAGES, name  # noqa: PT017 - other modules must be tried
         patched |= set(re.findall(r'mock\.patch\(\s*"([\w.]+)"', path.read_text()))
-    assert "utils.training.trainer.tune_strategy" in patched
+    assert "utils.run.finish.export_final" in patched
     for name in patched:
         pkgutil.resolve_name(name)

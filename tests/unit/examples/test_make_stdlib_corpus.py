@@ -65,19 +65,6 @@ def test_each_fact_is_trained_on_and_asked_again_in_another_wording():
         assert 0 < len(asked & held_out.keys()) < len(asked & trained.keys())
 
 
-def test_tests_and_tables_are_left_out_and_a_hash_holds_out_modules(tmp_path):
-    for name in ("one.py", "wsgiref/a.py", "wsgiref/test/b.py", "test/c.py", "encodings/d.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(GLOB)
-    sources = list(corpus.read_sources(tmp_path))
-    assert [path for path, _ in sources] == ["one.py", "wsgiref/a.py"], "no tests and tables"
-    # A whole package is held out, and modules by hash.
-    assert corpus.split_of("wsgiref/mime/text.py") == corpus.split_of("wsgiref.py") == "package"
-    found = [corpus.split_of(f"module{number}.py") for number in range(1000)]
-    assert 15 < found.count("modules") < 50
-    assert found.count("train") == 1000 - found.count("modules")
-
-
 @pytest.mark.exhaustive  # reads the standard library twice
 def test_the_corpus_is_real_disjoint_and_the_same_every_time(tmp_path, monkeypatch, capsys):
     contents = []

@@ -18,7 +18,6 @@ def at(monkeypatch, tmp_path):
 
     def settled(url: str) -> None:
         hub.hub_fault.cache_clear()
-        hub._gave_up.clear()
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -26,7 +25,6 @@ def at(monkeypatch, tmp_path):
 
     yield settled
     hub.hub_fault.cache_clear()
-    hub._gave_up.clear()
 
 
 @pytest.fixture
@@ -72,41 +70,21 @@ def test_a_name_in_the_cache_is_used_without_a_network(at, tmp_path, caplog):
 
 @pytest.fixture
 def answering():
-    """Yield a server that answers each request with 500 while its event `open` is set."""
+    """Yield a server that answers each request with 500."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.server.asked.append(self.path)
-            self.server.open.wait()
             self.send_error(500)
 
         def log_message(self, *_: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        server.asked, server.open = [], threading.Event()
-        server.open.set()
+        server.asked = []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
-        server.open.set()
         server.shutdown()
-
-
-def test_an_upload_waits_longer_and_asks_again_if_the_start_gave_up(at, answering, monkeypatch):
-    at(f"http://127.0.0.1:{answering.server_port}")
-    answering.open.clear()
-    monkeypatch.setattr(hub, "PROBE_LIMIT_S", 0.1)
-    with pytest.raises(ConfigurationError, match="not in the cache"):
-        hub.settle_connection("Qwen/Qwen3-8B")
-    assert constants.is_offline_mode()
-    monkeypatch.setattr(hub, "UPLOAD_LIMIT_S", 60)
-    threading.Timer(0.3, answering.open.set).start()
-    assert hub.upload_fault() == ""
-    assert not constants.is_offline_mode()
-    at("http://127.0.0.1:9")
-    assert "cannot be reached" in hub.upload_fault()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # by the user
-    assert "this process is offline" in hub.upload_fault()
 
 
 def test_a_hub_that_answers_anything_is_reached_and_asked_once(at, answering, monkeypatch):

@@ -24,7 +24,7 @@ from utils.host.journal_file import read_journal, read_line
 from utils.observe.page import write_pages
 from utils.observe.status_lines import show_runs
 
-FLIPS = 240
+FLIPS = 120
 VOID = {"meta", "br", "input"}
 
 
@@ -92,18 +92,6 @@ def looked_at(run: Path) -> tuple[Page, str, dict]:
     return Page(page), "\n".join(str(line) for line in lines.renderables), found[0]
 
 
-def test_the_copies_of_the_record_are_hashed_once(run, monkeypatch):
-    hashed = []
-
-    def digests(paths):
-        hashed.extend(paths := list(paths))
-        return file_digests(paths)
-
-    monkeypatch.setattr("utils.checkpoints.record.file_digests", digests)
-    show_runs([str(run)], None, as_json=True)
-    assert [path.name for path in hashed] == ["config.yaml", "provenance.json"]
-
-
 def flipped(content: bytes, chance: random.Random) -> bytes:
     """Return the content with one changed byte: a flipped bit or another character of JSON."""
     place = chance.randrange(len(content))
@@ -139,40 +127,22 @@ LOST = b'{"event": "train", "step": 161, "time": 1800003000, "loss": 1e400, "ste
 # Lines to add at the end of a journal, and how many of them are damaged.
 LINES: dict[str, tuple[bytes, int]] = {
     "zeros of a crashed file system": (bytes(4096) + line(), 1),
-    "two joined": (line() + line(), 1),
     "ten megabytes": (b'{"event": "' + b"x" * 10**7, 1),
-    "ten megabytes of a text": (line(note="x" * 10**7), 0),
     "no object": (b'[1]\n7\n"train"\nnull\ntrue\n{}', 6),
-    "deep": (b"[" * 10**5, 1),
     "carriage returns": (b"\r\n\r\n" + line() + b"\r", 0),
     "invalid UTF-8": (line().replace(b"train", b"tr\xffin"), 1),
     "half a surrogate pair": (line(split="\ud800") + b"\n" + line(**{"loss/\udfff": 1.0}), 2),
-    "half of one in a hook's field": (line(note="\ud800") + b"\n" + line(note=["\udfff"]), 2),
-    "half of one in a sample": (line(event="samples", samples=[{"prompt": "\ud800"}]), 1),
-    "a surrogate pair": (line(event="samples", samples=[{"prompt": "\U0001f600"}]), 0),
     "no step": (line(step=None) + b"\n" + line(step=-1) + b"\n" + line(step="161"), 3),
-    "odd steps": (line(step=True) + b"\n" + line(step=1.5) + b"\n" + line(step=2**60), 3),
     "no time": (line(time="now") + b"\n" + line(time=None) + b"\n" + line(time=1e300), 3),
-    "no event": (line(event=7) + b"\n" + line(event=None) + b"\n" + line(event=["train"]), 3),
     "an unknown event": (line(event="eclipse"), 0),
     "numbers as texts": (line(loss="1.0") + b"\n" + line(step_time_s="1"), 2),
-    "booleans": (line(loss=True) + b"\n" + line(max_steps=True), 2),
-    "steps of a run": (line(max_steps=-1) + b"\n" + line(max_steps=1.5), 2),
     "figures beyond float64": (LOST, 0),
-    "huge integers": (line(loss=10**400), 1),
-    "huge figures": (line(loss=1e300, grad_norm=-1e308, step_time_s=1e300), 0),
-    "no numbers": (line(loss="NaN", grad_norm="Infinity", step_time_s="NaN", mfu="-Infinity"), 0),
     "nulls": (line(loss=None, step_time_s=None, tokens_per_s=None, slowest_rank=None), 0),
-    "a rank without its host": (line(slowest_rank=3), 0),
     "rows of other types": (line(event="samples", samples=[1]) + b"\n" + line(memory_by_rank=5), 2),
-    "odd rows": (line(memory_by_rank=[{"rank": [], "memory_peak_gib": {}}, {}]), 0),
     "steps that go back": (line(step=3) + b"\n" + line(step=1), 0),
     "a start beyond the end": (line(event="resumed", step=10**9), 0),
     "a hook's fields": (line(**{"reward/mean": "high", "reward/all": [1], "note": {"a": 1}}), 0),
-    "an evaluation without a loss": (line(event="eval", split="web"), 0),
-    "a split that is no text": (line(event="eval", split=[], eval_loss=1.0), 1),
     "an escape code": (line(event="eval", split="\x1b[2J", eval_loss=1.0), 1),
-    "an escape code in a name": (line(**{"loss/\x1b[2J": 1.0}), 1),
     "a tag": (line(event="eval", split="<b>&amp;", **{"eval_<b>&amp;_loss": 1.0}), 0),
     "cut off": (line()[:-9], 1),
 }  # fmt: skip
@@ -201,15 +171,7 @@ def test_a_measure_that_cannot_be_is_left_out_and_a_figure_is_infinite():
     assert [read[key] for key in ("loss", "grad_norm", "reward")] == [-math.inf, math.inf, math.inf]
 
 
-NAMES = [
-    "line\nend",
-    "\x1b[31mred\x1b]0;title\x07",
-    "<b>&\"'",
-    "caf\udce9",
-    "$x$ a_b^c",
-    "1% #?;=",
-    "a",
-]
+NAMES = ["line\nend", "\x1b[31mred\x1b]0;title\x07", "<b>&\"'", "caf\udce9", "$x$ 1% #?;="]
 
 
 @pytest.mark.parametrize("name", NAMES)

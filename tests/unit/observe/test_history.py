@@ -61,7 +61,7 @@ def without_marks(lines):
     ]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_lines_that_count_are_those_of_read_journal(tmp_path, seed):
     """The journal has starts at random steps, torn lines and repeated evaluations."""
     chance = random.Random(seed)
@@ -90,22 +90,6 @@ def test_the_lines_that_count_are_those_of_read_journal(tmp_path, seed):
 
     found = without_marks(read_run(tmp_path).lines)
     assert sorted(found, key=order) == sorted(expected, key=order)
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "provenance.json", "config.yaml"])
-@pytest.mark.parametrize("damage", ["gone", "cut", "binary"])
-def test_a_damaged_run_is_read_and_what_is_missing_is_said(made_up_run, name, damage):
-    path = made_up_run / name
-    content = path.read_bytes()
-    path.unlink()
-    if damage != "gone":
-        path.write_bytes(content[:-7] if damage == "cut" else b"\xff\x00\n" * 50)
-    run = read_run(made_up_run)
-    if (name, damage) != ("config.yaml", "cut"):  # the rest of that file is valid
-        assert any(each.startswith(name) for each in run.missing + run.damaged)
-    steps = [line["step"] for line in run.trained]
-    assert steps == ([] if name == "metrics.jsonl" and damage != "cut" else list(range(1, 161)))
-    assert len(run.starts) == 3
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):

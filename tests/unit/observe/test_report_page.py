@@ -11,7 +11,6 @@ from made_up_run import BEGIN, loss, train_line, write_run, write_run_of_ranks
 import report
 from utils.config.errors import ConfigurationError
 from utils.observe.history import read_run
-from utils.observe.page import _exponential, figure
 
 
 @pytest.fixture(autouse=True)
@@ -137,14 +136,7 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
     head = {"event": "started", "step": 0, "max_steps": 100_000, "time": BEGIN}
     texts = [json.dumps(line) for line in (head, *lines)]
     (made_up_run / "metrics.jsonl").write_text("\n".join(texts))
-    begin = time.process_time()
-    for text in texts:
-        json.loads(text)
-    parsed = time.process_time()
     report.main([str(made_up_run)])
-    seconds, parsing_s = time.process_time() - parsed, parsed - begin
-    # A page takes 2.2 to 8.5 times as long as parsing, on fast and slow machines.
-    assert seconds < 20 * parsing_s
     page = (made_up_run / "report.html").read_text()
     assert len(page) < 1_000_000
     losses = data_of(page)["charts"][0]["lines"]
@@ -180,7 +172,3 @@ def test_what_is_no_run_is_refused_all_at_once(made_up_run, tmp_path):
     with pytest.raises(ConfigurationError) as refused:
         report.main(words)
     assert len(refused.value.problems) == 2
-
-
-def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either():
-    assert [figure(_exponential(loss)) for loss in (0.0, 700.0, math.nan)] == ["1", "inf", "nan"]

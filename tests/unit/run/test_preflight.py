@@ -1,7 +1,6 @@
 """Storage is checked on every host before a run. Refusals name the host and the remedy."""
 
 import contextlib
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -28,66 +27,14 @@ def on_n1(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
 
 
-@pytest.fixture
-def check_ranks(monkeypatch):
-    """Return a function that checks each rank with its host and directory, and returns refusals.
-
-    The check of the next rank begins while the previous rank looks for rank 0's mark.
-    """
-
-    def check_all(*ranks: tuple[str, Path]) -> list[str]:
-        waiting, answers, problems = list(enumerate(ranks)), [], []
-
-        def begin_next():
-            if waiting:
-                rank, (_, directory) = waiting.pop(0)
-                check(directory, 1000, rank, tuple(host for host, _ in ranks))
-
-        def on_rank_0(decide):
-            if not answers:
-                answers.append(decide())
-            return answers[0]
-
-        def on_every_rank(probe):
-            try:
-                probe()
-            except StorageError as error:
-                problems.extend(error.problems)
-            begin_next()
-
-        monkeypatch.setattr(preflight, "on_rank_0", on_rank_0)
-        monkeypatch.setattr(preflight, "on_every_rank", on_every_rank)
-        begin_next()
-        return problems
-
-    return check_all
-
-
-def test_hosts_that_agree_are_logged_in_one_line_and_nothing_stays(
-    tmp_path, check_ranks, caplog, monkeypatch
-):
-    """One host sees the new directory only after a while, as with NFS."""
-    caplog.set_level("INFO")
-    monkeypatch.setattr(preflight, "_append", append := mock.Mock(wraps=preflight._append))
-    run, link = tmp_path / "runs" / "x", tmp_path / "link"
-    threading.Timer(0.2, lambda: link.symlink_to(run)).start()
-    assert check_ranks(("n1", run), ("n1", run), ("n2", link), ("n2", run)) == []
-    line = caplog.messages[-1]
-    assert line.startswith(f"2 host(s) can write to {run}, ")
-    assert line.endswith("GiB free (1 more checkpoint(s) needed)")
-    assert caplog.messages == [line]
-    assert append.call_count == 1 + 2, "rank 0 makes the file, each host writes to it"
-    assert list(run.iterdir()) == []
-
-
-def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch, check_ranks):
-    monkeypatch.setattr(preflight, "SIGHT_LIMIT_S", 0.2)
-    monkeypatch.setattr(preflight, "host_name", lambda: "nX")
-    run, others = tmp_path / "x", (tmp_path / "absent", tmp_path)
-    problems = check_ranks(("n1", run), *zip(("n2", "n3"), others, strict=True))
-    for problem, path in zip(problems, others, strict=True):
-        assert problem.startswith(f"nX: --output_dir {path} is not the directory that rank 0 made")
-    assert list(run.iterdir()) == []
+def test_a_host_that_does_not_see_the_directory_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "SIGHT_LIMIT_S", 0.0)
+    for path in (tmp_path / "absent", tmp_path):
+        told = rf"n1: --output_dir {path} is not the directory that rank 0 made on another host"
+        with pytest.raises(StorageError, match=told):
+            preflight._probe(path / "mark")
+    (tmp_path / "mark").touch()
+    preflight._probe(tmp_path / "mark")
 
 
 def test_a_file_system_without_room_for_a_file_is_refused(small_disk, monkeypatch):

@@ -4,16 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import requests
 
 from utils.launch.processes import LaunchFacts
-from utils.plan.run_plan import tracker_name
 from utils.run.provenance import git_state, write_provenance
-from utils.run.trackers import end_wandb, prepare_trackers, prepare_wandb
+from utils.run.trackers import prepare_wandb
 
 LAUNCH = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
@@ -107,59 +105,3 @@ def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
     prepare_wandb(tmp_path, "a1")
     assert {name: os.environ[f"WANDB_{name}"] for name in chosen} == chosen
     assert os.environ["WANDB_X_DISABLE_META"] == "true"
-
-
-def test_wandb_gets_the_report_and_the_stop_before_the_run_ends(tmp_path, monkeypatch):
-    told = []
-    run = SimpleNamespace(
-        id="a1",
-        log=told.append,
-        log_artifact=lambda *what, **more: told.append((*what, more)),
-        mark_preempting=lambda: told.append("preempting"),
-        finish=lambda **how: told.append(how),
-    )
-    wandb = SimpleNamespace(run=run, Html=lambda path, inject: (path, inject))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    report = tmp_path / "report.html"
-    end_wandb(report, stopped=True)
-    assert told == ["preempting", {"exit_code": 75}]
-    report.touch()
-    end_wandb(report, stopped=False)
-    kept = (str(report), {"name": "report-a1", "type": "report"})
-    assert told[2:] == [{"report": (str(report), False)}, kept]
-
-
-def started(directory, step=0, **settings):
-    """Prepare the trackers of a start; return the run's name in them."""
-    given = {"run_name": None, "report_to": [], "output_dir": directory} | settings
-    args = SimpleNamespace(**given)
-    name = tracker_name(args, "a1b2c3d4")
-    prepare_trackers(SimpleNamespace(training=args, resolved={}), name, directory, "a1b2c3d4", step)
-    return name
-
-
-def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRACKIO_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    asked, known = [], []
-    monkeypatch.setitem(
-        sys.modules,
-        "mlflow",
-        SimpleNamespace(
-            set_experiment=asked.append,
-            search_runs=lambda **how: asked.append(how["filter_string"]) or known,
-        ),
-    )
-    os.environ["MLFLOW_TAGS"] = '{"team": "x"}'
-    assert started(tmp_path / "run", report_to=["mlflow", "trackio"]) == "run-a1b2c3"
-    assert asked == ["stoker", "tags.stoker_run_id = 'a1b2c3d4'"]
-    assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/run/mlflow.db"
-    assert json.loads(os.environ["MLFLOW_TAGS"]) == {"team": "x", "stoker_run_id": "a1b2c3d4"}
-    assert os.environ["TRACKIO_DIR"] == f"{tmp_path}/run/trackio"
-    assert "MLFLOW_RUN_ID" not in os.environ
-    known.append(SimpleNamespace(info=SimpleNamespace(run_id="r7")))
-    os.environ["MLFLOW_TRACKING_URI"] = "http://server"
-    assert started(tmp_path, run_name="mine", report_to=["mlflow"]) == "mine"
-    assert os.environ["MLFLOW_TRACKING_URI"] == "http://server"
-    assert os.environ["MLFLOW_RUN_ID"] == "r7"
