@@ -4,7 +4,7 @@
 # make test       lint, types, shell and every test; installs what it needs
 # make test-slurm the job scripts on a real Slurm of two nodes (Debian: slurm-wlm, munge; part of test)
 # make test-fast  the tests that start no process and train no model
-# make test-gpu   the tests marked `gpu`, on one GPU, in at most four minutes
+# make test-gpu   the tests marked `gpu`, on one GPU, in at most four minutes; each failure is printed when it happens
 # make test-oldest  the tests but those on Slurm, with the oldest transformers that pyproject.toml allows
 # make test-exhaustive  every case of the proofs in tests/exactness (hours), into benchmarks/results/exactness/; `make interruptions`; and all others that `make test` leaves out
 # make bench      Stoker beside other toolkits on this CPU, into benchmarks/results/cpu/ (nothing else may run)
@@ -132,7 +132,7 @@ test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)
 	$(or $(GPU_PYTHON),$(BIN)/python) -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU"'
 	TORCHINDUCTOR_COMPILE_THREADS=2 timeout --foreground --signal=INT --kill-after=20 $(GPU_LIMIT_S) \
 	  $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(if $(filter-out 0,$(GPU_WORKERS)),-n $(GPU_WORKERS) --dist worksteal) \
-	  -v -rsfE --tb=short --durations=10 -o faulthandler_timeout=120 --junitxml=test-gpu.xml $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+	  --at-once -rsfE --tb=short --durations=10 -o faulthandler_timeout=120 --junitxml=test-gpu.xml $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own. The facts in
 # tests/published are those of the locked version.

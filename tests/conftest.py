@@ -19,8 +19,29 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--exhaustive`: every case of the proofs, not a sample."""
+    """Add `--exhaustive` (every case of the proofs, not a sample) and `--at-once`."""
     parser.addoption("--exhaustive", action="store_true", help="every case of the proofs")
+    parser.addoption("--at-once", action="store_true", help="print each failure when it happens")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Turn `--at-once` on, in the process that prints."""
+    if session.config.getoption("--at-once") and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(AtOnce(session.config))
+
+
+class AtOnce:
+    """Prints the last lines of each failure when it happens: a time limit may end the session."""
+
+    def __init__(self, config: pytest.Config):
+        self.terminal = config.pluginmanager.getplugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})")
+            self.terminal.write_line("\n".join(report.longreprtext.splitlines()[-30:]))
+            self.terminal.flush()  # otherwise a pipe would buffer them until the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

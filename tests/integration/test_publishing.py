@@ -220,7 +220,7 @@ def test_a_run_is_pushed_at_its_end_and_its_adapter_afterwards(
     assert "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules mine=me/lora" in card.text
     # A second upload deletes only old parts of the weights: they would be loaded as well.
     there |= {"adapter_model-2.safetensors": b"", "LICENSE": b"mine"}
-    ((code, shown),) = publish((f"{named} --private", TOKEN))
+    ((code, shown),) = publish((named, TOKEN))
     assert code == 0, shown
     assert "is there already and stays public" in shown
     assert "adapter_model-2.safetensors" not in there
@@ -252,7 +252,7 @@ def test_what_cannot_be_published_is_refused_with_what_to_type(hub, publish, fin
         ("run me/x", "", "HF_WRITE_TOKEN=hf_... (cp .env.example .env"),
         ("run me/x", "hf_wr" + "x" * 20, "401 (Invalid username or password.): is the token"),
         ("run other/x", TOKEN, "is other you or an organization of yours"),
-        ("run a/b/c", TOKEN, "is no name on the Hub, give OWNER/NAME"),
+        ("run a/b/c", TOKEN, "a/b/c: the upload failed: Repo id must be"),
         ("run me/x --adapter", TOKEN, "has no adapter/ yet"),
         ("run/final me/x", TOKEN, "run/final has no final/ yet"),
         ("hf me/x", TOKEN, "give the directory of a run (its output_dir; --adapter needs"),

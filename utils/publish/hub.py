@@ -59,12 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     load_env_file()
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("publish", description=__doc__, formatter_class=form)
-    add, which = parser.add_argument, parser.add_mutually_exclusive_group()
+    add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="directory of a finished run")
     add("name", metavar="OWNER/NAME", help="of the model on the Hub; it is made if it is new")
     add("--adapter", action="store_true", help="the LoRA adapter, not the merged model")
-    which.add_argument("--private", action="store_true", help="as it is by default")
-    which.add_argument("--public", action="store_true", help="make a new model visible to all")
+    add("--public", action="store_true", help="make a new model visible to all, not private")
     add("--base_model", metavar="OWNER/NAME", help="the base's name, where the run knows a path")
     add("--dry_run", action="store_true", help="check, say what would be uploaded, and stop")
     given = parser.parse_args(argv)
@@ -91,17 +90,6 @@ def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
         )  # fmt: skip
 
 
-def hub_name_fault(name: str) -> str:
-    """Return why the Hub would refuse this name; "" for a valid name."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        return f"{name!r} is no name on the Hub, give OWNER/NAME: {error}"
-    return ""
-
-
 def files_to_publish(
     run: Path, name: str, *, adapter: bool = False, base_model: str | None = None
 ) -> dict[str, Path | bytes]:
@@ -111,8 +99,6 @@ def files_to_publish(
     model has no name on the Hub.
     """
     directory = run / (ADAPTER if adapter else FINAL)
-    if problem := hub_name_fault(name) or (base_model and hub_name_fault(base_model)):
-        raise ConfigurationError(problem)
     if not directory.is_dir():
         raise ConfigurationError(
             f"{run} has no {directory.name}/ yet, which the end of a run writes: resume it first, "
@@ -210,6 +196,7 @@ def _card(run: Path, directory: Path, name: str, base_model: str | None) -> str:
         card.data["base_model"] = base_model
         card.data["base_model_relation"] = "adapter" if directory.name == ADAPTER else "finetune"
         text = str(card).replace("vllm serve BASE ", f"vllm serve {base_model} ")
+        text = text.replace('("BASE", ', f'("{base_model}", ')
     if directory.name == FINAL and (run / RESULTS).is_file():
         with foreign(run / RESULTS, "these are no results of lm_eval", "Evaluate again."):
             lines = "\n".join(_benchmarks(read_object(run / RESULTS)))

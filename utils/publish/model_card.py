@@ -216,9 +216,16 @@ class _Card:
         if any(self.adapter_config.get(key) for key in HARD_TO_SERVE):
             serve = ""
             yield (
-                "The adapter has more than LoRA matrices: vLLM does not serve it, and PEFT adds no "
-                f"rows of new tokens to its base. If so, use the run's merged model, `{FINAL}/`.\n"
+                "The adapter has more than LoRA matrices. vLLM does not serve it, and PEFT cannot "
+                f"add new tokens to its base: use the run's merged model, `{FINAL}/`.\n"
             )
+        else:
+            yield from self._code(base)
+        yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
+
+    def _code(self, base: str) -> Iterator[str]:
+        """Yield Python code that loads the model, or the adapter of `base`, and generates."""
+        name = self.name
         loader = f"AutoModelFor{'MultimodalLM' if self.multimodal else 'CausalLM'}"
         asked, answer = '"The sky is"', '["generated_text"]'
         if (self.directory / "chat_template.jinja").is_file():
@@ -234,7 +241,6 @@ class _Card:
         yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
         yield 'generate = pipeline("text-generation", model, tokenizer=tokenizer)'
         yield f"print(generate({asked}, max_new_tokens=256)[0]{answer})\n```\n"
-        yield f"```bash\n{serve}python chat.py {name}   # in a clone of Stoker\n```"
 
 
 def _figures(run: Path, step: int, launch: Mapping[str, Any]) -> Iterator[str]:

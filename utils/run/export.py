@@ -29,8 +29,6 @@ from utils.publish.model_card import shown_name, write_model_card
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "base_model.model."
-
 
 def export_final(trainer: Any, dtype: torch.dtype) -> None:
     """Write ``final/`` (and ``adapter/`` after LoRA) into the run directory of `trainer`.
@@ -76,7 +74,7 @@ def merged_model(
     clean.generation_config = live.generation_config
     clean._weight_conversions = getattr(live, "_weight_conversions", None)
     cast = _caster(clean, dtype)
-    merged = {name.removeprefix(PREFIX): value for name, value in state.items()}
+    merged = {name.removeprefix("base_model.model."): value for name, value in state.items()}
     packed = packed_layers(live)
     for name in [name for name in merged if name.rpartition(".weight.")[0] in packed]:
         del merged[name]  # scales of the 4-bit weights

@@ -134,6 +134,8 @@ LINES: dict[str, tuple[bytes, int]] = {
     "half a surrogate pair": (line(split="\ud800") + b"\n" + line(**{"loss/\udfff": 1.0}), 2),
     "no step": (line(step=None) + b"\n" + line(step=-1) + b"\n" + line(step="161"), 3),
     "no time": (line(time="now") + b"\n" + line(time=None) + b"\n" + line(time=1e300), 3),
+    "no event": (line(event=7) + b"\n" + line(event=None) + b"\n" + line(event=["train"]), 3),
+    "steps of a run": (line(max_steps=-1) + b"\n" + line(max_steps=1.5), 2),
     "an unknown event": (line(event="eclipse"), 0),
     "numbers as texts": (line(loss="1.0") + b"\n" + line(step_time_s="1"), 2),
     "figures beyond float64": (LOST, 0),

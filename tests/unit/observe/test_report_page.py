@@ -136,7 +136,13 @@ def test_a_long_run_makes_a_small_page_that_keeps_its_extremes(made_up_run):
     head = {"event": "started", "step": 0, "max_steps": 100_000, "time": BEGIN}
     texts = [json.dumps(line) for line in (head, *lines)]
     (made_up_run / "metrics.jsonl").write_text("\n".join(texts))
+    begin = time.process_time()
+    for text in texts:
+        json.loads(text)
+    parsed = time.process_time()
     report.main([str(made_up_run)])
+    # A page takes 2.2 to 8.5 times as long as parsing, on fast and slow machines.
+    assert time.process_time() - parsed < 20 * (parsed - begin)
     page = (made_up_run / "report.html").read_text()
     assert len(page) < 1_000_000
     losses = data_of(page)["charts"][0]["lines"]

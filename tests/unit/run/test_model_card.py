@@ -112,7 +112,8 @@ def test_an_adapter_that_its_base_does_not_take_names_the_merged_model(dataset, 
     (adapter / "adapter_config.json").write_text('{"modules_to_save": ["lm_head"]}')
     write_model_card(adapter, "run/adapter", run, 20, [dataset])
     text = read(adapter).text
-    assert "If so, use the run's merged model, `final/`" in text
+    assert "use the run's merged model, `final/`" in text
+    assert "PeftModel" not in text
     assert "vllm serve" not in text
     assert "python chat.py run/adapter" in text
 

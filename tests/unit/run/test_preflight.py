@@ -11,7 +11,7 @@ from utils.checkpoints import discovery
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.run import preflight
-from utils.run.preflight import check_place, check_storage, known_files
+from utils.run.preflight import check_place, check_storage
 
 MIB = 2**20
 
@@ -68,22 +68,3 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch)
         told = rf"n1: {most} more .* of about 1.0 MiB.* KiB are missing. Make room"
         with pytest.raises(StorageError, match=told):
             check_place(tmp_path, plan, keep)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "provenance.json", "metrics.jsonl", ".lock"])
-def test_a_run_directory_whose_files_lead_elsewhere_is_refused(name, tmp_path):
-    """Otherwise a start would read or append to a link's target, or lock another folder."""
-    (run := tmp_path / "run").mkdir()
-    for file in ("config.yaml", "provenance.json", "metrics.jsonl"):
-        (run / file).touch()
-    (tmp_path / "home").symlink_to(run)
-    assert known_files(tmp_path / "home"), "the user's own link to it"
-    (run / name).unlink(missing_ok=True)
-    (tmp_path / "elsewhere").mkdir()
-    (run / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigurationError, match=rf"/{name} is a link.*remove it"):
-        known_files(run)
-    (run / name).unlink()
-    (run / ".lock").touch()
-    with pytest.raises(ConfigurationError, match=r"/\.lock is no folder.*remove it"):
-        known_files(run)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ import requests
 
 from utils.launch.processes import LaunchFacts
 from utils.run.provenance import git_state, write_provenance
-from utils.run.trackers import prepare_wandb
+from utils.run.trackers import prepare_trackers, prepare_wandb
 
 LAUNCH = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
@@ -105,3 +106,21 @@ def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
     prepare_wandb(tmp_path, "a1")
     assert {name: os.environ[f"WANDB_{name}"] for name in chosen} == chosen
     assert os.environ["WANDB_X_DISABLE_META"] == "true"
+
+
+def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    asked, known = [], [SimpleNamespace(info=SimpleNamespace(run_id="r7"))]
+    mlflow = SimpleNamespace(
+        set_experiment=asked.append,
+        search_runs=lambda **how: asked.append(how["filter_string"]) or known,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setenv("MLFLOW_TAGS", '{"team": "x"}')
+    settings = SimpleNamespace(training=SimpleNamespace(report_to=["mlflow"]), resolved={})
+    prepare_trackers(settings, "run", tmp_path, "a1b2c3d4", 0)
+    assert asked == ["stoker", "tags.stoker_run_id = 'a1b2c3d4'"]
+    assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
+    assert json.loads(os.environ["MLFLOW_TAGS"]) == {"team": "x", "stoker_run_id": "a1b2c3d4"}
+    assert os.environ["MLFLOW_RUN_ID"] == "r7"
