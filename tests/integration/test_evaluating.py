@@ -14,6 +14,7 @@ from launching import run_processes
 from utils.config.errors import ConfigurationError
 from utils.publish import evaluate
 from utils.publish.hub import files_to_publish
+from utils.run.finish import run_or_warn
 
 pytestmark = pytest.mark.slow
 
@@ -95,9 +96,9 @@ def test_what_fails_says_what_to_type_and_fails_no_run(finished, stand_in, caplo
     with pytest.raises(ConfigurationError, match="run --model dummy --tasks broken --limit 1"):
         evaluate.main([str(finished), "--tasks", "broken"])
     with caplog.at_level(logging.WARNING):
-        evaluate.evaluate_at_the_end(finished, ["broken"])
-    assert "is complete but not evaluated: lm_eval ended with 1" in caplog.text
-    assert f"Again: python -m utils.publish.evaluate {finished} --tasks broken" in caplog.text
+        run_or_warn("lm_eval_tasks", evaluate, [str(finished), "--tasks", "broken"])
+    assert "lm_eval_tasks: the run is complete, but this failed: lm_eval ended" in caplog.text
+    assert f"login node: python -m utils.publish.evaluate {finished} --tasks broken" in caplog.text
     assert "Couldn't reach the data on the Hub" in capfd.readouterr().err
     assert not (finished / "lm_eval.json").exists()
     with pytest.raises(ConfigurationError, match="has no final/"):

@@ -16,7 +16,9 @@ from huggingface_hub import ModelCard
 from launching import quiet_environment
 
 from utils.config.errors import ConfigurationError
-from utils.publish.hub import files_to_publish, push_at_the_end
+from utils.publish import hub as hub_module
+from utils.publish.hub import files_to_publish
+from utils.run.finish import run_or_warn
 
 pytestmark = pytest.mark.slow
 
@@ -295,6 +297,6 @@ def test_an_upload_that_fails_at_the_end_is_a_warning_with_the_command(
     monkeypatch.chdir(finished.parent)
     monkeypatch.setenv("HF_WRITE_TOKEN", TOKEN)
     with caplog.at_level(logging.WARNING):
-        push_at_the_end(Path("run"), "me/x", False)  # tests are offline
-    assert "run/final is complete but not uploaded (me/x: this process is offline" in caplog.text
+        run_or_warn("push_to_hub", hub_module, ["run", "me/x", "--public"])  # tests are offline
+    assert "the run is complete, but this failed: me/x: this process is offline" in caplog.text
     assert "login node: python -m utils.publish.hub run me/x --public" in caplog.text

@@ -89,17 +89,5 @@ def evaluate(run: Path, tasks: Sequence[str], flags: Sequence[str] = ()) -> None
     logger.info("benchmarks: %s has all figures; publishing adds them to the card", run / RESULTS)
 
 
-def evaluate_at_the_end(run: Path, tasks: Sequence[str]) -> None:
-    """Evaluate a finished run; if this fails, log a warning with the command to type."""
-    try:
-        evaluate(run, tasks)
-    except ConfigurationError as error:
-        command = ["python", "-m", "utils.publish.evaluate", str(run), "--tasks", *tasks]
-        logger.warning(
-            "lm_eval_tasks: %s is complete but not evaluated: %s Again: %s",
-            run / FINAL, "; ".join(error.problems), shlex.join(command),
-        )  # fmt: skip
-
-
 if __name__ == "__main__":
     sys.exit(run_script(main))

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,21 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.dry_run:
         logger.info("published: %s", upload(files, given.name, private=not given.public))
     return 0
-
-
-def push_at_the_end(run: Path, name: str | None, private: bool | None) -> None:
-    """Publish final/ of a finished run; if this fails, log a warning with the command to type."""
-    name = name or run.resolve().name
-    try:
-        files = files_to_publish(run, name)
-        logger.info("published: %s", upload(files, name, private=private is not False))
-    except ConfigurationError as error:
-        command = ["python", "-m", "utils.publish.hub", str(run), name]
-        command += ["--public"] if private is False else []
-        logger.warning(
-            "push_to_hub: %s is complete but not uploaded (%s) Where there is a network, as on the "
-            "login node: %s", run / FINAL, "; ".join(error.problems), shlex.join(command),
-        )  # fmt: skip
 
 
 def files_to_publish(

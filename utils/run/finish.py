@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import shlex
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -21,7 +23,7 @@ from utils.callbacks.watchdog import HangWatch
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.store import Checkpoints
 from utils.config.arguments import profiled_steps
-from utils.config.errors import ExitCode
+from utils.config.errors import ConfigurationError, ExitCode
 from utils.config.settings import RunSettings
 from utils.data.loader import source_names
 from utils.host.run_lock import leave_run_lock, wait_until_left
@@ -30,8 +32,7 @@ from utils.model.finished_model import name_of
 from utils.observe.page import FILE_NAME, log_next_step, write_at_the_end
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
-from utils.publish.evaluate import evaluate_at_the_end
-from utils.publish.hub import push_at_the_end
+from utils.publish import evaluate, hub
 from utils.run.export import export_final
 from utils.run.start import Run
 from utils.run.trackers import end_wandb
@@ -153,10 +154,24 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
         if launch.rank != 0:
             wait_until_left(output_dir)  # srun ends all nodes soon after the first one ends
         if launch.rank == 0 and push:
-            push_at_the_end(output_dir, args.hub_model_id, args.hub_private_repo)
+            name = args.hub_model_id or output_dir.resolve().name
+            public = ["--public"] if args.hub_private_repo is False else []
+            run_or_warn("push_to_hub", hub, [str(output_dir), name, *public])
         if launch.rank == 0 and tasks:
-            evaluate_at_the_end(output_dir, tasks)
+            run_or_warn("lm_eval_tasks", evaluate, [str(output_dir), "--tasks", *tasks])
     leave_run_lock(output_dir)
     if launch.rank == 0 and (code == ExitCode.DONE or "SLURM_JOB_ID" not in os.environ):
         log_next_step(output_dir)  # the job script requeues a stopped job, or says what to do
     return code
+
+
+def run_or_warn(setting: str, module: ModuleType, argv: list[str]) -> None:
+    """Run a module of utils.publish; if this fails, log a warning with the command to type."""
+    try:
+        module.main(argv)
+    except ConfigurationError as error:
+        logger.warning(
+            "%s: the run is complete, but this failed: %s Where there is a network, as on the "
+            "login node: python -m %s %s",
+            setting, "; ".join(error.problems), module.__name__, shlex.join(argv),
+        )  # fmt: skip

@@ -303,16 +303,6 @@ def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
     assert {"assume", "suggest"} <= OF_THIS_START
 
 
-def test_a_changed_environment_is_one_line_with_old_and_new_value(runs, caplog):
-    first = {"environment": ["NCCL_IB_DISABLE=1", "ulimit -n=4096"]}
-    runs.start(facts=first)
-    runs.start(facts={"environment": ["ulimit -n=4096"]})
-    (line,) = warned(caplog)
-    assert line.splitlines()[1:] == [
-        "  environment: variables: NCCL_IB_DISABLE=1 ulimit -n=4096 -> ulimit -n=4096"
-    ]
-
-
 def test_own_code_is_compared_by_its_digest(runs, caplog, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("my.py", "moved.py"):
