@@ -58,7 +58,12 @@ def short(title: str) -> str:
 
 def results() -> list[dict[str, Any]]:
     """Return what was measured, on a GPU first."""
-    return [*load_results("gpu", GPU_CELLS), *load_results("cpu", CPU_CELLS)]
+    groups = {"gpu": GPU_CELLS, "cpu": CPU_CELLS}
+    return [
+        result
+        for group, cells in groups.items()
+        for result in load_results(group, [cell.name for cell in cells])
+    ]
 
 
 def main() -> None:
