@@ -1,7 +1,6 @@
 """Write into the head of each recipe what a dry run predicts for its hardware.
 
-    python examples/recipe_forecasts.py               the lines `# Predicted on ...`
-    python examples/recipe_forecasts.py --suggest     print what --suggest says of each recipe
+    python examples/recipe_forecasts.py     # the lines `# Predicted on ...`
 
 Models are their published sizes, without weights or tokenizers. Documents are as long as the chats
 of benchmarks/workloads, and half a sequence where a recipe pretrains.
@@ -39,7 +38,6 @@ from utils.plan.forecast import (  # noqa: E402
     make_planner,
     shown_durations,
     shown_speeds,
-    suggest,
 )
 from utils.plan.memory_estimate import GIB, count_parameters  # noqa: E402
 from utils.plan.memory_plan import plan_memory  # noqa: E402
@@ -314,20 +312,12 @@ def with_prediction(text: str, line: str) -> str:
     return f"{text[: found.end() + 1]}{line}{text[found.end() + 1 :]}"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Rewrite all recipes, or print suggestions for them."""
-    suggesting = "--suggest" in (sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO if suggesting else logging.ERROR, format="%(message)s")
+def main() -> None:
+    """Rewrite all recipes."""
+    logging.basicConfig(level=logging.ERROR)
     os.chdir(ROOT)
     for path in recipes():
-        if suggesting:
-            logging.info("%s", path.stem)
-            report = Report()
-            suggest(planner_of(path), report)
-            for level, text in report:
-                logging.log(level, "%s", text)
-        else:
-            path.write_text(with_prediction(path.read_text(), predicted_line(path)))
+        path.write_text(with_prediction(path.read_text(), predicted_line(path)))
 
 
 if __name__ == "__main__":
