@@ -18,10 +18,10 @@ from benchmarks.cells.cpu import CPU_CELLS
 from benchmarks.cells.gpu import GPU_CELLS
 from benchmarks.cells.kinds import Cell, ComponentCell, ProbeCell, SweepCell
 from benchmarks.cells.toy import toy
-from benchmarks.comparisons.turns import BaselineFailedError, say
+from benchmarks.comparisons.turns import BaselineFailedError
 from benchmarks.hardware.circumstances import ROOT, hardware
 from benchmarks.measure import Session
-from benchmarks.progress import OutOfTimeError
+from benchmarks.progress import OutOfTimeError, say
 from utils.launch.script import run_script
 
 RESULTS = ROOT / "benchmarks" / "results"

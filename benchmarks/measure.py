@@ -15,11 +15,11 @@ from benchmarks.cells.kinds import (
     SweepCell,
 )
 from benchmarks.comparisons import component, duration, sweep, training
-from benchmarks.comparisons.turns import run_process, say
+from benchmarks.comparisons.turns import run_process
 from benchmarks.figures.table import table
 from benchmarks.hardware.circumstances import circumstances, hardware
 from benchmarks.hardware.efficiency import Device, known_device
-from benchmarks.progress import Progress
+from benchmarks.progress import Progress, say
 
 # Two results with equal values of these keys are from the same machine and code.
 SAME = ("commit", "hardware", "python", "versions")

@@ -9,13 +9,14 @@ from typing import Any
 
 from benchmarks.cells.kinds import OURS, ComponentCell
 from benchmarks.comparisons.ratios import paired_ratio
-from benchmarks.comparisons.turns import LEFT_OUT, Rounds, Turns, run_process
+from benchmarks.comparisons.turns import LEFT_OUT, Turns, run_process
+from benchmarks.progress import Progress
 
 Timings = dict[str, Any]  # as benchmarks/components/__main__.py writes them
 
 
 def hold(
-    cell: ComponentCell, repeats: int, kept: Rounds | None = None, left_out: Collection[str] = ()
+    cell: ComponentCell, repeats: int, kept: Progress | None = None, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
     """Let the baselines of a component do their work in turn; return its results."""
     module = importlib.import_module(f"benchmarks.components.{cell.module}")

@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.cells.kinds import OURS, SweepCell, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
 from benchmarks.comparisons.training import made_in_process, run_baseline_of
-from benchmarks.comparisons.turns import LEFT_OUT, BaselineFailedError, Rounds, say
+from benchmarks.comparisons.turns import LEFT_OUT, BaselineFailedError
 from benchmarks.hardware.efficiency import Device, efficiency
+from benchmarks.progress import Progress, say
 from benchmarks.recording.job import Outcome
 
 # By baseline and size, Outcomes as JSON.
@@ -18,7 +19,7 @@ Outcomes = dict[str, dict[str, dict[str, Any]]]
 
 
 def hold(
-    cell: SweepCell, device: Device, kept: Rounds, left_out: Collection[str] = ()
+    cell: SweepCell, device: Device, kept: Progress, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
     """Let each baseline train at each size, from the smallest, until it fails.
 

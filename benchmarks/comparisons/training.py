@@ -10,8 +10,9 @@ from typing import Any
 
 from benchmarks.cells.kinds import OURS, OURS_TUNED, Baseline, TrainingCell
 from benchmarks.comparisons.ratios import paired_ratio
-from benchmarks.comparisons.turns import LEFT_OUT, Rounds, Turns, run_process
+from benchmarks.comparisons.turns import LEFT_OUT, Turns, run_process
 from benchmarks.hardware.efficiency import Device, efficiency
+from benchmarks.progress import Progress
 from benchmarks.recording.job import Job, Outcome
 from benchmarks.workloads.workload import Workload
 
@@ -28,7 +29,7 @@ def hold(
     cell: TrainingCell,
     repeats: int,
     device: Device | None = None,
-    kept: Rounds | None = None,
+    kept: Progress | None = None,
     left_out: Collection[str] = (),
 ) -> dict[str, Any]:
     """Let the baselines of a cell train in turn, except those in `left_out`; return its results.

@@ -8,10 +8,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from benchmarks.cells.kinds import OURS, OURS_TUNED
 from benchmarks.hardware.circumstances import ROOT
+from benchmarks.progress import Progress, say
 from benchmarks.recording.job import CANNOT_RUN, STARTED_AT
 
 LIMIT_S = 900
@@ -27,25 +28,13 @@ class CannotRunHereError(BaselineFailedError):
     """A baseline said that this machine lacks what it needs: a package, a GPU, memory."""
 
 
-class Rounds(Protocol):
-    """Where rounds are kept between commands (benchmarks/progress.py)."""
-
-    def load(self) -> dict[str, Any]: ...  # noqa: D102 - described there
-
-    def begin_round(self) -> None: ...  # noqa: D102 - described there
-
-    def end_round(  # noqa: D102 - described there
-        self, rounds: int, outcomes: Mapping[str, Any], not_run: Mapping[str, str]
-    ) -> None: ...
-
-
 class Turns(Generic[Outcome]):
     """All repeats of all baselines, and why some did not run.
 
     With `kept` outcomes are JSON and outlive the command, round by round.
     """
 
-    def __init__(self, not_run: Mapping[str, str], kept: Rounds | None = None):
+    def __init__(self, not_run: Mapping[str, str], kept: Progress | None = None):
         self.outcomes: dict[str, list[Outcome]] = {}
         self.not_run = dict(not_run)
         self.kept = kept
@@ -150,8 +139,3 @@ def quiet_environment(directory: Path) -> dict[str, str]:
         "WANDB_MODE": "disabled",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def say(text: str) -> None:
-    """Write a line at once: a benchmark is watched."""
-    print(text, flush=True)  # noqa: T201 - its output

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.comparisons.turns import run_process, say
+from benchmarks.comparisons.turns import run_process
 from benchmarks.hardware.circumstances import ROOT, circumstances
+from benchmarks.progress import say
 from benchmarks.workloads.workload import LLAMA_11M, LLAMA_23M, Workload, make_workload
 from utils.model.compilation import CHOICES
 
