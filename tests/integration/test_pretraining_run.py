@@ -109,6 +109,21 @@ def test_packing_does_not_change_the_loss_of_the_same_documents(pretrained, work
     assert results["none"] == pytest.approx(results["best_fit"], abs=2e-5)
 
 
+def test_short_unpacked_documents_are_padded_to_the_longest_of_a_micro_batch(
+    pretrained, tmp_path, capsys
+):
+    """Then sequence_length changes no bit."""
+    data = tiny.save(tmp_path / "data", {"input_ids": tiny.documents(40, seed=4)})
+    settings = {"train_data": data, "packing": "none", "max_steps": 4, "save_steps": 2}
+    short = pretrained(tmp_path / "short", **settings, sequence_length=64)
+    whole = pretrained(tmp_path / "whole", **settings, sequence_length=128)
+    assert "padding: each micro-batch to its longest document, in steps" in capsys.readouterr().out
+    tiny.assert_same_run(whole, short)
+    copied = tiny.copied(whole, tmp_path / "run", step=2)
+    pretrained(copied, **settings, sequence_length=128)
+    tiny.assert_same_run(copied, whole)
+
+
 def test_a_run_resumes_exactly_from_the_newest_whole_checkpoint(whole, copied, pretrained, capsys):
     shutil.rmtree(copied / "final")
     (copied / "checkpoint-6" / "manifest.json").unlink()

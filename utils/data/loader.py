@@ -16,6 +16,8 @@ from utils.data.token_dataset import TokenDataset
 from utils.host.redaction import redact
 from utils.launch.signals import shield_loader_worker
 
+PADDED_TO = 64  # tokens; few lengths, so that kernels are chosen for few shapes
+
 # A batch from PackedDataset, of B sequences of T tokens:
 # input_ids       (B, T) int32
 # loss_mask       (B, T) bool: which tokens are trained on; never the first token of a segment
@@ -69,16 +71,26 @@ class PackedDataset(Dataset):
     """The sequences of one or several packed datasets, numbered from 0 over all datasets.
 
     pad_token_id fills the end of a sequence. No document attends to padding, so any id works.
+    to_longest: pad a micro-batch to its longest sequence, rounded up to a multiple of PADDED_TO.
     """
 
     def __init__(
-        self, datasets: Sequence[TokenDataset], plans: Sequence[PackPlan], pad_token_id: int = 0
+        self,
+        datasets: Sequence[TokenDataset],
+        plans: Sequence[PackPlan],
+        pad_token_id: int = 0,
+        to_longest: bool = False,
     ):
         self.datasets, self.plans = tuple(datasets), tuple(plans)
+        self.to_longest = to_longest
         self.sequence_length = plans[0].sequence_length
         self.pad_token_id = pad_token_id
         self.per_source = [plan.sequences for plan in plans]
         self.first_of_source = np.cumsum([0, *self.per_source])
+
+    def padded_to_longest(self) -> "PackedDataset":
+        """Return these sequences with `to_longest`."""
+        return PackedDataset(self.datasets, self.plans, self.pad_token_id, to_longest=True)
 
     def __len__(self) -> int:
         return int(self.first_of_source[-1])
@@ -89,7 +101,7 @@ class PackedDataset(Dataset):
         # One entry per segment, source by source, then one per padded tail: the index of the
         # sequence in `sequences`, the token ids, and a mask that is not 0 for trained tokens.
         owners, tokens, trained = [], [], []
-        free = np.full(count, length)
+        used = np.zeros(count, dtype=np.int64)  # tokens of each sequence
         sources = np.zeros((len(self.plans), count), dtype=bool)
         for source, indices, own in self._by_source(np.asarray(sequences, dtype=np.int64)):
             of_sequence, segments = self.plans[source].segments_of(own)
@@ -97,8 +109,12 @@ class PackedDataset(Dataset):
             owners.append(indices[of_sequence])
             tokens += ids
             trained += marks
-            free[indices] -= self.plans[source].sequence_tokens[own]
+            used[indices] = self.plans[source].sequence_tokens[own]
             sources[source, indices] = True
+        # A micro-batch of padding alone, the first under DDP, shows whether the longest one fits.
+        if self.to_longest and used.any():
+            length = min(-(-int(used.max()) // PADDED_TO) * PADDED_TO, length)
+        free = length - used
         padded = free.nonzero()[0]
         owners.append(padded)
         for tail in free[padded].tolist():
@@ -120,7 +136,7 @@ class PackedDataset(Dataset):
             "cu_seq_lens": torch.from_numpy(boundaries),
             # The position before each trained token; the first token of a sequence is not trained.
             "loss_positions": torch.from_numpy(np.flatnonzero(loss_mask[1:])),
-            "sequence_tokens": torch.from_numpy(length - free),
+            "sequence_tokens": torch.from_numpy(used),
         }
 
     def tokens_by_source(self, sequences: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The data of a run, opened, checked and packed into sequences, and the steps of the run."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
@@ -65,6 +66,11 @@ class RunData:
     tokenizer_sha256: str
     new_tokens: Sequence[int]  # ids without a row in the weights
     prompts: "Sequence[Prompt]"  # evaluations log the model's completions of these
+
+    def padded_to_longest(self) -> "RunData":
+        """Return the data with each micro-batch padded to its longest sequence."""
+        splits = {name: rows.padded_to_longest() for name, rows in self.evaluation.items()}
+        return dataclasses.replace(self, train=self.train.padded_to_longest(), evaluation=splits)
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of each split's datasets, for provenance.json."""

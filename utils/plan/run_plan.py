@@ -12,12 +12,15 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
+from utils.checkpoints.record import RunRecord
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
 from utils.config.own_code import callback_class
 from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
+from utils.data.loader import PADDED_TO
 from utils.data.order import GlobalBatchSampler
+from utils.host.collectives import on_rank_0
 from utils.host.foreign import naming
 from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
@@ -25,6 +28,7 @@ from utils.launch.processes import LaunchFacts
 from utils.model.adapters import AdapterPlan, plan_adapters
 from utils.model.architecture import first_line, has_experts, without_weights
 from utils.model.attention import (
+    FLEX,
     OPEN,
     RUN_ANYWHERE,
     AttentionChoice,
@@ -65,7 +69,8 @@ class OptimizerStates:
 class RunPlan:
     """The sequences of every step, the kernels that compute them, and the memory that they need.
 
-    settings: the parsed settings. report: the log lines of the plan.
+    settings: the parsed settings. to_longest: pad each micro-batch to its longest sequence. report:
+    the log lines of the plan.
     """
 
     settings: RunSettings
@@ -77,6 +82,7 @@ class RunPlan:
     loss_head: LossHeadChoice
     memory: MemoryPlan
     compiled: bool
+    to_longest: bool
     optimizer_states: OptimizerStates | None
     checkpoint_bytes: int
     save_dtype: torch.dtype  # of the weights in final/
@@ -157,6 +163,7 @@ def plan_run(
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
+        to_longest = pads_to_longest(settings, attention, compiled, report)
         setup = Setup(
             replace(settings, model=model), config, launch, attention, loss_head,
             count_parameters(model, config), compiled, elsewhere,
@@ -183,12 +190,32 @@ def plan_run(
         loss_head=loss_head,
         memory=memory,
         compiled=compiled,
+        to_longest=to_longest,
         optimizer_states=states,
         checkpoint_bytes=saved_bytes,
         save_dtype=saved_dtype(settings, config, setup.dtype),
         data_workers=choose_data_workers(settings, launch, report),
         report=report,
     )
+
+
+def pads_to_longest(
+    settings: RunSettings, attention: AttentionChoice, compiled: bool, report: Report
+) -> bool:
+    """Return whether a micro-batch is padded to its longest sequence, not to sequence_length.
+
+    A resumed run repeats the choice of its last start, because other padding changes last bits.
+    """
+    if settings.data.packing != "none":
+        return False
+    starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)
+    fixed = "compiled layers have one length; --compile false pads to the longest" * compiled
+    fixed = fixed or f"{FLEX} has one length" * (attention.name == FLEX)
+    if starts and not starts[-1].get("to_longest"):
+        fixed = fixed or "as in the last start of this run"
+    to = f"sequence_length, {fixed}" if fixed else f"its longest document, in steps of {PADDED_TO}"
+    report.say(f"padding: each micro-batch to {to}")
+    return not fixed
 
 
 def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Report) -> int:

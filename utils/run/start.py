@@ -238,6 +238,7 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
         loss_head=dataclasses.asdict(plan.loss_head),
         activation_checkpointing=dataclasses.asdict(plan.memory),
         compiled=plan.compiled,
+        to_longest=plan.to_longest,
         float32_products=products_name(),
         save_dtype=name_of(plan.save_dtype),
         given={name: each.source for name, each in settings.values.given.items()},

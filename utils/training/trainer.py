@@ -47,6 +47,8 @@ class PackedTrainer(SavingTrainer):
         plan: RunPlan, data: RunData, callbacks: Callbacks, **kwargs: Any,
     ):  # fmt: skip
         self.settings = settings = plan.settings
+        if plan.to_longest:
+            data = data.padded_to_longest()
         self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
         loss_head, self.batches = plan.loss_head, plan.attention.batches

@@ -144,6 +144,22 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
     assert len(shapes) == 1
 
 
+def test_to_longest_a_batch_is_as_long_as_its_longest_document(tmp_path):
+    dataset = open_token_dataset(save(tmp_path / "d", [[1] * 3, [2] * 70, [3] * 200]))
+    rows = PackedDataset([dataset], [plan_packing(dataset.lengths, 150, "none", "truncate")], PAD)
+    short = rows.padded_to_longest()
+    for numbers, length in (
+        ([0, 0], 64), ([0, 1, PADDING_SEQUENCE], 128), ([2, 0], 150), ([PADDING_SEQUENCE], 150),
+    ):  # fmt: skip
+        fixed, batch = (model_inputs(each.__getitems__(numbers), "cpu") for each in (rows, short))
+        for key in SHAPED:
+            assert torch.equal(batch[key], fixed[key][:, :length]), key
+        assert torch.equal(batch["sequence_tokens"], fixed["sequence_tokens"])
+        of_labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:] != -100
+        assert torch.equal(batch["loss_positions"], of_labels.flatten().nonzero()[:, 0])
+        assert batch["cu_seq_lens_q"].diff().sum() == batch["input_ids"].numel()
+
+
 def loader(rows, *, rank=0, world_size=1, **options):
     order = SampleOrder(rows.per_source, seed=7)
     sampler = GlobalBatchSampler(order, 8, 2, rank, world_size, 6)

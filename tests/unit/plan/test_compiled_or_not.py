@@ -1,4 +1,4 @@
-"""A GPU compiles unless there is a reason not to, and a run keeps its first choice."""
+"""Defaults of compilation and padding. A resumed run keeps its first choice."""
 
 import json
 from types import SimpleNamespace
@@ -8,10 +8,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from utils.checkpoints.files import PROVENANCE
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.launch.processes import LaunchFacts
 from utils.model import compilation
+from utils.model.attention import FLEX, AttentionChoice
 from utils.model.compilation import choose_compilation
+from utils.plan.run_plan import pads_to_longest
 
 
 def chosen(path, device="cuda", strategy="single", asked=None, elsewhere=False, model=LlamaConfig):
@@ -23,8 +25,8 @@ def chosen(path, device="cuda", strategy="single", asked=None, elsewhere=False, 
     return choose_compilation(settings, model(num_hidden_layers=1), launch, elsewhere)
 
 
-def record_start(tmp_path, compiled):
-    (tmp_path / PROVENANCE).write_text(json.dumps({"starts": [{"compiled": compiled}]}))
+def record_start(tmp_path, **facts):
+    (tmp_path / PROVENANCE).write_text(json.dumps({"starts": [facts]}))
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +83,31 @@ def test_without_a_compiler_it_is_off_unless_asked_for_here(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_run_that_resumes_keeps_it(compiled, tmp_path):
-    record_start(tmp_path, compiled)
+    record_start(tmp_path, compiled=compiled)
     for device in ("cpu", "cuda"):
         found, why = chosen(tmp_path, device=device)
         assert found is compiled
         assert "as in the last start of this run" in why
+
+
+def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_length(tmp_path):
+    def said(packing="none", attention="sdpa", compiled=False):
+        settings = SimpleNamespace(
+            data=SimpleNamespace(packing=packing), training=SimpleNamespace(output_dir=tmp_path)
+        )
+        report = Report()
+        choice = AttentionChoice(attention, attention, "")
+        found = pads_to_longest(settings, choice, compiled, report)
+        return found, "".join(text for _, text in report)
+
+    assert said(packing="best_fit") == (False, "")
+    assert said() == (True, "padding: each micro-batch to its longest document, in steps of 64")
+    record_start(tmp_path, to_longest=True)
+    assert said()[0]
+    for changes in ({"compiled": True}, {"attention": FLEX}):
+        found, text = said(**changes)
+        assert not found
+        assert "one length" in text
+    record_start(tmp_path, compiled=False)  # by an older version
+    assert said() == (False, "padding: each micro-batch to sequence_length, as in the last start "
+                      "of this run")  # fmt: skip
