@@ -115,7 +115,7 @@ notify() {
   [[ -n ${STOKER_ON_EVENT:-} ]] || return 0
   [[ $text != *: || $text == "$2" ]] || text+=" ${rest%%$'\n'*}" # the reason is in the second line
   if [[ -z $where && -f $root/.stoker/submitted-$job ]]; then
-    where=$(<"$root/.stoker/submitted-$job") # as slurm/submit.sh noted it
+    read -r where <"$root/.stoker/submitted-$job" # as slurm/submit.sh noted it
   fi
   case $STOKER_ON_EVENT in
   http://* | https://*) tell=(slurm/run_python.sh -m utils.launch.notify) ;;

@@ -65,6 +65,10 @@ if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then
   array=(--array="$points") # the user's own --array comes later and wins
 fi
 
+# status.py prints this command for a resume. It is written to provenance.json.
+printf -v STOKER_SUBMITTED '%q ' slurm/submit.sh "${options[@]}" "$@"
+export STOKER_SUBMITTED
+
 # Read the first line without $(...): with --wait, sbatch prints the job's number at once but runs
 # until the job ends.
 exec {answer}< <(exec sbatch --hold --parsable "${array[@]}" "${options[@]}" "$@")
@@ -134,6 +138,16 @@ if [[ $only_check == yes ]]; then
 fi
 [[ $stays_held == yes ]] || scontrol "${on[@]}" release "$job" >&2
 trap - EXIT INT TERM HUP
+
+# Remove the notes of jobs that were cancelled before they had a log, and those of long ago.
+notes=("$root"/.stoker/submitted-*)
+if [[ -f ${notes[0]} ]] && queue=$(squeue --me --noheader --format=%A); then
+  for note in "${notes[@]}"; do
+    log=$(sed -n 2p -- "$note")
+    [[ -f $log || $'\n'$queue$'\n' == *$'\n'"${note##*-}"$'\n'* ]] || rm -f -- "$note"
+  done
+  find "$root/.stoker" -maxdepth 1 -name 'submitted-*' -mtime +60 -delete || true
+fi
 [[ $parsable == yes ]] && printf '%s\n' "$line" || printf 'Submitted batch job %s\n' "$job"
 say "watch:   squeue --job=$job"
 say "cancel:  scancel $job"

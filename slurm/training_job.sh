@@ -142,5 +142,8 @@ case $code in
   printf '%s\n' "$verdict" || true
   ;;
 esac
-((code == 75 || code == 76)) || rm -f -- "$root/.stoker/submitted-$job"
+# status.py shows a job that failed before its run began by this note.
+if ((code == 0)) || [[ -n $run && $code != 75 && $code != 76 ]]; then
+  rm -f -- "$root/.stoker/submitted-$job"
+fi
 exit "$code"

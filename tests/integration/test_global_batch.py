@@ -219,7 +219,7 @@ def test_a_model_data_and_a_directory_are_enough_on_any_number_of_ranks(
     assert sft_train.main([*argv, *short, "--output_dir", str(whole)]) == 0
     shown = capsys.readouterr().out
     assert "settings: sequence_length 128: the longest of 800 documents has 59 tokens" in shown
-    assert "settings: global_batch_size 2: about 190 sequences, 1 rank; --global" in shown
+    assert "settings: global_batch_size 2: about 190 sequences, 1 rank, so 95 steps an" in shown
     assert "settings: per_device_train_batch_size 2: at most 8,192 tokens at once" in shown
     assert shown.count("settings: ") == 3
     tiny.copied(whole, run, step=2)

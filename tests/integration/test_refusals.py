@@ -137,7 +137,8 @@ PRETRAINING = {
             "/missing: no such directory")),
     "little data": (
         {"global_batch_size": 1000},
-        "fewer than global_batch_size 1,000: give --global_batch_size 2 (at most 109), or add data",
+        "fewer than global_batch_size 1,000: give --global_batch_size 2, for 55 steps an epoch (at "
+        "most 109), or add data",
     ),
     "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
     "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),

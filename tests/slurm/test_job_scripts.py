@@ -4,6 +4,7 @@ On the real Slurm a stand-in for launch_node.sh records how it was started on ea
 its first argument says. test_training_jobs.py tests the real one.
 """
 
+import os
 import re
 import shutil
 import stat
@@ -103,6 +104,17 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     submit("slurm/sweep_job.sh", "s.yaml", SBATCH_ARRAY_INX="1")
     assert "--array=0,2" not in stand_ins.arguments("sbatch")
     assert "slurm/submit.sh --nodes=4" in submit("--help")
+    notes = {name: stand_ins.root / f".stoker/submitted-{name}" for name in "12345"}
+    notes["1"].parent.mkdir(exist_ok=True)
+    for name, note in notes.items():
+        note.write_text(f"/runs/{name}\n{stand_ins.root if name == '5' else ''}/slurm/submit.sh\n")
+    os.utime(notes["3"], (0, 0))
+    (stand_ins.directory / "state").write_text("2\n3\n")
+    submit("-t", "9:00", TRAIN)
+    left = [name for name, note in notes.items() if note.exists()]
+    assert left == ["2", "5"], "2 is in the queue, 3 is old, the log of 5 is there"
+    submitted = stand_ins.environment("sbatch")["STOKER_SUBMITTED"]
+    assert submitted == f"slurm/submit.sh -t 9:00 {TRAIN} "
 
 
 def test_submit_makes_no_job_where_sbatch_makes_none(stand_ins):
@@ -370,11 +382,15 @@ def test_the_users_command_is_told_what_became_of_the_job(stand_ins):
     (stand_ins.directory / "denied").write_text("Access/permission denied")
     assert words(76, "killed")[0] == "stopped"
     # The run did not begin: slurm/submit.sh has noted its directory.
-    (stand_ins.root / ".stoker/submitted-7").write_text("/runs/b\n")
+    note = stand_ins.root / ".stoker/submitted-7"
+    note.write_text("/runs/b\n/logs/b.log\n")
     real = stand_ins.leaves
     stand_ins.leaves = lambda *end: [real(*end), (stand_ins.directory / "run_started").unlink()]
     assert words(2, "in use by another job")[1] == "/runs/b"
-    assert not (stand_ins.root / ".stoker/submitted-7").exists()
+    assert note.exists(), "status.py shows the failed job"
+    stand_ins.leaves = real
+    words(2, "refused after its run began")
+    assert not note.exists()
 
 
 def test_a_webhook_is_told_by_python_and_its_url_is_in_no_argument(stand_ins):

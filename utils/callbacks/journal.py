@@ -36,12 +36,12 @@ READ_BYTES = 2**26  # read at the end of metrics.jsonl; other ranks wait meanwhi
 class Journal(TrainerCallback):
     """Writes metrics.jsonl (see docs/metrics.md) and a readable log line, on rank 0.
 
-    `stopped` returns whether the run ended early. `limit_s` returns the seconds until the job's
+    `stopped` returns why the run ended early, or "". `limit_s` returns the seconds until the job's
     time limit, or None.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], bool],
+        self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], str],
         limit_s: Callable[[], float | None] = lambda: None,
     ):  # fmt: skip
         self.path = checkpoints.output_dir / FILE_NAME
@@ -85,7 +85,11 @@ class Journal(TrainerCallback):
             line |= {"event": "eval", "split": split or None}
         elif "train_runtime" in logs:
             # Trainer's log at the end of training.
-            line["event"] = "stopped" if self.stopped() else "summary"
+            reason = self.stopped()
+            line |= {"event": "stopped", "reason": reason} if reason else {"event": "summary"}
+            logged = [entry["loss"] for entry in state.log_history if "loss" in entry]
+            if logged:
+                line["last_loss"] = logged[-1]
             line["resumed_at"] = self.resumed_at  # train_runtime and rates count from this step
         if line["event"] in ("train", "eval"):
             line["memory_by_rank"] = self.memory.by_rank

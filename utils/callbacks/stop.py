@@ -86,7 +86,7 @@ class StopWatch(TrainerCallback):
     Each rank checks for signals, and rank 0 for all other reasons, at most once a second. A failed
     background save of any rank is raised on all ranks.
 
-    stopped           whether the run ended early
+    stopped           whether the run ended early, on rank 0 for `reason`
     evaluation_due    whether a resumed run must evaluate the current step first
     unscheduled_save  whether only this callback asked for the save of the current step
     """
@@ -267,8 +267,8 @@ class StopWatch(TrainerCallback):
         self.stopped = True
         if self.rank == 0:
             own = self.found == STOPPING
-            reason = self.reason if own else f"a signal to rank {agreed - STOPPING}"
-            logger.info("stopping after %s: %s", place, reason)
+            self.reason = self.reason if own else f"a signal to rank {agreed - STOPPING}"
+            logger.info("stopping after %s: %s", place, self.reason)
         self._consume(STOP, SAVE)
         control.should_evaluate, control.should_training_stop = False, True
 

@@ -113,7 +113,7 @@ def check_raw_data(values: SettingValues) -> Iterator[str]:
         )
     paths = [*sources, *eval_splits(values["eval_data"]).values()]
     missing = [path for path in paths if not Path(path).exists()]
-    if raw:  # say so before these are prepared
+    if raw or values.unusable:  # say so before these are prepared, or beside other faults
         yield from (f"{path}: no such file or folder{did_you_mean(path)}" for path in missing)
     if raw or missing:
         return

@@ -88,9 +88,9 @@ class PackedDataset(Dataset):
         self.per_source = [plan.sequences for plan in plans]
         self.first_of_source = np.cumsum([0, *self.per_source])
 
-    def padded_to_longest(self) -> "PackedDataset":
-        """Return these sequences with `to_longest`."""
-        return PackedDataset(self.datasets, self.plans, self.pad_token_id, to_longest=True)
+    def padded(self, to_longest: bool) -> "PackedDataset":
+        """Return these sequences with this `to_longest`."""
+        return PackedDataset(self.datasets, self.plans, self.pad_token_id, to_longest)
 
     def __len__(self) -> int:
         return int(self.first_of_source[-1])

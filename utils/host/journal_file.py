@@ -32,13 +32,13 @@ LARGEST_FIGURE = 1e39  # just above what float32 holds
 # The kind of a field is the first whose pattern matches the field's name. A measure is finite, a
 # figure may be NaN.
 _KINDS = {
-    "text": "event|split|slowest_host",
+    "text": "event|split|slowest_host|reason",
     "step": "step|max_steps",
     "time": "time",
     "rows": "samples|memory_by_rank",
     "measure": r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes"
     r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens|gpu_utilization|gpu_power_w",
-    "figure": r"(train_|aux_)?loss|loss/.*|grad_norm|learning_rate"
+    "figure": r"(train_|aux_|last_)?loss|loss/.*|grad_norm|learning_rate"
     r"|eval_(.*_)?(loss|perplexity|accuracy)",
     "any": ".*",
 }

@@ -39,6 +39,7 @@ NAMELESS = "a process that left no name"
 BY_USER = "interrupted by the user (Ctrl-C)"  # the error of a process that Ctrl-C ended
 
 _held: dict[Path, "RunLock"] = {}
+_silent: list["RunOwner"] = []  # owners for whose heartbeat this process waited in vain
 
 
 def take_run_lock(output_dir: Path) -> None:
@@ -267,9 +268,10 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
     if number == 0 or (owner and owner.left):
         return number
     if owner is None or not _is_gone(owner):
+        last = f", the last came {owner.age_s:.0f} s ago" if owner else ""
         logger.info(
-            "%s belongs to %s: waiting up to %.0f s for its heartbeat",
-            output_dir, owner or NAMELESS, WATCH_S,
+            "%s belongs to %s: waiting up to %.0f s for its heartbeat%s, before it is taken over",
+            output_dir, owner or NAMELESS, WATCH_S, last,
         )  # fmt: skip
         seen: RunOwner | None = None
         for number, owner in _changes(folder):
@@ -283,6 +285,7 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
                     f"{output_dir / 'STOP'}), or name another --output_dir."
                 )
             seen = seen or owner
+        _silent.extend([owner] if owner else [])
     logger.warning("%s: its last owner is gone (%s)", output_dir, owner or NAMELESS)
     return number
 
@@ -290,7 +293,10 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
 def _is_gone(last: RunOwner) -> bool:
     # Slurm requeues a job only after all its processes have ended.
     job, start = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    return last.gone or (job is not None and last.job == job and last.restart_count < start)
+    silent = last in _silent  # not if it has a heartbeat since: then it is another value
+    return (
+        silent or last.gone or (job is not None and last.job == job and last.restart_count < start)
+    )
 
 
 def _machine() -> str:

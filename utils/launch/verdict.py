@@ -25,6 +25,7 @@ NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
+SUBMITTED = "submitted-"
 _ROOT = Path(__file__).parents[2]
 # Texts of errors that follow from the end of another rank.
 _LOST_PEER = re.compile(
@@ -146,15 +147,23 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     return _note(f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}/{VERDICT}")
 
 
-def note_submitted(job: str, output_dir: Path) -> None:
-    """Write the run directory of a submitted job to .stoker/submitted-JOB. Raises OSError."""
+def note_submitted(job: str, output_dir: Path, log: str) -> None:
+    """Write run directory and log file of a submitted job to .stoker/submitted-JOB. Raises OSError.
+
+    A job that fails before its run began leaves this note. slurm/submit.sh removes old ones.
+    """
     (_ROOT / ".stoker").mkdir(exist_ok=True)
-    (_ROOT / ".stoker" / f"submitted-{job}").write_text(f"{output_dir.resolve()}\n")
+    note = _ROOT / ".stoker" / f"{SUBMITTED}{job}"
+    note.write_text(f"{output_dir.resolve()}\n{log}\n")
 
 
-def submitted_run(job: str) -> str | None:
-    """Return the run directory that `note_submitted` wrote for a job; None if it wrote none."""
-    return _note(f"submitted-{job}")
+def submitted_runs() -> dict[str, tuple[str, str]]:
+    """Return (run directory, log file) of each job that `note_submitted` noted; log "": unknown."""
+    found = {}
+    for path in sorted((_ROOT / ".stoker").glob(f"{SUBMITTED}*")):
+        run, log, *_ = [*(_note(path.name) or "").splitlines(), "", ""]
+        found[path.name.removeprefix(SUBMITTED)] = run, log
+    return found
 
 
 def _note(name: str) -> str | None:

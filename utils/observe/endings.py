@@ -17,10 +17,12 @@ IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 @dataclass(frozen=True)
 class Job:
-    """A job in Slurm's queue, with `id` as squeue shows it (123_4 in an array).
+    """A job in Slurm's queue, with `id` for scancel (123_4 in an array, 123 for its waiting tasks).
 
     left_s: seconds to its limit; None if it waits or has no limit. started: its start in unix
-    seconds, None if it waits. output_dir: its run directory, as slurm/submit.sh noted it.
+    seconds, None if it waits. output_dir: its run directory, as slurm/submit.sh noted it. log: of a
+    job that left the queue before its run began; its state is FAILED, the reason the log's last
+    line.
     """
 
     id: str
@@ -30,6 +32,12 @@ class Job:
     name: str
     started: float | None = None
     output_dir: str | None = None
+    log: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Why the job left the queue before its run began, or ""."""
+        return f"job {self.id} ended before its run began: {self.reason}; log: {self.log}"
 
 
 class End(Enum):
@@ -120,13 +128,22 @@ def start_in_words(run: History, start: Start) -> str:
             End.FINISHING: f"finished {at}",
             End.NOTHING_LEFT: "nothing was left to do",
             End.NO_MODEL: f"trained to the end, but {FINAL}/ is not there",
-            End.STOPPED: f"stopped {at} with a checkpoint: a signal, a limit or STOP",
+            End.STOPPED: f"stopped {at} with a checkpoint: {_why_stopped(start)}",
             End.BY_USER: f"{BY_USER} {at}, without a checkpoint of this step",
             End.UNEXPLAINED: "ended with an error, which its log shows",
         }.get(end)
         or start.error
         or "no last word: it was killed, or its node was lost"
     )
+
+
+def _why_stopped(start: Start) -> str:
+    reason = next((line["reason"] for line in start.lines[::-1] if "reason" in line), None)
+    if start.by_slurm:
+        return start.by_slurm
+    if reason and reason.startswith("SIG"):
+        return f"{reason}, from Slurm (before its time limit, or a preemption) or scancel"
+    return reason or "a signal, a limit or STOP"
 
 
 def run_in_words(run: History) -> tuple[str, str]:
@@ -159,7 +176,8 @@ def evidence_in_words(run: History, end: End, job: Job | None) -> str:
     if end in (End.STOPPED, End.BY_USER):
         how = f"{BY_USER} " if end is End.BY_USER else ""
         saved = run.checkpoints and run.checkpoints[0].step == step
-        return f"{how}at step {step} {'with a checkpoint' if saved else 'before a save'}"
+        why = "" if end is End.BY_USER else f": {_why_stopped(run.starts[-1])}"
+        return f"{how}at step {step} {'with a checkpoint' if saved else 'before a save'}{why}"
     if owner and not owner.left:
         process, silent = f"process {owner.pid} on {owner.host}", duration(owner.age_s)
         doing = f", {owner.phase}" if owner.phase else ""
@@ -205,20 +223,20 @@ def advice(run: History, end: End, job: Job | None) -> str:
 
 
 def _command(run: History) -> str:
-    """Return the last start's command, with [OPTIONS] where provenance.json has no options."""
+    """Return the last start's command, as slurm/submit.sh got it or from provenance.json."""
     if not run.entry:
         return "the same command again"
     words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")
     launch = run.entry.get("launch") or {}
     ranks = int(launch.get("world_size") or 1)
+    if slurm and slurm.get("command"):
+        return slurm["command"].strip()
     if slurm:
-        nodes = max(int(slurm.get("nodes") or 1), 1)
-        options = f"--nodes={nodes} " if nodes > 1 else ""
-        if launch.get("devices") not in (None, ["cpu"]):
-            options += f"--gpus-per-node={ranks // nodes} "
-        if slurm.get("partition"):
-            options += f"--partition={shlex.quote(slurm['partition'])} "
-        script = "multinode_job.sh" if nodes > 1 else "train_job.sh"
-        return f"slurm/submit.sh {options}[OPTIONS] slurm/{script} {words}"
-    alone = "python" if ranks == 1 else "accelerate launch [OPTIONS]"
+        script = "multinode_job.sh" if int(slurm.get("nodes") or 1) > 1 else "train_job.sh"
+        return f"slurm/submit.sh slurm/{script} {words} (with your options of sbatch)"
+    strategy = {"ddp": "multi_gpu"}.get(launch.get("strategy"), launch.get("strategy"))
+    if launch.get("devices") == ["cpu"]:
+        strategy = "cpu"
+    config = f"--config_file accelerate_configs/{strategy}.yaml " if strategy else ""
+    alone = "python" if ranks == 1 else f"accelerate launch {config}--num_processes {ranks}"
     return f"{launch.get('launcher') or alone} {words}"

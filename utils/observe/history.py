@@ -40,6 +40,10 @@ PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
 LONGEST_PAGE = 100_000  # characters
 # The line that slurm/job_setup.sh writes into a job's log before it requeues the job.
 _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
+# The line that slurmd writes into the log of a job that Slurm or its user ends, and the reasons.
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]*[A-Z]))?"
+)
 _ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
 
@@ -51,10 +55,10 @@ class Start:
     entry: the start's element of `starts` in provenance.json, {} if missing. began: the time in
     `entry`. owner: the start's file in .lock. trained: when training began, None if it never did.
     done: the step from which it resumed, -1 for a new run. ended: time of the last heartbeat or log
-    line. error: why it ended (from the job's verdict.txt, .lock or the job's log). lost_steps:
-    number of steps that a later start repeated. Each line has `hours` (running time of all starts
-    until then), `lost` (whether a later start repeated its step) and `at` (its offset in
-    metrics.jsonl).
+    line. error: why it ended (from the job's verdict.txt, .lock or the job's log). by_slurm: why
+    Slurm ended the job, "" if its log does not say so or was not read. lost_steps: number of steps
+    that a later start repeated. Each line has `hours` (running time of all starts until then),
+    `lost` (whether a later start repeated its step) and `at` (its offset in metrics.jsonl).
     """
 
     began: float
@@ -65,6 +69,7 @@ class Start:
     owner: RunOwner | None = None
     ended: float = 0.0
     error: str | None = None
+    by_slurm: str = ""
     lost_steps: int = 0
 
     @property
@@ -335,17 +340,23 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
 
 def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
     """Set the start's `error`, from the job's verdict.txt, the file in .lock or the job's log."""
-    cause = start.owner.error if start.owner else None
+    cause, by_slurm = start.owner.error if start.owner else None, ""
     if start.job.get("job_id"):
         # The log is named by --output. Read only these folders: a foreign run may name any path.
-        name = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
-        texts = (read(folder / name) for folder in (path, path.parent, Path.cwd(), _ROOT))
+        file = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
+        texts = (read(folder / file) for folder in (path, path.parent, Path.cwd(), _ROOT))
         # The log names the next start, counted from 1. Restart counts begin at 0.
-        after = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 2
-        lines = _REQUEUED.finditer("" if cause else next(filter(None, texts), ""))
-        logged = [at[2] for at in lines if (at[1], int(at[3])) == after]
+        name, number = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 1
+        log = next(filter(None, texts), "")
+        own = log.partition(f"job {name}, start {number}: ")[2]
+        own = own.partition(f"start {number + 1}")[0]  # it begins, or this one requeues the job
+        if ended := _CANCELLED.search(own):
+            by_slurm = f"ended by Slurm: {ended[1].lower()}" if ended[1] else "ended by scancel"
+        lines = _REQUEUED.finditer("" if cause else log)
+        logged = [at[2] for at in lines if (at[1], int(at[3])) == (name, number + 1)]
         cause = verdict_of(start.job) or cause or "".join(logged[-1:])
-    return replace(start, error=redact(cause) if cause else None)
+        cause = "; ".join(filter(None, (cause, by_slurm)))
+    return replace(start, error=redact(cause) if cause else None, by_slurm=by_slurm)
 
 
 def _text(path: Path) -> str:

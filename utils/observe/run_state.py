@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from utils.checkpoints.files import CONFIG, PROVENANCE
-from utils.checkpoints.record import is_run
+from utils.checkpoints.record import RunRecord, is_run
 from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.journal_file import FILE_NAME, duration
 from utils.launch.slurm import time_limit_s
-from utils.launch.verdict import submitted_run
+from utils.launch.verdict import submitted_runs
 from utils.observe.endings import (
     End,
     Job,
@@ -89,7 +89,10 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def queued_jobs() -> dict[str, Job]:
-    """Return this user's jobs in Slurm's queue by job ID, or {} if squeue is missing or fails."""
+    """Return this user's jobs in Slurm's queue by job ID, or {} if squeue is missing or fails.
+
+    Also jobs that left it before their run began.
+    """
     if shutil.which("squeue") is None:
         return {}
     command = ["squeue", "--me", "--noheader", "--format=%A|%i|%T|%r|%L|%S|%j"]
@@ -97,36 +100,51 @@ def queued_jobs() -> dict[str, Job]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    jobs = {}
+    jobs, noted = {}, submitted_runs()
     for row in (line.split("|", 6) for line in done.stdout.splitlines()):
         if row[6:]:
             id_, shown, state, reason, left, start, name = row
             started = None
             with contextlib.suppress(ValueError):  # N/A while it waits without a forecast
                 started = datetime.datetime.fromisoformat(start).timestamp()
-            output_dir = submitted_run(id_)
+            shown, output_dir = shown.partition("_[")[0], noted.get(id_, (None,))[0]
             jobs[id_] = Job(shown, state, reason, time_limit_s(left), name, started, output_dir)
+    for id_ in sorted(noted.keys() - jobs.keys(), reverse=True):  # the newest first
+        output_dir, log = noted[id_]
+        if Path(log).is_file() and not _began(Path(output_dir), id_, Path(log).stat().st_mtime):
+            words = Path(log).read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line for line in reversed(words) if line.strip()), "without a word")
+            jobs[id_] = Job(id_, "FAILED", last, None, Path(log).name, None, output_dir, log)
     return jobs
+
+
+def _began(run: Path, job: str, ended: float) -> bool:
+    """Return whether the run in a directory was started by a job, or after its end."""
+    starts = RunRecord(run, lenient=True).starts if is_run(run) else []
+    ours = ((start.get("slurm") or {}).get("job_id") == job for start in starts)
+    return any(ours) or any((unix_s(start.get("time")) or 0) > ended for start in starts)
 
 
 def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     """Return the status of the run in a directory. Raises ConfigurationError if it is no run."""
+    own = str(directory.resolve())
+    failed = next((job for job in jobs.values() if job.log and job.output_dir == own), None)
+    jobs = {id_: job for id_, job in jobs.items() if not job.log}
     if not is_run(directory):
-        waiting = [f"{job.id} ({job.name}, {job.state})" for job in jobs.values()]
-        raise ConfigurationError(
-            f"{directory} is no run directory: none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is "
-            f"there. Jobs of yours in the queue: {', '.join(waiting) or 'none'}."
-        )
+        waiting = ", ".join(f"{job.id} ({job.name}, {job.state})" for job in jobs.values())
+        why = f"none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is there"
+        why += f". Jobs of yours in the queue: {waiting or 'none'}."
+        why = failed.failure if failed else why
+        raise ConfigurationError(f"{directory} is no run directory: {why}")
     run, now = read_run(directory, whole=False), time.time()
     start = run.starts[-1] if run.starts else None
     ids = [owner.job for owner in (start and start.owner, run.refused) if owner]
     ids += [start.job.get("job_id")] if start else []
     job = next((jobs[each] for each in ids if each and each in jobs), None)
-    own = str(directory.resolve())
     job = job or next((each for each in jobs.values() if each.output_dir == own), None)
     end = end_of_run(run, job)
     state = {"interrupted": "failed"}.get(end.word, end.word)
-    refused = None
+    refused = failed.failure if failed else None
     if run.refused is not None:
         why = run.refused.error or "a start ended before training"
         refused = f"{why} ({duration(max(run.refused.age_s, 0.0))} ago)"

@@ -157,8 +157,11 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         reason = f", {job.reason}" if job.reason != "None" else ""
         where = f"; its run will be {job.output_dir}" if job.output_dir else ""
         what = f"job {job.name}: {job.state.lower()}{reason}{where or '; it has no run here yet'}"
-        table.add_row("", Text("waiting" if job.state == "PENDING" else "job", "yellow"),
-                      *[""] * 7, job.id, Text(what))  # fmt: skip
+        word = "waiting" if job.state == "PENDING" else "job"
+        if job.log:
+            word, what = "failed", f"{job.output_dir}: {job.failure}"
+        table.add_row("", Text(word, COLOURS.get(word, "yellow")),
+                      *[""] * 7, job.id, Text(printable(what)))  # fmt: skip
     return table
 
 

@@ -1,6 +1,5 @@
 """The data of a run, opened, checked and packed into sequences, and the steps of the run."""
 
-import dataclasses
 import logging
 import math
 from collections.abc import Sequence
@@ -66,11 +65,6 @@ class RunData:
     tokenizer_sha256: str
     new_tokens: Sequence[int]  # ids without a row in the weights
     prompts: "Sequence[Prompt]"  # evaluations log the model's completions of these
-
-    def padded_to_longest(self) -> "RunData":
-        """Return the data with each micro-batch padded to its longest sequence."""
-        splits = {name: rows.padded_to_longest() for name, rows in self.evaluation.items()}
-        return dataclasses.replace(self, train=self.train.padded_to_longest(), evaluation=splits)
 
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of each split's datasets, for provenance.json."""
@@ -170,8 +164,12 @@ def _derived_sizes(
         most = length if fine_tuning else np.iinfo(np.int64).max
         tokens = sum(int(np.minimum(lengths, most).sum()) for lengths in train)
         rows = sum(map(len, train)) if data.packing == "none" else tokens // length
-        why = f"about {rows:,} sequences, {counted_ranks(ranks)}; --global_batch_size changes it"
-        found["global_batch_size"] = batch_for(rows, ranks), why
+        size = batch_for(rows, ranks)
+        why = (
+            f"about {rows:,} sequences, {counted_ranks(ranks)}, so {math.ceil(rows / size)} steps "
+            "an epoch; --global_batch_size changes it"
+        )
+        found["global_batch_size"] = size, why
     if "sequence_length" in found and "per_device_train_batch_size" not in given:
         batch, _ = found.get("global_batch_size", (settings.run.global_batch_size, ""))
         at_once = max(MOST_TOKENS_AT_ONCE // length, 1)
@@ -340,7 +338,11 @@ def plan_steps(
     micro_batch, ranks = training.per_device_train_batch_size, launch.world_size
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, ranks)
     if (rows := len(data.train)) < run.global_batch_size:
-        advice = f"give --global_batch_size {batch_for(rows, ranks)} (at most {rows:,})"
+        size = batch_for(rows, ranks)
+        advice = (
+            f"give --global_batch_size {size}, for {math.ceil(rows / size)} steps an epoch "
+            f"(at most {rows:,})"
+        )
         if rows < ranks:
             advice = f"use at most {rows} of the {ranks} ranks, a shorter --sequence_length"
         raise ConfigurationError(

@@ -209,10 +209,11 @@ def pads_to_longest(
     if settings.data.packing != "none":
         return False
     starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)
-    fixed = "compiled layers have one length; --compile false pads to the longest" * compiled
-    fixed = fixed or f"{FLEX} has one length" * (attention.name == FLEX)
-    if starts and not starts[-1].get("to_longest"):
-        fixed = fixed or "as in the last start of this run"
+    fixed = ""
+    if compiled or attention.name == FLEX:
+        fixed = f"{'compiled layers need' if compiled else f'{FLEX} needs'} one length"
+    elif starts and not starts[-1].get("to_longest"):
+        fixed = "as in the last start of this run"
     to = f"sequence_length, {fixed}" if fixed else f"its longest document, in steps of {PADDED_TO}"
     report.say(f"padding: each micro-batch to {to}")
     return not fixed

@@ -75,7 +75,9 @@ def begin_preparation(
         "sha256": tokenizer_sha256(tokenizer),
         "chat_template_sha256": chat_template_sha256(tokenizer),
     }
-    workspace = Workspace(Path(arguments.output_dir), plan.digest(hashes), plan.commits)
+    folder = Path(arguments.output_dir)
+    movable = plan.digest(hashes, folder.absolute())
+    workspace = Workspace(folder, plan.digest(hashes), plan.commits, movable=movable)
     return plan, tokenizer, workspace.overwriting() if arguments.overwrite else workspace
 
 
@@ -208,6 +210,7 @@ def assemble_split(
         chat_template_sha256=chat_template_sha256(tokenizer) if is_chat else None,
         preparation={
             "settings_sha256": workspace.digest,
+            "movable_sha256": workspace.movable,
             "settings": asdict(plan.settings),
             "sources": describe_sources(split, plan, counts),
             **figures,

@@ -124,7 +124,9 @@ def _read_text(part: FilePart, columns: Sequence[str] | None) -> Records:
         except UnicodeDecodeError as error:
             yield BadRow("invalid_utf8", f"not UTF-8 at byte {error.start}", location)
             return
-    yield Record({column: text.removeprefix("\ufeff")}, location)
+    # As Python's text files and so the text loader of datasets: no mark, and \n ends a line.
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    yield Record({column: text}, location)
 
 
 def _read_jsonl(part: FilePart, _: Sequence[str] | None) -> Records:

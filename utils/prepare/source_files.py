@@ -83,11 +83,14 @@ class SourceFile:
         """The file's name in stoker.json: the address of a Hub file, else the path."""
         return self.url or self.path
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The attributes in the hash of the plan, so that a changed file changes the hash."""
+    def identity(self, folder: Path | None = None) -> dict[str, Any]:
+        """Return the attributes in the hash of the plan, so that a changed file changes the hash.
+
+        folder: the path is relative to this folder.
+        """
         own = {key: value for key, value in asdict(self).items() if key != "url"}
-        return {**own, "path": self.name}
+        is_relative = folder is not None and self.url is None
+        return {**own, "path": os.path.relpath(self.path, folder) if is_relative else self.name}
 
 
 def list_sources(

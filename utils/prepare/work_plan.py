@@ -102,14 +102,18 @@ class PreparationPlan:
         held_out = [VALIDATION] if self.settings.validation_fraction > 0 else []
         return [TRAIN, *held_out, *(name for name in self.sources if name != TRAIN)]
 
-    def digest(self, tokenizer: Mapping[str, Any]) -> str:
+    def digest(self, tokenizer: Mapping[str, Any], folder: Path | None = None) -> str:
         """Return a hash of the sources, settings, `tokenizer` and versions of tokenizer libraries.
 
+        With `folder` it stays the same if the sources are moved together with this folder.
         The number of processes and the shards are left out, because they change no byte.
         """
+        sources = {
+            name: [file.identity(folder) for file in files] for name, files in self.sources.items()
+        }
         content = {
             "output_version": OUTPUT_VERSION,
-            "sources": {name: [f.identity for f in files] for name, files in self.sources.items()},
+            "sources": sources,
             "settings": asdict(self.settings, dict_factory=_without_unset_code),
             "tokenizer": tokenizer,
             "versions": {name: metadata.version(name) for name in ("tokenizers", "transformers")},

@@ -119,13 +119,15 @@ class Workspace:
     """Files of one preparation. digest: the hash of its sources, settings and tokenizer.
 
     commits: {NAME@REVISION: commit} of the Hub's datasets among the sources. replaced: the folder
-    whose finished datasets those in output_dir replace in the end.
+    whose finished datasets those in output_dir replace in the end. movable: the hash with paths
+    relative to output_dir, for finished datasets that were copied together with their sources.
     """
 
     output_dir: Path
     digest: str
     commits: Mapping[str, str] = field(default_factory=dict)
     replaced: Path | None = None
+    movable: str = ""
 
     @property
     def root(self) -> Path:
@@ -154,7 +156,9 @@ class Workspace:
 
     def _is_current(self) -> bool:
         described = read_description(self.output_dir / TRAIN)
-        return bool(described and described.preparation.get("settings_sha256") == self.digest)
+        found = described.preparation if described else {}
+        moved = found.get("movable_sha256") == self.movable != ""
+        return moved or found.get("settings_sha256") == self.digest
 
     def overwriting(self) -> "Workspace":
         """Return a workspace beside output_dir if that holds finished datasets of other settings.

@@ -70,7 +70,9 @@ def run_callbacks(
     progress = Progress()
     stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
     memory = MemoryMonitor(plan.memory.sequence_bytes)
-    journal = Journal(checkpoints, memory, lambda: stop.stopped, stop.limit_s)
+    journal = Journal(
+        checkpoints, memory, lambda: stop.reason if stop.stopped else "", stop.limit_s
+    )
     return Callbacks(
         progress=progress,
         epochs=DataEpochs(),

@@ -41,7 +41,7 @@ _SLURM_FIELDS = {
     "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
     "cluster": "SLURM_CLUSTER_NAME", "partition": "SLURM_JOB_PARTITION",
     "node_list": "SLURM_JOB_NODELIST", "nodes": "SLURM_JOB_NUM_NODES",
-    "restart_count": "SLURM_RESTART_COUNT",
+    "restart_count": "SLURM_RESTART_COUNT", "command": "STOKER_SUBMITTED",
 }  # fmt: skip
 LAUNCHER = "slurm/launch_node.sh"
 
@@ -71,7 +71,7 @@ def write_provenance(
             "devices": devices,
             "launcher": LAUNCHER if NODE_DIR in os.environ else None,
         },
-        "slurm": slurm and {**slurm, **job_times()},
+        "slurm": slurm and redacted({**slurm, **job_times()}),
         **facts,
     }
     content = {"format": 1, "run_id": run_id, "starts": [*RunRecord(path.parent).starts, entry]}

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{f'{gpus} GPU(s), ' * bool(gpus)}{allocation.processes} process(es); strategy by "
         f"{config.path}, by {config.chosen_by}"
     )
-    report_end(job, signal_lead_s(options, Path(directory, job_script)), job_script)
+    report_end(job, options, Path(directory, job_script))
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
     environment |= {"WORLD_SIZE": str(allocation.world_size), SUBMITTING: "1"}
     code = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output_dir = early_settings(first[1:]).get("output_dir")
         if output_dir and not is_sweep:
             with contextlib.suppress(OSError):  # only status.py reads it
-                note_submitted(job["JobID"], Path(str(output_dir.value)))
+                note_submitted(job["JobID"], Path(str(output_dir.value)), log)
     return code
 
 
@@ -122,12 +122,12 @@ def _say(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - before the output of the dry run
 
 
-def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> None:
+def report_end(job: Mapping[str, str], options: Sequence[str], job_script: Path) -> None:
     """Print the time limit, the stop signal, and whether a stopped job is queued again.
 
-    lead_s: seconds from the stop signal to the time limit; None: no signal. Raises
-    ConfigurationError if the signal would come at the start of the job.
+    Raises ConfigurationError if the signal would come at the start of the job.
     """
+    lead_s, name = signal_lead_s(options, job_script), job_script.name
     limit, limit_s, again = job["TimeLimit"], time_limit_s(job["TimeLimit"]), job["Requeue"] == "1"
     if limit_s and lead_s and lead_s >= limit_s:
         raise ConfigurationError(
@@ -139,10 +139,12 @@ def report_end(job: Mapping[str, str], lead_s: int | None, job_script: str) -> N
     if lead_s is None:
         stop = (
             "no stop signal to the batch shell before it (add #SBATCH --signal=B:USR1@300 to "
-            f"{job_script}), the run stops only by its own look at the clock"
+            f"{name}), the run stops only by its own look at the clock"
         )
     then = "queued again and resumes" if again else "not queued again (--no-requeue, JobRequeue=0)"
     _say(f"limit:   {limit}{f'; {stop}' if limit_s else ''}; a job that stopped is {then}")
+    if again and given_last("open-mode", "SBATCH_OPEN_MODE", options, job_script) != "append":
+        _say(f"WARNING  each start overwrites the log: add #SBATCH --open-mode=append to {name}")
 
 
 def gpus_per_node(job: Mapping[str, str]) -> int:
@@ -155,17 +157,23 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
     )
 
 
-def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
-    """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
+def given_last(name: str, variable: str, options: Sequence[str], job_script: Path) -> str:
+    """Return sbatch's value of an option that squeue does not show; "" if it is not given.
 
-    squeue does not show --signal, so read the options, else SBATCH_SIGNAL, else the #SBATCH lines.
-    Only with `B:` does Slurm signal the job script, which passes the signal to all nodes.
+    The options count before the environment variable, and that before the #SBATCH lines.
     """
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
-    text = " ".join([*head, f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", *options])
-    found = re.findall(r"(?<!\S)--signal[= ](\S+)", text)
-    match = _SIGNAL.fullmatch(found[-1]) if found else None
+    text = " ".join([*head, f"--{name}={os.environ.get(variable, '')}", *options])
+    return "".join(re.findall(rf"(?<!\S)--{name}[= ](\S+)", text)[-1:])
+
+
+def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
+    """Return the seconds from the stop signal to the time limit; None if no signal reaches the run.
+
+    Only with `B:` does Slurm signal the job script, which passes the signal to all nodes.
+    """
+    match = _SIGNAL.fullmatch(given_last("signal", "SBATCH_SIGNAL", options, job_script))
     return int(match[1] or _DEFAULT_LEAD_S) if match else None
 
 

@@ -34,6 +34,7 @@ from utils.checkpoints.discovery import best_checkpoint
 from utils.checkpoints.files import OWN_STATE, read_manifest
 from utils.checkpoints.record import copy_record
 from utils.checkpoints.store import Checkpoints
+from utils.config.declarations import counted_ranks
 from utils.config.errors import ConfigurationError
 from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
@@ -368,9 +369,9 @@ def load_random_states(checkpoint: Path, args: TrainingArguments, step: int) -> 
         np.random.seed(words[1])
         torch.manual_seed(words[2] << 32 | words[3])  # seeds all devices
         logger.info(
-            "the checkpoint is of %d ranks, now there are %d: random states (dropout) are new, by "
+            "the checkpoint is of %s, now there are %d: random states (dropout) are new, by "
             "seed %d, step %d and rank; samples and global batches stay the same",
-            ranks, args.world_size, args.seed, step,
+            counted_ranks(ranks), args.world_size, args.seed, step,
         )  # fmt: skip
         return
     path = checkpoint / _file_name(args)

@@ -47,9 +47,9 @@ class PackedTrainer(SavingTrainer):
         plan: RunPlan, data: RunData, callbacks: Callbacks, **kwargs: Any,
     ):  # fmt: skip
         self.settings = settings = plan.settings
-        if plan.to_longest:
-            data = data.padded_to_longest()
-        self.train_sequences, self.eval_splits = data.train, dict(data.evaluation)
+        self.train_sequences = data.train.padded(plan.to_longest)
+        splits = data.evaluation.items()
+        self.eval_splits = {name: rows.padded(plan.to_longest) for name, rows in splits}
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
         loss_head, self.batches = plan.loss_head, plan.attention.batches
         self.fused_head, own_loss = loss_head.name == "fused", settings.own_code.loss

@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from utils.checkpoints.discovery import RESHARDED
 from utils.checkpoints.files import read_manifest
+from utils.config.declarations import counted_ranks
 from utils.config.errors import StorageError
 from utils.host.collectives import gathered, on_rank_0
 from utils.host.machine import host_name
@@ -82,7 +83,8 @@ def repair_stage_3(optimizer: Any, universal: Path) -> None:
 
 
 def _convert(checkpoint: Path, scratch: Path, ranks: int, world_size: int) -> None:
-    logger.info(f"{checkpoint} is of {ranks} ranks, not {world_size}: converting its ZeRO state")
+    of = counted_ranks(ranks)
+    logger.info(f"{checkpoint} is of {of}, not {world_size}: converting its ZeRO state")
     shutil.rmtree(scratch, ignore_errors=True)  # left over if an earlier process was killed
     scratch.mkdir()
     (steps,) = checkpoint.glob("global_step*")

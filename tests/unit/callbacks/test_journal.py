@@ -14,7 +14,7 @@ from utils.callbacks.journal import Journal, readable_line
 from utils.host.journal_file import read_journal, strict_json
 
 
-def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=False):
+def write(folder, events, start_step=0, rank=0, max_steps=10, stopped=""):
     """Write one start of a run; `events` are (step, logs)."""
     checkpoints = SimpleNamespace(output_dir=folder, saves=[])
     memory = SimpleNamespace(by_rank=[{"rank": 0}], measure=lambda: None)
@@ -58,8 +58,9 @@ def test_each_event_is_one_line_in_the_file_and_one_in_the_log(tmp_path, caplog)
     assert summary["event"] == "summary"
     kinds = [record.message.split()[0] for record in caplog.records]
     assert kinds == ["step", "eval", "eval", "finished"]
-    write(tmp_path, [(3, {"train_runtime": 1.0})], start_step=3, stopped=True)
-    assert [line["event"] for line in lines(tmp_path)[-2:]] == ["resumed", "stopped"]
+    write(tmp_path, [(3, {"train_runtime": 1.0})], start_step=3, stopped="SIGTERM")
+    resumed, stop = lines(tmp_path)[-2:]
+    assert (resumed["event"], stop["event"], stop["reason"]) == ("resumed", "stopped", "SIGTERM")
 
 
 def test_neither_other_ranks_nor_a_run_that_lost_its_directory_write(tmp_path, monkeypatch, caplog):

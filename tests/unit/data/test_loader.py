@@ -147,7 +147,7 @@ def test_a_batch_has_fixed_shapes_and_no_attention_mask(tmp_path):
 def test_to_longest_a_batch_is_as_long_as_its_longest_document(tmp_path):
     dataset = open_token_dataset(save(tmp_path / "d", [[1] * 3, [2] * 70, [3] * 200]))
     rows = PackedDataset([dataset], [plan_packing(dataset.lengths, 150, "none", "truncate")], PAD)
-    short = rows.padded_to_longest()
+    short = rows.padded(to_longest=True)
     for numbers, length in (
         ([0, 0], 64), ([0, 1, PADDING_SEQUENCE], 128), ([2, 0], 150), ([PADDING_SEQUENCE], 150),
     ):  # fmt: skip

@@ -62,8 +62,7 @@ def with_gpu(monkeypatch, capability=(9, 0), free=70):
 def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    for name in ("LIMIT_S", "CHECK_LIMIT_S"):
-        monkeypatch.setattr(doctor, name, 600.0)  # enough for a loaded machine
+    monkeypatch.setattr(doctor, "LIMIT_S", 600.0)  # enough for a loaded machine
     assert doctor.main(["--output_dir", str(alone / "runs/deep")]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -83,13 +82,40 @@ def test_a_check_that_fails_or_hangs_is_a_line():
         yield Finding("ok", "before")
         raise ValueError("disk\nis gone")
 
-    found = doctor.found_by("it", failing, 600)
+    found = doctor.RunningCheck("it", failing).wait(600)
     assert [line[:2] for line in found] == [
         ("ok", "before"), ("unknown", "it could not be checked (ValueError: disk)"),
     ]  # fmt: skip
     hangs = threading.Event()
-    assert "no answer within" in doctor.found_by("it", hangs.wait, 0.2)[0].what
+    assert "it: still running" in doctor.RunningCheck("it", hangs.wait).wait(0.2)[0].what
     hangs.set()
+
+
+def test_a_slow_check_is_waited_for_while_the_others_run(alone, monkeypatch, capsys):
+    """Each check waits for the one that is started after it, so in turn none would end."""
+    events = [threading.Event() for _ in range(7)]
+
+    def stage(number):
+        def check():
+            events[number].set()
+            if number + 1 < len(events):
+                events[number + 1].wait(600)
+            yield Finding("ok", f"check {number}")
+
+        return check
+
+    names = ["python", "gpus", "kernels", "host", "slurm", "accounts", "disk"]
+    for number, name in enumerate(names):
+        check = stage(number)
+        monkeypatch.setattr(doctor, f"check_{name}", lambda *_, check=check: check())
+    monkeypatch.setattr(doctor, "SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(doctor, "LIMIT_S", 600.0)
+    assert doctor.main([]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("ok")] == [
+        f"ok       check {number}" for number in range(7)
+    ]
+    assert "0 not known" in shown
 
 
 @pytest.mark.parametrize(

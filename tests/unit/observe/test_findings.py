@@ -35,8 +35,8 @@ def test_the_ends_of_starts_and_of_the_run(made_up_run):
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
     of_starts, _, then = ends(made_up_run)
     assert of_starts[-1] is End.UNEXPLAINED
-    assert then == ("Next: start again: slurm/submit.sh --gpus-per-node=2 [OPTIONS] "
-                         "slurm/train_job.sh pretrain.py --run_name made-up")  # fmt: skip
+    assert then == ("Next: start again: slurm/submit.sh slurm/train_job.sh pretrain.py "
+                    "--run_name made-up (with your options of sbatch)")  # fmt: skip
     lock = made_up_run / ".lock" / "owner-3"
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "left": False}))
     assert end_of_run(read_run(made_up_run)) is End.ALIVE, "its lock has just been written"

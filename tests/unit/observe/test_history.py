@@ -10,7 +10,7 @@ import pytest
 from utils.callbacks.journal import read_journal
 from utils.config.errors import ConfigurationError
 from utils.observe import history
-from utils.observe.endings import End, end_of_run
+from utils.observe.endings import End, end_of_run, start_in_words
 from utils.observe.history import read_run
 from utils.observe.page import write_pages
 
@@ -109,6 +109,29 @@ def test_causes_come_from_the_lock_and_from_the_jobs_log(made_up_run):
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "error": "no space left"}))
     errors = [start.error for start in read_run(made_up_run).starts]
     assert errors == ["rank 1 on n1 was killed by SIGKILL", None, "no space left"]
+
+
+def test_the_log_tells_a_preemption_from_scancel(made_up_run):
+    def second():
+        run = read_run(made_up_run)
+        return start_in_words(run, run.starts[1]).partition("with a checkpoint: ")[2]
+
+    assert second() == "a signal, a limit or STOP"
+    journal = made_up_run / "metrics.jsonl"
+    stop = '"event": "stopped"'
+    journal.write_text(journal.read_text().replace(stop, f'{stop}, "reason": "SIGTERM to the job"'))
+    assert "from Slurm (before its time limit, or a preemption) or scancel" in second()
+    ended = "slurmstepd-n1: error: *** JOB 77 ON n1 CANCELLED AT 2026-11-27T09:00:00"
+    (made_up_run.parent / "train-77.log").write_text(
+        "12:00:00  job 77, start 1: 1 node(s) n1, in /r\n"
+        "12:10:00  job 77: stopped with a checkpoint; requeued, start 2 will resume\n"
+        f"{ended} DUE TO JOB REQUEUE ***\n"
+        f"12:20:00  job 77, start 2: 1 node(s) n1, in /r\n{ended} DUE TO PREEMPTION ***\n"
+        f"12:30:00  job 77, start 3: 1 node(s) n1, in /r\n{ended} ***\n"
+    )
+    told = ["", "ended by Slurm: preemption", "ended by scancel"]
+    assert [start.by_slurm for start in read_run(made_up_run).starts] == told
+    assert second() == "ended by Slurm: preemption"
 
 
 def test_a_restart_on_a_node_with_another_clock_has_its_own_lock(made_up_run):

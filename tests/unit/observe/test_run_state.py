@@ -263,8 +263,8 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
         (left / "verdict.txt").write_text("rank 3 on n2 was killed by SIGKILL\n")
         found = read_status(run, {})
         assert (found.state, found.error) == ("failed", "rank 3 on n2 was killed by SIGKILL")
-    again = "slurm/submit.sh --nodes=2 [OPTIONS] slurm/multinode_job.sh pretrain.py"
-    again += " --config 'my run.yaml'"
+    again = "slurm/submit.sh slurm/multinode_job.sh pretrain.py --config 'my run.yaml'"
+    again += " (with your options of sbatch)"
     assert found.advice == f"start again: {again}"
     saved(run, 5)
     assert read_status(run, {}).advice == f"resume: {again}"
@@ -274,18 +274,15 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
     ("slurm", "launch", "command"),
     [
         (None, {"world_size": 1}, "python"),
-        (None, {"world_size": 2}, "accelerate launch [OPTIONS]"),
+        (None, {"world_size": 2}, "accelerate launch --num_processes 2"),
+        (
+            None, {"world_size": 4, "strategy": "ddp", "devices": ["L4"]},
+            "accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4",
+        ),
         (None, {"world_size": 2, "launcher": "slurm/launch_node.sh"}, "slurm/launch_node.sh"),
-        (
-            {"job_id": "7", "nodes": "1", "partition": "a b"}, {"world_size": 1},
-            "slurm/submit.sh --partition='a b' [OPTIONS] slurm/train_job.sh",
-        ),
-        (
-            {"job_id": "7", "nodes": 2, "partition": "gpu"},
-            {"world_size": 16, "devices": ["H100"] * 8, "launcher": "slurm/launch_node.sh"},
-            "slurm/submit.sh --nodes=2 --gpus-per-node=8 --partition=gpu [OPTIONS] "
-            "slurm/multinode_job.sh",
-        ),
+        ({"job_id": "7", "nodes": "1"}, {"world_size": 1}, "slurm/submit.sh slurm/train_job.sh"),
+        ({"job_id": "7", "nodes": 2}, {}, "slurm/submit.sh slurm/multinode_job.sh"),
+        ({"job_id": "7", "command": "slurm/submit.sh -t 9 slurm/my.sh "}, {"world_size": 1}, None),
     ],
 )  # fmt: skip
 def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, launch, command):
@@ -293,7 +290,12 @@ def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, slurm, lau
     start = {"argv": ["pretrain.py", "--seed", "1"], "slurm": slurm, "launch": launch}
     start["time"] = "2026-01-01T00:00:01+00:00"
     (run / "provenance.json").write_text(json.dumps({"run_id": "a", "starts": [start]}))
-    assert read_status(run, {}).advice == f"start again: {command} pretrain.py --seed 1"
+    expected = f"{command} pretrain.py --seed 1"
+    if slurm:
+        expected += " (with your options of sbatch)"
+    if command is None:
+        expected = "slurm/submit.sh -t 9 slurm/my.sh"
+    assert read_status(run, {}).advice == f"start again: {expected}"
 
 
 def test_memory_the_slowest_rank_and_the_pages_of_a_failure_are_shown(tmp_path):
@@ -395,17 +397,46 @@ def fake_squeue(folder, text, code=0):
 
 def test_jobs_are_read_from_squeue_which_may_be_absent_or_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(verdict, "_ROOT", tmp_path)
-    verdict.note_submitted("8", tmp_path / "run")
+    verdict.note_submitted("8", tmp_path / "run", "log")
     rows = ["7|7|RUNNING|None|1-02:03:04|2026-11-27T06:00:00|train"]
-    rows += ["8|6_[2-5]|PENDING|Resources|NOT_SET|N/A|a|b c", "slurm: noise"]
+    rows += ["8|6_[2-5%2]|PENDING|Resources|NOT_SET|N/A|a|b c", "slurm: noise"]
     monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", "\n".join(rows)), prepend=":")
     assert queued_jobs() == squeue(
         j7=("RUNNING", "None", 93784.0, "train", datetime.datetime(2026, 11, 27, 6).timestamp())
-    ) | {"8": Job("6_[2-5]", "PENDING", "Resources", None, "a|b c", None, str(tmp_path / "run"))}
+    ) | {"8": Job("6", "PENDING", "Resources", None, "a|b c", None, str(tmp_path / "run"))}
     monkeypatch.setenv("PATH", fake_squeue(tmp_path / "down", "no controller", 1), prepend=":")
     assert queued_jobs() == {}
     monkeypatch.setenv("PATH", str(tmp_path))
     assert queued_jobs() == {}
+
+
+def test_a_job_that_failed_before_its_run_began_is_shown_with_its_last_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(verdict, "_ROOT", tmp_path)
+    queue = fake_squeue(tmp_path / "bin", "8|8|RUNNING|None|9:00|N/A|t")
+    monkeypatch.setenv("PATH", queue, prepend=":")
+    log, old, run = tmp_path / "train-7.log", time.time() - 60, tmp_path / "runs" / "a"
+    log.write_text("job 7, start 1\nn1: there is no python on PATH\n\n")
+    os.utime(log, (old, old))
+    verdict.note_submitted("7", run, str(log))
+    verdict.note_submitted("8", tmp_path / "runs" / "b", str(log))
+    verdict.note_submitted("9", tmp_path / "runs" / "c", "cancelled before it had a log")
+    said = f"job 7 ended before its run began: n1: there is no python on PATH; log: {log}"
+    with pytest.raises(ConfigurationError, match=re.escape(f"is no run directory: {said}")):
+        status.main([str(run)])
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    assert status.main(["--all", str(tmp_path / "runs")]) == 0
+    shown_lines = " ".join(capsys.readouterr().out.split())
+    assert "failed 7" in shown_lines
+    assert "no python on PATH" in shown_lines
+    assert "cancelled before" not in shown_lines
+    make_run(run)  # its start is older than the log of job 7
+    os.utime(log)
+    assert read_status(run, queued_jobs()).refused == said
+    make_run(tmp_path / "runs" / "b", slurm=SLURM)
+    (run / "provenance.json").write_bytes((run.parent / "b" / "provenance.json").read_bytes())
+    assert "7" not in queued_jobs(), "it has started the run"
 
 
 def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys):

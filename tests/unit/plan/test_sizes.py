@@ -85,7 +85,8 @@ def test_the_batch_follows_from_the_data_and_divides_over_the_ranks(sized):
     assert (batch, micro) == (16, 8)
     (note,) = [each for each in settings.values.notes if each.startswith("global_batch_size")]
     assert note == (
-        "global_batch_size 16: about 1,171 sequences, 2 ranks; --global_batch_size changes it"
+        "global_batch_size 16: about 1,171 sequences, 2 ranks, so 74 steps an epoch; "
+        "--global_batch_size changes it"
     )
     settings = sized(np.tile(SMALL, 10), packing="none")
     assert settings.run.global_batch_size == 32, "each of 3,000 documents is a sequence"

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,6 +185,20 @@ def test_a_finished_preparation_is_not_done_again_nor_written_over(
         with pytest.raises(ConfigurationError, match="holds tokenizer, train, which was not made"):
             prepare("out", **changed)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_datasets_copied_with_their_sources_need_no_second_preparation(tmp_path, tokenizer, caplog):
+    (tmp_path / "here").mkdir()
+    source = samples.text_source(tmp_path / "here" / "a.jsonl", 20)
+    given = {"tokenizer_name_or_path": tokenizer}
+    samples.prepare(output_dir=tmp_path / "here/out", sources=[source], **given)
+    there = shutil.copytree(tmp_path / "here", tmp_path / "there")
+    with caplog.at_level("INFO"):
+        samples.prepare(output_dir=there / "out", sources=[there / "a.jsonl"], **given)
+    assert "already prepared with these settings" in caplog.text
+    samples.text_source(there / "a.jsonl", 21)
+    with pytest.raises(ConfigurationError, match="which was not made"):
+        samples.prepare(output_dir=there / "out", sources=[there / "a.jsonl"], **given)
 
 
 def check_planning(folder, given):

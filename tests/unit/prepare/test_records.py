@@ -158,6 +158,17 @@ def test_a_very_long_text_file_is_one_record(tmp_path):
     assert found.fields["text"] == text
 
 
+def test_a_text_file_from_windows_has_no_mark_and_ends_lines_as_in_datasets(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\ntwo\r\r\nthree\n".encode())
+    (found,) = read(path)
+    (expected,) = datasets.load_dataset(
+        "text", data_files=str(path), sample_by="document", split="train"
+    )
+    assert expected["text"] == "\ufeffone\ntwo\n\nthree\n", "datasets keeps the mark"
+    assert found.fields["text"] == expected["text"].removeprefix("\ufeff")
+
+
 def test_a_text_file_of_another_encoding_is_a_bad_row(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     (bad,) = read(tmp_path / "a.txt")

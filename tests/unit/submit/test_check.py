@@ -87,7 +87,10 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
         "accelerate_configs/fsdp2.yaml, by ACCELERATE_CONFIG=accelerate_configs/fsdp2.yaml",
         "limit:   1:00:00; Slurm's stop signal comes 300 s before it; a job that stopped is queued "
         "again and resumes",
+        "WARNING  each start overwrites the log: add #SBATCH --open-mode=append to job.sh",
     ]
+    assert check(str(script), options=["--open-mode=append"]) == 0
+    assert "overwrites" not in capfd.readouterr().out
     assert check(str(script), Requeue="0") == 0
     limit = capfd.readouterr().out.splitlines()[2]
     assert limit.startswith("limit:   1:00:00; no stop signal to the batch shell before it (add #")
