@@ -1,5 +1,6 @@
 """Micro-batches of packed sequences, from memory-mapped files to the model's inputs."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,14 +76,10 @@ class PackedDataset(Dataset):
     """
 
     def __init__(
-        self,
-        datasets: Sequence[TokenDataset],
-        plans: Sequence[PackPlan],
-        pad_token_id: int = 0,
-        to_longest: bool = False,
+        self, datasets: Sequence[TokenDataset], plans: Sequence[PackPlan], pad_token_id: int = 0
     ):
         self.datasets, self.plans = tuple(datasets), tuple(plans)
-        self.to_longest = to_longest
+        self.to_longest = False
         self.sequence_length = plans[0].sequence_length
         self.pad_token_id = pad_token_id
         self.per_source = [plan.sequences for plan in plans]
@@ -90,7 +87,9 @@ class PackedDataset(Dataset):
 
     def padded(self, to_longest: bool) -> "PackedDataset":
         """Return these sequences with this `to_longest`."""
-        return PackedDataset(self.datasets, self.plans, self.pad_token_id, to_longest)
+        found = copy.copy(self)
+        found.to_longest = to_longest
+        return found
 
     def __len__(self) -> int:
         return int(self.first_of_source[-1])

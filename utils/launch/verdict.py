@@ -148,13 +148,9 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
 
 
 def note_submitted(job: str, output_dir: Path, log: str) -> None:
-    """Write run directory and log file of a submitted job to .stoker/submitted-JOB. Raises OSError.
-
-    A job that fails before its run began leaves this note. slurm/submit.sh removes old ones.
-    """
+    """Write run directory and log of a submitted job to .stoker/submitted-JOB. Raises OSError."""
     (_ROOT / ".stoker").mkdir(exist_ok=True)
-    note = _ROOT / ".stoker" / f"{SUBMITTED}{job}"
-    note.write_text(f"{output_dir.resolve()}\n{log}\n")
+    (_ROOT / ".stoker" / f"{SUBMITTED}{job}").write_text(f"{output_dir.resolve()}\n{log}\n")
 
 
 def submitted_runs() -> dict[str, tuple[str, str]]:

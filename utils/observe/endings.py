@@ -229,14 +229,12 @@ def _command(run: History) -> str:
     words, slurm = shlex.join(run.entry.get("argv") or ["..."]), run.entry.get("slurm")
     launch = run.entry.get("launch") or {}
     ranks = int(launch.get("world_size") or 1)
-    if slurm and slurm.get("command"):
-        return slurm["command"].strip()
     if slurm:
         script = "multinode_job.sh" if int(slurm.get("nodes") or 1) > 1 else "train_job.sh"
-        return f"slurm/submit.sh slurm/{script} {words} (with your options of sbatch)"
-    strategy = {"ddp": "multi_gpu"}.get(launch.get("strategy"), launch.get("strategy"))
-    if launch.get("devices") == ["cpu"]:
-        strategy = "cpu"
-    config = f"--config_file accelerate_configs/{strategy}.yaml " if strategy else ""
-    alone = "python" if ranks == 1 else f"accelerate launch {config}--num_processes {ranks}"
+        other = f"slurm/submit.sh slurm/{script} {words} (with your options of sbatch)"
+        return (slurm.get("command") or other).strip()
+    strategy = launch.get("strategy") or "multi_gpu"
+    config = "cpu" if launch.get("devices") == ["cpu"] else strategy.replace("ddp", "multi_gpu")
+    several = f"--config_file accelerate_configs/{config}.yaml --num_processes {ranks}"
+    alone = "python" if ranks == 1 else f"accelerate launch {several}"
     return f"{launch.get('launcher') or alone} {words}"

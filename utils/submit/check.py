@@ -158,10 +158,7 @@ def gpus_per_node(job: Mapping[str, str]) -> int:
 
 
 def given_last(name: str, variable: str, options: Sequence[str], job_script: Path) -> str:
-    """Return sbatch's value of an option that squeue does not show; "" if it is not given.
-
-    The options count before the environment variable, and that before the #SBATCH lines.
-    """
+    """Return an option that squeue does not show, by `options`, `variable` or #SBATCH; else ""."""
     lines = job_script.read_text(encoding="utf-8", errors="replace").splitlines()
     head = [line for line in lines if line.startswith("#SBATCH")]
     text = " ".join([*head, f"--{name}={os.environ.get(variable, '')}", *options])

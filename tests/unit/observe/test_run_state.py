@@ -274,7 +274,10 @@ def test_the_last_error_is_the_verdict_of_all_ranks_or_the_last_words_of_the_fir
     ("slurm", "launch", "command"),
     [
         (None, {"world_size": 1}, "python"),
-        (None, {"world_size": 2}, "accelerate launch --num_processes 2"),
+        (
+            None, {"world_size": 2, "strategy": "ddp", "devices": ["cpu"]},
+            "accelerate launch --config_file accelerate_configs/cpu.yaml --num_processes 2",
+        ),
         (
             None, {"world_size": 4, "strategy": "ddp", "devices": ["L4"]},
             "accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4",
