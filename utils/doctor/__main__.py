@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output_dir = parser.parse_args(argv).output_dir
     named: dict[str, Check] = {
         "Python": check_python, "GPUs": check_gpus, "kernels": check_kernels, "host": check_host,
-        "Slurm": check_slurm, "tokens and the Hub": check_accounts,
+        "Slurm": check_slurm, "tokens and the Hub": lambda: chain(check_tokens(), check_hub()),
         "output_dir": partial(check_disk, output_dir, "output_dir"),
     }  # fmt: skip
     findings = []
@@ -298,12 +299,6 @@ def check_slurm() -> Iterator[Finding]:
     else:
         what = f"no partition of Slurm runs jobs now: {shown or 'sinfo shows none'}"
         yield Finding("warning", what, "sinfo -R says why; a job that is submitted waits")
-
-
-def check_accounts() -> Iterator[Finding]:
-    """Check tokens, which .env may set, and then the Hub with them."""
-    yield from check_tokens()
-    yield from check_hub()
 
 
 def check_tokens() -> Iterator[Finding]:

@@ -47,10 +47,13 @@ def convert_data(given: Conversion, folder: str) -> None:
     if (thinking := given.take("enable_thinking")) is not None:
         variables["enable_thinking"] = thinking
     given.data["chat_template_kwargs"] = variables
-    for key in ("chat_template", "chat_template_jinja", "chat_template_path"):
-        if "{" in str(given.value(key)):
-            given.template = str(given.take(key))
-        elif str(given.value(key)).endswith(".jinja"):
+    named = DATA["templates"] if given.kind == "llamafactory" else {}
+    for key in ("template", "chat_template", "chat_template_jinja", "chat_template_path"):
+        text = named.get(str(given.value(key)), str(given.value(key)))
+        if "{" in text:
+            given.template = text
+            given.take(key)
+        elif text.endswith(".jinja"):
             given.data["chat_template"] = given.take(key)
     given.data["output_dir"] = folder
     tokenizer = given.take("tokenizer_config") or given.take("tokenizer_name_or_path")
@@ -86,10 +89,12 @@ def _read(given: Conversion, name: str) -> Entries:
         share = re.fullmatch(r":(\d+)%\]", rest)
         if share and name == "sources":
             entry["weight"] = int(share[1]) / 100
-            why = f"a share of {share[1]} %, chosen by content, not [{rest}"
-            given.change(f"{source}.split", why)
+            took = f"a share of {share[1]} %, chosen by content, is taken"
         elif bracket:
-            why = f"all of {split} is taken, not [{rest}; max_tokens of a source limits it"
+            took = f"all of {split} is taken"
+        if bracket:
+            why = f"{took}, not [{rest}; for the same rows name as path what datasets makes: "
+            why += f"load_dataset(..., split='{split}[{rest}').save_to_disk('sources/slice')"
             given.change(f"{source}.split", why)
         if split and (split != "train" or name == "eval_sources"):
             entry["split"] = split

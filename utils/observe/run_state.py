@@ -89,10 +89,7 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def queued_jobs() -> dict[str, Job]:
-    """Return this user's jobs in Slurm's queue by job ID, or {} if squeue is missing or fails.
-
-    Also jobs that left it before their run began.
-    """
+    """Return this user's jobs, queued or ended before their run, by ID; {} without squeue."""
     if shutil.which("squeue") is None:
         return {}
     command = ["squeue", "--me", "--noheader", "--format=%A|%i|%T|%r|%L|%S|%j"]

@@ -202,10 +202,7 @@ def plan_run(
 def pads_to_longest(
     settings: RunSettings, attention: AttentionChoice, compiled: bool, report: Report
 ) -> bool:
-    """Return whether a micro-batch is padded to its longest sequence, not to sequence_length.
-
-    A resumed run repeats the choice of its last start, because other padding changes last bits.
-    """
+    """Return whether to pad to the longest sequence. A resumed run keeps to its last choice."""
     if settings.data.packing != "none":
         return False
     starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import yaml
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
@@ -183,6 +184,8 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert {"made_up", "qat", "datasets.split"} <= {k for ks in found.changes.values() for k in ks}
     reasons = {key: why for why, keys in {**found.notes, **found.changes}.items() for key in keys}
     assert reasons["made_up"] == UNKNOWN
+    exact = "load_dataset(..., split='train[:20%]').save_to_disk('sources/slice')"
+    assert exact in reasons["datasets.split"]
     assert reasons["off_here"] == OFF
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
     assert reasons["qat"] == "another method: this run trains without it"
@@ -197,6 +200,33 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert "chat_template: " in template[tmp_path / "made_data.yaml"]
     given = convert(made({**TRL, "chat_template": None, "chat_template_path": "./a.jinja"}))
     assert given.data["chat_template"] == "./a.jinja"
+
+
+BELOW = "Below is an instruction that describes a task. Write a response that appropriately "
+BELOW += "completes the request.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "with_system", "trained"),
+    [
+        ("default", "Human: a</s>\nAssistant:b</s>\n",
+         "System: S</s>\nHuman: a</s>\nAssistant:b</s>\n", "b</s>\n"),
+        ("alpaca", f"{BELOW}### Instruction:\na\n\n### Response:\nb</s>\n\n",
+         "S### Instruction:\na\n\n### Response:\nb</s>\n\n", "b</s>\n\n"),
+    ],
+)  # fmt: skip
+def test_llamafactorys_own_templates_are_written(name, alone, with_system, trained, made, tmp_path):
+    """The texts are those of its Template (src/llamafactory/data/template.py)."""
+    texts = recipe_texts(convert(made({**FACTORY, "template": name})), tmp_path)
+    template = texts[tmp_path / "made.jinja"]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    system = {"role": "system", "content": "S"}
+    for chat, expected in ((turns, alone), ([system, *turns], with_system)):
+        (text,), (spans,) = render_jinja_template(
+            [chat], chat_template=template, return_assistant_tokens_mask=True, eos_token="</s>"
+        )
+        assert text == expected
+        assert [text[slice(*span)] for span in spans] == [trained]
 
 
 # unfrozen_parameters of axolotl's examples/mistral4/fft-text.yml, mixtral.yml and dbrx, and of the
