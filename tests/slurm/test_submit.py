@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shlex
 
 import pytest
 import tiny
@@ -76,7 +77,9 @@ def test_a_valid_job_is_released_and_trains(slurm, jobs, submit, tmp_path):
     assert "job:     my job, 1 node(s) of 2 process(es)" in done.stderr
     assert "stop signal comes 300 s before it" in done.stderr
     assert (run / "final" / "config.json").exists(), log.read_text()
-    assert tiny.starts(run)[0]["launch"]["world_size"] == 2
+    start = tiny.starts(run)[0]
+    assert start["launch"]["world_size"] == 2
+    assert shlex.split(start["slurm"]["command"]) == ["slurm/submit.sh", *words]
     assert not list(ROOT.glob("canary"))
 
 
