@@ -37,6 +37,10 @@ _LOST_PEER = re.compile(
 # Signals that can be the first cause. Others follow from another rank's end: torch aborts a process
 # (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+# The line that slurm/job_setup.sh writes into a job's log before it requeues the job, and the line
+# of slurmd if Slurm, with its reason, or somebody else ends the job.
+_REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
+_CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .+ CANCELLED AT \S+(?: DUE TO ([A-Z ]*[A-Z]))?")
 CONSEQUENCE = 4  # the value of _likelihood for a rank that ended because another rank had ended
 # If a worker dies on another node, torchrun there ends the other workers within this time, and then
 # the launcher there writes the note with the cause.
@@ -145,6 +149,19 @@ def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     `slurm` is a field of a start in provenance.json.
     """
     return _note(f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}/{VERDICT}")
+
+
+def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
+    """Return why a start of a job ended, by its script's and Slurm's words in the log, or ""."""
+    # The log counts starts from 1, and names the next one where it ends. Restart counts begin at 0.
+    name, number = name_of_job(slurm), int(slurm.get("restart_count") or 0) + 1
+    ends = [at[2] for at in _REQUEUED.finditer(log) if (at[1], at[3]) == (name, str(number + 1))]
+    own = log.partition(f"job {name}, start {number}: ")[2]
+    own = own.partition(f"start {number + 1}")[0]  # it begins, or this one requeues the job
+    ended, by_slurm = _CANCELLED.search(own), ""
+    if ended is not None:
+        by_slurm = f"ended by Slurm: {ended[1].lower()}" if ended[1] else "ended by scancel"
+    return "".join(ends[-1:]), by_slurm
 
 
 def note_submitted(job: str, output_dir: Path, log: str) -> None:

@@ -22,10 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
+from utils.data.loader import PADDED_TO
 from utils.host.atomic_files import cache_root
 from utils.host.collectives import gathered, on_rank_0
 from utils.launch.processes import LaunchFacts
 from utils.model.architecture import causal_lm_class, has_experts, without_weights
+from utils.model.attention import FLEX
 
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
@@ -147,6 +149,22 @@ def choose_compilation(
         check_compilation(launch.strategy, compiles_here=not elsewhere)
         return True, f"{why}, layer by layer, static shapes, kept in {compile_cache()}"
     return False, "" if why == "as requested" else f"off, {why}"
+
+
+def choose_padding(settings: RunSettings, attention: str, compiled: bool) -> tuple[bool, str]:
+    """Return whether to pad to the longest document, and the log line ("" for packed sequences).
+
+    A resumed run repeats the choice of its last start, because other padding changes last bits.
+    """
+    if settings.data.packing != "none":
+        return False, ""
+    starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)
+    if compiled or attention == FLEX:
+        what = "compiled layers need" if compiled else f"{FLEX} needs"
+        return False, f"sequence_length, {what} one length"
+    if starts and not starts[-1].get("to_longest"):
+        return False, "sequence_length, as in the last start of this run"
+    return True, f"its longest document, in steps of {PADDED_TO}"
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -31,19 +30,13 @@ from utils.config.errors import ConfigurationError
 from utils.host.journal_file import FILE_NAME, STARTS, printable, read_lines, skipped
 from utils.host.redaction import redact, redacted
 from utils.host.run_lock import WATCH_S, RunOwner, run_owners
-from utils.launch.verdict import name_of_job, verdict_of
+from utils.launch.verdict import causes_in_log, verdict_of
 
 # status.py reads only the beginning (for the first speed) and the end of metrics.jsonl.
 HEAD_BYTES, TAIL_BYTES = 2**16, 2**21
 # Text files that a run writes for people: out of memory, a hang, a profile.
 PAGES = ("out-of-memory-rank*.txt", "hang.txt", "profile/kernels.txt")
 LONGEST_PAGE = 100_000  # characters
-# The line that slurm/job_setup.sh writes into a job's log before it requeues the job.
-_REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
-# The line that slurmd writes into the log of a job that Slurm or its user ends, and the reasons.
-_CANCELLED = re.compile(
-    r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]*[A-Z]))?"
-)
 _ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
 
@@ -345,16 +338,8 @@ def _with_cause(path: Path, start: Start, read: Callable[[Path], str]) -> Start:
         # The log is named by --output. Read only these folders: a foreign run may name any path.
         file = Path(f"{start.job.get('job_name')}-{start.job['job_id']}.log").name
         texts = (read(folder / file) for folder in (path, path.parent, Path.cwd(), _ROOT))
-        # The log names the next start, counted from 1. Restart counts begin at 0.
-        name, number = name_of_job(start.job), int(start.job.get("restart_count") or 0) + 1
-        log = next(filter(None, texts), "")
-        own = log.partition(f"job {name}, start {number}: ")[2]
-        own = own.partition(f"start {number + 1}")[0]  # it begins, or this one requeues the job
-        if ended := _CANCELLED.search(own):
-            by_slurm = f"ended by Slurm: {ended[1].lower()}" if ended[1] else "ended by scancel"
-        lines = _REQUEUED.finditer("" if cause else log)
-        logged = [at[2] for at in lines if (at[1], int(at[3])) == (name, number + 1)]
-        cause = verdict_of(start.job) or cause or "".join(logged[-1:])
+        logged, by_slurm = causes_in_log(next(filter(None, texts), ""), start.job)
+        cause = verdict_of(start.job) or cause or logged
         cause = "; ".join(filter(None, (cause, by_slurm)))
     return replace(start, error=redact(cause) if cause else None, by_slurm=by_slurm)
 

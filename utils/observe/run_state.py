@@ -25,7 +25,7 @@ from utils.observe.endings import (
     evidence_in_words,
     pages_of_a_failure,
 )
-from utils.observe.history import Line, read_run, unix_s
+from utils.observe.history import History, Line, read_run, unix_s
 
 STATES = ("running", "starting", "waiting", "failed", "stopped", "finished")
 LINES = 5  # the speed is the median of this many training logs
@@ -125,13 +125,12 @@ def _began(run: Path, job: str, ended: float) -> bool:
 def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     """Return the status of the run in a directory. Raises ConfigurationError if it is no run."""
     own = str(directory.resolve())
-    failed = next((job for job in jobs.values() if job.log and job.output_dir == own), None)
+    failed = next((job.failure for job in jobs.values() if job.log and job.output_dir == own), None)
     jobs = {id_: job for id_, job in jobs.items() if not job.log}
     if not is_run(directory):
         waiting = ", ".join(f"{job.id} ({job.name}, {job.state})" for job in jobs.values())
         why = f"none of {PROVENANCE}, {CONFIG} and {FILE_NAME} is there"
-        why += f". Jobs of yours in the queue: {waiting or 'none'}."
-        why = failed.failure if failed else why
+        why = failed or f"{why}. Jobs of yours in the queue: {waiting or 'none'}."
         raise ConfigurationError(f"{directory} is no run directory: {why}")
     run, now = read_run(directory, whole=False), time.time()
     start = run.starts[-1] if run.starts else None
@@ -141,10 +140,6 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
     job = job or next((each for each in jobs.values() if each.output_dir == own), None)
     end = end_of_run(run, job)
     state = {"interrupted": "failed"}.get(end.word, end.word)
-    refused = failed.failure if failed else None
-    if run.refused is not None:
-        why = run.refused.error or "a start ended before training"
-        refused = f"{why} ({duration(max(run.refused.age_s, 0.0))} ago)"
     last, recent = (run.trained[-1] if run.trained else {}), run.trained[-LINES:]
     first = [line for line in run.first_lines if "tokens_per_s" in line][:LINES]
     known = recent and first and first[-1]["step"] < recent[0]["step"]  # no overlap
@@ -182,8 +177,16 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
         advice=advice(run, end, job),
         damaged=[f"{directory}/{text}" for text in run.damaged],
         skipped_lines=run.skipped_lines,
-        refused=refused,
+        refused=_refusal(run) or failed,
     )
+
+
+def _refusal(run: History) -> str | None:
+    """Return why the newest start failed its checks, if it did."""
+    if run.refused is None:
+        return None
+    why = run.refused.error or "a start ended before training"
+    return f"{why} ({duration(max(run.refused.age_s, 0.0))} ago)"
 
 
 def _median(name: str, lines: Sequence[Line]) -> float | None:

@@ -12,15 +12,12 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
-from utils.checkpoints.record import RunRecord
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
 from utils.config.own_code import callback_class
 from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
-from utils.data.loader import PADDED_TO
 from utils.data.order import GlobalBatchSampler
-from utils.host.collectives import on_rank_0
 from utils.host.foreign import naming
 from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
@@ -28,7 +25,6 @@ from utils.launch.processes import LaunchFacts
 from utils.model.adapters import AdapterPlan, plan_adapters
 from utils.model.architecture import first_line, has_experts, without_weights
 from utils.model.attention import (
-    FLEX,
     OPEN,
     RUN_ANYWHERE,
     AttentionChoice,
@@ -36,7 +32,7 @@ from utils.model.attention import (
     choose_isolated_attention,
     is_recurrent,
 )
-from utils.model.compilation import choose_compilation
+from utils.model.compilation import choose_compilation, choose_padding
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
@@ -163,7 +159,9 @@ def plan_run(
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
-        to_longest = pads_to_longest(settings, attention, compiled, report)
+        to_longest, why = choose_padding(settings, attention.name, compiled)
+        if why:
+            report.say(f"padding: each micro-batch to {why}")
         setup = Setup(
             replace(settings, model=model), config, launch, attention, loss_head,
             count_parameters(model, config), compiled, elsewhere,
@@ -197,23 +195,6 @@ def plan_run(
         data_workers=choose_data_workers(settings, launch, report),
         report=report,
     )
-
-
-def pads_to_longest(
-    settings: RunSettings, attention: AttentionChoice, compiled: bool, report: Report
-) -> bool:
-    """Return whether to pad to the longest sequence. A resumed run keeps to its last choice."""
-    if settings.data.packing != "none":
-        return False
-    starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)
-    fixed = ""
-    if compiled or attention.name == FLEX:
-        fixed = f"{'compiled layers need' if compiled else f'{FLEX} needs'} one length"
-    elif starts and not starts[-1].get("to_longest"):
-        fixed = "as in the last start of this run"
-    to = f"sequence_length, {fixed}" if fixed else f"its longest document, in steps of {PADDED_TO}"
-    report.say(f"padding: each micro-batch to {to}")
-    return not fixed
 
 
 def choose_data_workers(settings: RunSettings, launch: LaunchFacts, report: Report) -> int:

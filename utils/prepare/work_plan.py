@@ -105,15 +105,12 @@ class PreparationPlan:
     def digest(self, tokenizer: Mapping[str, Any], folder: Path | None = None) -> str:
         """Return a hash of the sources, settings, `tokenizer` and versions of tokenizer libraries.
 
-        With `folder` it stays the same if the sources are moved together with this folder.
-        The number of processes and the shards are left out, because they change no byte.
+        Paths are relative to `folder`. Processes and shards change no byte and are left out.
         """
-        sources = {
-            name: [file.identity(folder) for file in files] for name, files in self.sources.items()
-        }
+        splits = self.sources.items()
         content = {
             "output_version": OUTPUT_VERSION,
-            "sources": sources,
+            "sources": {name: [file.identity(folder) for file in files] for name, files in splits},
             "settings": asdict(self.settings, dict_factory=_without_unset_code),
             "tokenizer": tokenizer,
             "versions": {name: metadata.version(name) for name in ("tokenizers", "transformers")},
@@ -132,10 +129,7 @@ def _without_unset_code(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plan_preparation(arguments: PreparationArguments) -> PreparationPlan:
-    """Find the files, cut them into work units, and derive the formats from the first records.
-
-    Raises ConfigurationError with every missing path, empty source and unknown file type.
-    """
+    """Find the files, cut work units, derive formats. Raises ConfigurationError with all faults."""
     remarks = Remarks()
     with remarks.lines:  # an error carries the lines before it
         return _plan(arguments, remarks)

@@ -54,6 +54,7 @@ def _quick(monkeypatch, caplog):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     monkeypatch.setattr(run_lock, "WATCH_S", 60)  # long enough for a heartbeat on a slow machine
     monkeypatch.setattr(run_lock, "LOOK_S", 0.02)
+    monkeypatch.setattr(run_lock, "_silent", [])
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     yield
