@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
 from utils.data.loader import PADDED_TO
 from utils.host.atomic_files import cache_root
@@ -151,20 +151,22 @@ def choose_compilation(
     return False, "" if why == "as requested" else f"off, {why}"
 
 
-def choose_padding(settings: RunSettings, attention: str, compiled: bool) -> tuple[bool, str]:
-    """Return whether to pad to the longest document, and the log line ("" for packed sequences).
+def pads_to_longest(settings: RunSettings, attention: str, compiled: bool, report: Report) -> bool:
+    """Return whether a micro-batch is padded to its longest document, not to sequence_length.
 
     A resumed run repeats the choice of its last start, because other padding changes last bits.
     """
     if settings.data.packing != "none":
-        return False, ""
+        return False
     starts = on_rank_0(lambda: RunRecord(Path(str(settings.training.output_dir))).starts)
+    why = ""
     if compiled or attention == FLEX:
-        what = "compiled layers need" if compiled else f"{FLEX} needs"
-        return False, f"sequence_length, {what} one length"
-    if starts and not starts[-1].get("to_longest"):
-        return False, "sequence_length, as in the last start of this run"
-    return True, f"its longest document, in steps of {PADDED_TO}"
+        why = f"{'compiled layers need' if compiled else f'{FLEX} needs'} one length"
+    elif starts and not starts[-1].get("to_longest"):
+        why = "as in the last start of this run"
+    to = f"sequence_length, {why}" if why else f"its longest document, in steps of {PADDED_TO}"
+    report.say(f"padding: each micro-batch to {to}")
+    return not why
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:

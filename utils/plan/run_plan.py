@@ -32,7 +32,7 @@ from utils.model.attention import (
     choose_isolated_attention,
     is_recurrent,
 )
-from utils.model.compilation import choose_compilation, choose_padding
+from utils.model.compilation import choose_compilation, pads_to_longest
 from utils.model.finished_model import name_of, saved_dtype
 from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
@@ -138,8 +138,7 @@ def plan_run(
     """Plan steps, kernels and memory. Raises ConfigurationError with the log lines before it."""
     run, training = settings.run, settings.training
     elsewhere = on_a_login_node(settings, launch)
-    # Small models try the kernels on the device that trains, or on the CPU of a login node.
-    device = None if elsewhere else training.device
+    device = None if elsewhere else training.device  # small models try the kernels there
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
         for entry in settings.own_code.callbacks:
@@ -159,9 +158,7 @@ def plan_run(
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
-        to_longest, why = choose_padding(settings, attention.name, compiled)
-        if why:
-            report.say(f"padding: each micro-batch to {why}")
+        to_longest = pads_to_longest(settings, attention.name, compiled, report)
         setup = Setup(
             replace(settings, model=model), config, launch, attention, loss_head,
             count_parameters(model, config), compiled, elsewhere,

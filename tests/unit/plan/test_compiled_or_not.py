@@ -8,11 +8,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from utils.checkpoints.files import PROVENANCE
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, Report
 from utils.launch.processes import LaunchFacts
 from utils.model import compilation
 from utils.model.attention import FLEX
-from utils.model.compilation import choose_compilation, choose_padding
+from utils.model.compilation import choose_compilation, pads_to_longest
 
 
 def chosen(path, device="cuda", strategy="single", asked=None, elsewhere=False, model=LlamaConfig):
@@ -94,10 +94,12 @@ def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_l
         settings = SimpleNamespace(
             data=SimpleNamespace(packing=packing), training=SimpleNamespace(output_dir=tmp_path)
         )
-        return choose_padding(settings, attention, compiled)
+        report = Report()
+        found = pads_to_longest(settings, attention, compiled, report)
+        return found, "".join(text for _, text in report)
 
     assert said(packing="best_fit") == (False, "")
-    assert said() == (True, "its longest document, in steps of 64")
+    assert said() == (True, "padding: each micro-batch to its longest document, in steps of 64")
     record_start(tmp_path, to_longest=True)
     assert said()[0]
     for changes in ({"compiled": True}, {"attention": FLEX}):
@@ -105,4 +107,5 @@ def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_l
         assert not found
         assert "one length" in text
     record_start(tmp_path, compiled=False)  # by an older version
-    assert said() == (False, "sequence_length, as in the last start of this run")
+    kept = "padding: each micro-batch to sequence_length, as in the last start of this run"
+    assert said() == (False, kept)
