@@ -72,6 +72,13 @@ def test_contradictions_are_refused_one_line_each(no_accelerator, changes, messa
         assert re.search(message, problem), problem
 
 
+def test_a_missing_path_is_shown_beside_a_faulty_flag():
+    problems = problems_of(learning_ratio="1")
+    assert [problem.split(": ")[0] for problem in problems] == [
+        "unknown setting --learning_ratio", "data/x",
+    ]  # fmt: skip
+
+
 def test_pretraining_refuses_what_only_fine_tuning_does():
     problems = problems_of(**LORA, on_overlong="drop")
     assert len(problems) == 2
