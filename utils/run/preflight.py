@@ -13,13 +13,14 @@ from utils.checkpoints.discovery import (
     free_bytes,
     most_at_once,
 )
-from utils.checkpoints.files import CONFIG, readable
+from utils.checkpoints.files import CONFIG, PROVENANCE, readable
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
 from utils.config.precision import CHOSEN
 from utils.config.raw_data import PREPARED
 from utils.config.settings import RunSettings
 from utils.host.collectives import gathered, on_every_rank, on_rank_0
+from utils.host.journal_file import FILE_NAME
 from utils.host.machine import host_name
 from utils.host.run_lock import FOLDER
 from utils.launch.processes import LaunchFacts
@@ -139,6 +140,15 @@ def _not_writable(output_dir: Path, reason: str) -> StorageError:
 
 def known_files(output_dir: Path) -> bool:
     """Return whether output_dir holds a run. Raise ConfigurationError if it holds other files."""
+    # Do not follow links, because another user may have made this directory. Do not raise for a
+    # damaged file of a run, because the start restores it.
+    for path in (output_dir / name for name in (CONFIG, PROVENANCE, FILE_NAME, FOLDER)):
+        if path.is_symlink() or (path.name == FOLDER and path.is_file()):
+            kind = "a link" if path.is_symlink() else "no folder"
+            raise ConfigurationError(
+                f"{path} is {kind}: nothing was read or written there. Put what it stands for in "
+                "its place, or remove it, or name another --output_dir."
+            )
     if RunRecord(output_dir).exists:
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()

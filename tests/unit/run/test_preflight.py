@@ -11,7 +11,7 @@ from utils.checkpoints import discovery
 from utils.config.errors import ConfigurationError, StorageError
 from utils.launch.processes import LaunchFacts
 from utils.run import preflight
-from utils.run.preflight import check_place, check_storage
+from utils.run.preflight import check_place, check_storage, known_files
 
 MIB = 2**20
 
@@ -68,3 +68,14 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch)
         told = rf"n1: {most} more .* of about 1.0 MiB.* KiB are missing. Make room"
         with pytest.raises(StorageError, match=told):
             check_place(tmp_path, plan, keep)
+
+
+def test_a_run_directory_whose_files_lead_elsewhere_is_refused(tmp_path):
+    """Otherwise a start would read or append to a link's target, or lock another folder."""
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match=r"/metrics.jsonl is a link.*remove it"):
+        known_files(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / ".lock").touch()
+    with pytest.raises(ConfigurationError, match=r"/\.lock is no folder.*remove it"):
+        known_files(tmp_path)
