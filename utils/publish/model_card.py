@@ -41,25 +41,6 @@ _HUB_URL = re.compile(r"hf://datasets/([^/\s@]+/[^/\s@]+)")
 _ABSOLUTE = re.compile(r"(?<![\w./:~)-])/(?:[^\s/'\"`=,:]+/)*([^\s/'\"`=,:]+)")
 
 
-def write_model_card(
-    directory: Path,
-    name: str,
-    run: Path,
-    step: int,
-    data: Sequence[TokenDataset],
-    *,
-    multimodal: bool = False,
-) -> None:
-    """Write the card of the model `name` in `directory`, whose weights are from step `step`.
-
-    data: the datasets of `train_data`. multimodal: the model also has parts for images or sound,
-    which AutoModelForCausalLM does not load. Raises an error if a file is unreadable.
-    """
-    card = _Card(directory, name, run, step, data, multimodal)
-    text = f"---\n{card.metadata().to_yaml()}\n---\n\n{public(chr(10).join(card.lines()))}\n"
-    (directory / CARD).write_text(redact(text), encoding="utf-8")
-
-
 def public(text: str) -> str:
     """Shorten absolute paths: to relative ones in the working directory, to names elsewhere.
 
@@ -118,12 +99,16 @@ def _source_files(dataset: TokenDataset) -> list[str]:
     return list(dataset.description.preparation.get("sources", {}).get("first_files", {}))
 
 
-class _Card:
-    """The content of a model card; see `write_model_card`."""
+class RunCard:
+    """The card of the model `name` in `directory`, whose weights are from step `step` of `run`.
+
+    data: the datasets of `train_data`. multimodal: the model also has parts for images or sound,
+    which AutoModelForCausalLM does not load. Raises an error if a file is unreadable.
+    """
 
     def __init__(
         self, directory: Path, name: str, run: Path, step: int, data: Sequence[TokenDataset],
-        multimodal: bool,
+        *, multimodal: bool = False,
     ):  # fmt: skip
         self.directory, self.name, self.run, self.step, self.data = directory, name, run, step, data
         self.multimodal = multimodal
@@ -134,7 +119,13 @@ class _Card:
         self.fine_tuned = self.start["script"] == "sft_train.py"
         self.base, self.license = base_model(run)
 
-    def metadata(self) -> ModelCardData:
+    def write(self) -> None:
+        """Write README.md, without absolute paths and secrets."""
+        body = public("\n".join(self._lines()))
+        text = f"---\n{self._metadata().to_yaml()}\n---\n\n{body}\n"
+        (self.directory / CARD).write_text(redact(text), encoding="utf-8")
+
+    def _metadata(self) -> ModelCardData:
         paths = [path for each in self.data for path in _source_files(each)]
         kind = "sft" if self.fine_tuned else "pretraining"
         return ModelCardData(
@@ -147,7 +138,7 @@ class _Card:
             **self.license,
         )
 
-    def lines(self) -> Iterator[str]:
+    def _lines(self) -> Iterator[str]:
         yield f"# {Path(self.name).parent.name}\n"
         yield self._what_it_is()
         yield "\n## Use\n"

@@ -25,7 +25,7 @@ from utils.model.architecture import is_multimodal
 from utils.model.finished_model import name_of, set_generation_settings
 from utils.model.weights import dequantized, packed_layers
 from utils.publish.hub import ADAPTER, CARD
-from utils.publish.model_card import shown_name, write_model_card
+from utils.publish.model_card import RunCard, shown_name
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def _directory(directory: Path, trainer: Any) -> Iterator[Path]:
     step = int(Path(best).name.rpartition("-")[2]) if best else state.global_step
     try:
         data, whole = trainer.train_sequences.datasets, is_multimodal(trainer.model.config)
-        write_model_card(partial, name, directory.parent, step, data, multimodal=whole)
+        RunCard(partial, name, directory.parent, step, data, multimodal=whole).write()
     except Exception as error:  # other versions may have written the run's files
         logger.warning("%s: no model card could be made of the run's files: %r", directory, error)
     allowed = partial.stat().st_mode & 0o666  # the permissions that the umask allows

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from utils.config.recipes import dump_yaml
 from utils.data.token_dataset import describe_split, open_token_dataset
-from utils.publish.model_card import base_model, hub_dataset, public, shown_name, write_model_card
+from utils.publish.model_card import RunCard, base_model, hub_dataset, public, shown_name
 
 HOME = "/home/lovelace/llm"
 SNAPSHOT = f"{HOME}/hub/datasets--HuggingFaceTB--smoltalk/snapshots/5feaf2f/train-0.parquet"
@@ -71,8 +71,8 @@ def test_a_card_of_each_kind_of_run(dataset, tmp_path, monkeypatch):
         (directory / "chat_template.jinja").touch()
     (adapter / "adapter_config.json").write_text("{}")
     monkeypatch.setenv("SOME_API_KEY", "Why is the sky")
-    write_model_card(adapter, shown_name(run, "adapter"), run, 10, [dataset])
-    write_model_card(final, shown_name(run, "final"), run, 20, [dataset])
+    RunCard(adapter, shown_name(run, "adapter"), run, 10, [dataset]).write()
+    RunCard(final, shown_name(run, "final"), run, 20, [dataset]).write()
     found = [read(adapter), read(final)]
     for card, library, relation in zip(
         found, ("peft", "transformers"), ("adapter", "finetune"), strict=True
@@ -110,7 +110,7 @@ def test_an_adapter_that_its_base_does_not_take_names_the_merged_model(dataset, 
     run, adapter = make_run(tmp_path / "run", {"use_peft": True}), tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"modules_to_save": ["lm_head"]}')
-    write_model_card(adapter, "run/adapter", run, 20, [dataset])
+    RunCard(adapter, "run/adapter", run, 20, [dataset]).write()
     text = read(adapter).text
     assert "use the run's merged model, `final/`" in text
     assert "PeftModel" not in text
@@ -127,7 +127,7 @@ def test_a_model_from_scratch_has_no_base_and_one_from_a_folder_no_link(dataset,
         (made, "A llama trained from random weights on the documents", ["stoker", "pretraining"]),
         (make_run(tmp_path / "b", settings), "All weights of `mine` were", ["stoker", "sft"]),
     ):
-        write_model_card(tmp_path, "x/final", run, 20, [dataset])
+        RunCard(tmp_path, "x/final", run, 20, [dataset]).write()
         card = read(tmp_path)
         assert said in card.text
         assert '"The sky is"' in card.text, "it has no chat template"
