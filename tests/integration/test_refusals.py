@@ -165,8 +165,8 @@ PRETRAINING = {
     "beyond 64 bits": (
         {"pad_embeddings_to_multiple_of": 2**64, "per_device_eval_batch_size": 2**64},
         (
-            "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**12",
-            "(--per_device_eval_batch_size): it must be at least 1 and below 2**20")),
+            "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**9",
+            "(--per_device_eval_batch_size): it must be at least 1 and below 10**9")),
     "rate as a text": (
         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "2"}'},
         '{"power": "2"} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate): TypeError: ',
@@ -182,13 +182,13 @@ PRETRAINING = {
         {"optim": "sgd", "optim_args": "momentum=x"},
         "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string"),
     "text to a step": ({"optim": "rmsprop_bnb", "optim_args": "alpha=0.9"}, "optim_args alpha=0.9"),
-    "rate twice": ({"optim_args": "lr=5"}, "lr has no effect in optim_args: set learning_rate"),
+    "rate twice": ({"optim_args": "lr=5"}, "lr has no effect in optim_args: leave it out"),
     "decay twice": (
         {"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"},
-        "weight_decay has no effect in optim_args: set weight_decay"),
+        "weight_decay has no effect in optim_args: leave it out"),
     "key of another": (
         {"optim": "sgd", "optim_args": "nesterov=true,momentum=0.9,rank=8"},
-        "rank has no effect in optim_args: this optimizer does not read it"),
+        "rank has no effect in optim_args: leave it out"),
     "no package": ({"optim": "lomo"}, "optim lomo (--optim): You need to install `lomo_optim`"),
     "no tracker": ({"report_to": "clearml"}, "report_to clearml (--report_to): ClearMLCallback"),
     "recomputation": (
@@ -207,9 +207,7 @@ PRETRAINING = {
         "every_n_layers has to be a whole number above 0, not 0"),
     "debugging": (
         {"debug": "underflow_overflow", "compile": "true", "loss_head": "fused"},
-        (
-            "debug underflow_overflow (--debug) needs --compile false",
-            "debug underflow_overflow (--debug) needs --loss_head logits")),
+        "debug underflow_overflow (--debug) needs --compile false and --loss_head logits"),
     "copies": (
         lambda place: place.monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2") or {},
         "srun started 2 copies of this script that do not know of each other"),
@@ -354,10 +352,6 @@ def test_a_dry_run_starts_no_processes_and_a_start_of_one_needs_no_backend(place
         with place.monkeypatch.context() as patch:
             patch.setenv(name, "2")
             assert pretrain.main([*argv, "--dry_run", "true"]) == 0
-    place.monkeypatch.setenv("WORLD_SIZE", "2")
-    argv = pretraining(place.run, **{**one_step, "ddp_backend": "nccl"})
-    with pytest.raises(ConfigurationError, match=r"ddp_backend nccl .* processes on the CPU"):
-        pretrain.main([*argv, "--dry_run", "true"])
 
 
 def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretraining):
@@ -371,10 +365,9 @@ def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretra
 
 
 def test_what_has_no_effect_is_logged(place, pretraining, capsys):
-    moot = {"optim": "sgd", "adam_beta1": 0.5, "warmup_steps": 50, "ddp_backend": "gloo"}
+    moot = {"optim": "sgd", "adam_beta1": 0.5, "warmup_steps": 50}
     assert pretrain.main(pretraining(place.run, **moot, dry_run="true")) == 0
     out = capsys.readouterr().out
-    assert "ddp_backend gloo (--ddp_backend) has no effect: there is one process" in out
     assert "adam_beta1 0.5 (--adam_beta1) has no effect: optim sgd (--optim)" in out
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out

@@ -1,7 +1,5 @@
 """The texts of `--help`, `--help NAME` and `--print_config`."""
 
-import dataclasses
-import inspect
 import itertools
 import re
 import textwrap
@@ -11,15 +9,10 @@ from utils.config.declarations import Declaration, SettingValues, help_file, pla
 from utils.config.errors import ConfigurationError
 from utils.config.foreign_words import refused, unknown_name
 from utils.config.recipes import entry_text
-from utils.config.rules import RULES
 
 WIDTH = 98  # a hundred columns less two
 
 OF_A_COMMAND = ("dry_run", "assume", "suggest")  # --print_config leaves them out
-LIBRARIES = {
-    "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer",
-    "trl": "https://huggingface.co/docs/trl/sft_trainer",
-}
 
 
 def help_text(
@@ -48,7 +41,7 @@ def help_text(
             problems.append(f"{unknown_name(name, declared)}{near}; topics: {', '.join(topics)}")
     if problems:
         raise ConfigurationError(problems)
-    texts = [_story(each, declared) if each in declared else topics[each] for each in names]
+    texts = [_entry(declared[each]) if each in declared else topics[each] for each in names]
     return "\n\n".join("\n".join(text) for text in texts) + "\n"
 
 
@@ -105,7 +98,7 @@ def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
 
 
 def _entry(declaration: Declaration) -> list[str]:
-    """Return a setting's lines in `--help all` and in `--help TOPIC`."""
+    """Return the lines of a setting."""
     text, indent = declaration.help + _default(declaration), " " * 6
     text = textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)
     return [f"  --{declaration.name} {placeholder(declaration)}", text]
@@ -116,65 +109,6 @@ def _default(declaration: Declaration) -> str:
         return " (required)"
     nothing = declaration.default in (None, [], {}, "")
     return "" if nothing else f" (default: {shown(declaration.default)})"
-
-
-def _story(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
-    """Yield the lines of `--help NAME`: all facts about one setting."""
-    declaration = declared[name]
-    value = placeholder(declaration)
-    yield f"--{name} {value if len(value) < 80 else 'CHOICE'}"
-    default = shown(declaration.default)
-    text = "none: it is required" if declaration.required else default
-    facts = {"": declaration.help, "default": f"{text} {_whose_default(declaration)}"}
-    if declaration.choices is not None:
-        facts["choices"] = ", ".join(map(shown, declaration.choices))
-    if "train_data" in declared and (conflicts := list(_conflicts(name, declared))):
-        facts["no effect"] = "; ".join(conflicts)
-    documents = [page for page, names in help_file()["pages"].items() if name in names.split()]
-    owners = [each for each in declaration.owner.__mro__ if name in inspect.get_annotations(each)]
-    libraries = [LIBRARIES.get(each.__module__.partition(".")[0]) for each in owners]
-    documents += [*filter(None, libraries)][:1]
-    facts["documents"] = ", ".join([*documents, "docs/settings.md"])
-    for fact, text in facts.items():
-        yield from _columns(fact, text, at=13)
-
-
-def _whose_default(declaration: Declaration) -> str:
-    """Return who set the default and what it replaces, as in "(Stoker; transformers has 500)"."""
-    if declaration.required:
-        return ""
-    sources: dict[str, type] = {}
-    for each in declaration.owner.__mro__:
-        if declaration.name in inspect.get_annotations(each):
-            sources.setdefault(each.__module__.partition(".")[0], each)
-    first, *others = sources
-    text = f"({'Stoker' if first == 'utils' else first}"
-    for library in others[:1]:
-        field = next(
-            each for each in dataclasses.fields(sources[library]) if each.name == declaration.name
-        )
-        made = field.default_factory
-        value = field.default if made is dataclasses.MISSING else made()
-        theirs = shown(getattr(value, "value", value))
-        text += f"; {library} has {theirs}" if theirs != shown(declaration.default) else ""
-    return text + ")"
-
-
-def _conflicts(name: str, declared: Mapping[str, Declaration]) -> Iterator[str]:
-    """Yield "while X is Y" or "unless X is Y" for each rule that makes the setting ineffective."""
-    for cause, applies, names in RULES:
-        if name in names.split():
-            known = declared[cause].choices or (
-                (True, False) if bool in declared[cause].types else ()
-            )
-            values = [shown(value) for value in known if applies(value)]
-            if not values or applies(None):
-                values = ["not given"] if applies(declared[cause].default) else values or ["given"]
-            if len(values) < 4:
-                yield f"while {cause} is {' or '.join(values)}"
-            else:
-                rest = [shown(value) for value in known if not applies(value)]
-                yield f"unless {cause} is {' or '.join(rest)}"
 
 
 def config_text(values: SettingValues, every: bool) -> str:
@@ -194,8 +128,7 @@ def config_text(values: SettingValues, every: bool) -> str:
         elif name in values.given and changed:
             derived.append(entry_text(name, values.written(name), source))
         elif every:
-            whose = _whose_default(values.declared[name])
-            defaults.append(entry_text(name, values.written(name), f"default {whose}"))
+            defaults.append(entry_text(name, values.written(name)))
     moot = [f"# {note}" for note in values.notes if " has no effect: " in note]
     parts = ["".join(lines), "\n".join(moot)]
     for title, texts in {"Derived, and again at each start": derived, "Defaults": defaults}.items():

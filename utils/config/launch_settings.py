@@ -5,7 +5,6 @@ one table of variables covers files, flags and the environment.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +27,6 @@ BY_RECIPE = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "global_batch_size decides",
     "ACCELERATE_GRADIENT_CLIPPING": "max_grad_norm decides",
 }
-_DATA_PARALLEL = ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE")
 _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
 
 
@@ -105,35 +103,16 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
             yield f"{key} {variables[name]}: {why}"
-    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG", variables):
-        return
-    fsdp2 = is_true("ACCELERATE_USE_FSDP", variables) and variables.get("FSDP_VERSION") == "2"
-    for name in _DATA_PARALLEL:
-        if not fsdp2 and _several(variables.get(name, "1")):
-            yield (
-                f"{name.lower()} {variables[name]} needs FSDP2 and would do nothing: write "
-                "distributed_type: FSDP with fsdp_version: 2, or remove parallelism_config"
-            )
 
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
     """Yield faults of settings of accelerate or DeepSpeed that would make training wrong."""
-    environment, processes = values.environment, values.world_size
-    faults = [*launch_faults(environment)]
-    yield from (f"the accelerate config or command: {fault}" for fault in faults)
-    needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
-    if all(is_true(name, environment) for name in needed) and not faults:
-        sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
-        with suppress(ValueError):  # accelerate reports sizes that are no integers
-            if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:
-                yield (
-                    f"the accelerate config: dp_replicate_size {sizes[0]} x dp_shard_size "
-                    f"{sizes[1]} are not the {processes} processes of this launch, with at least 2 "
-                    "to shard over: correct them, or remove parallelism_config"
-                )
+    environment = values.environment
+    for fault in launch_faults(environment):
+        yield f"the accelerate config or command: {fault}"
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
-        yield from _deepspeed_file_faults(file, values, processes)
+        yield from _deepspeed_file_faults(file, values["max_grad_norm"])
 
 
 def let_recipe_decide(values: SettingValues) -> None:
@@ -153,33 +132,23 @@ def let_recipe_decide(values: SettingValues) -> None:
     values.environment = {**values.environment, **decided}
 
 
-def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
-    """Yield a line for each value of a DeepSpeed file that is wrong or contradicts the recipe."""
+def _deepspeed_file_faults(file: str, max_grad_norm: float) -> Iterator[str]:
+    """Yield a line for each value of a DeepSpeed file that silently replaces the recipe's."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         yield f"the DeepSpeed file {file} cannot be read ({error}): correct deepspeed_config_file"
         return
-    total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
-    expected = {
-        "train_batch_size": total, "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": total and total // (micro * processes),
-        "gradient_clipping": values["max_grad_norm"],
-        "bf16.enabled": values["bf16"], "fp16.enabled": values["fp16"],
-    }  # fmt: skip
-    for key, ours in expected.items():
-        section, _, name = key.rpartition(".")
-        written = (content.get(section, {}) if section else content).get(name, "auto")
-        if written != "auto" and ours not in (None, written):
-            yield f'{file}: {key} {written}, but the recipe says {ours}: write "auto" there'
-    if "gradient_clipping" not in content and values["max_grad_norm"]:
+    if "gradient_clipping" not in content and max_grad_norm:
         yield f'{file} has no gradient_clipping, so max_grad_norm would do nothing: add "auto"'
     for key in ("optimizer", "scheduler"):
         if key in content:
             yield f"{file}: {key} would replace that of the recipe: remove it from the file"
-    parallel = {"sequence_parallel_size": content.get("sequence_parallel_size", 1)}
-    parallel["autotp_size"] = content.get("tensor_parallel", {}).get("autotp_size", 1)
-    for key, size in parallel.items():
+    sizes = {
+        "sequence_parallel_size": content.get("sequence_parallel_size", 1),
+        "autotp_size": content.get("tensor_parallel", {}).get("autotp_size", 1),
+    }
+    for key, size in sizes.items():
         if _several(str(size)):
             yield f"{file}: {key} {size} is not supported; {_OTHERS}"
 

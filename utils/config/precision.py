@@ -42,7 +42,7 @@ def settle_precision(values: SettingValues) -> None:
     chosen = [f"{name} {shown(values[name])}" for name in CHOSEN if values.source(name) == FAST_GPU]
     if chosen:
         off = f"off: --bf16 false, --{RECOMPUTED} none"
-        values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off}){_whose_gpu(values)}")
+        values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off})")
     if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
         asked = is_true("ACCELERATE_USE_CPU", values.environment)
         source = "ACCELERATE_USE_CPU" if asked else "bf16 on a CPU"
@@ -62,13 +62,6 @@ def _choose(values: SettingValues, name: str, choice: Given) -> None:
         values.notes.append(f"{values.shown(name)}; a new run here has {shown(choice.value)}")
     else:
         values.given[name] = choice
-
-
-def _whose_gpu(values: SettingValues) -> str:
-    """Return a note if a dry run sees no GPU, and so takes the GPUs of a job to be recent."""
-    if values["assume"] or gpu_capability() is not None:
-        return ""
-    return "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
 
 
 def settings_of_run(values: SettingValues) -> dict[str, Any]:

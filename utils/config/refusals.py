@@ -6,13 +6,13 @@ with a fault that is already reported. utils/config/rules.py has the contradicti
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
-from utils.config.declarations import Check, SettingValues, UnusableSettingError, shown
+from utils.config.declarations import Check, SettingValues, UnusableSettingError
 from utils.config.foreign_words import other_names, unknown_name
 from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of
@@ -21,9 +21,6 @@ from utils.config.strategy import check_strategy
 
 # Settings that need a metric_for_best_model.
 BEST_MODEL_JUDGES = ("save_best", "load_best_model_at_end", "early_stopping_patience")
-# transformers' debugger cannot read compiled layers, nor the fused head's boolean tensors.
-DEBUGGER = "underflow_overflow"
-DEBUGGED = {"compile": False, "loss_head": "logits"}
 # Functions that parse the text of a setting, and raise ValueError.
 READERS: dict[str, Callable[[Any], object]] = {
     "max_tokens": token_count,
@@ -47,7 +44,7 @@ def check_forms(values: SettingValues) -> Iterator[str]:
 
 
 def check_run(values: SettingValues) -> Iterator[str]:
-    """Yield faults of output_dir, model, hub_model_id, use_peft and accept_changes."""
+    """Yield faults of output_dir, model, hub_model_id, lm_eval_tasks and accept_changes."""
     if not values["output_dir"]:
         yield "output_dir is required: the directory of this run"
     if not (values["model_name_or_path"] or values["model_config"] or values["init_from"]):
@@ -61,6 +58,8 @@ def check_run(values: SettingValues) -> Iterator[str]:
         yield f"{values.shown('hub_model_id')}: give OWNER/NAME: {error}"
     if values["use_peft"] and values["model_config"] and not values["init_from"]:
         yield "use_peft adapts existing weights: it does not go with model_config alone"
+    if values["lm_eval_tasks"] and not is_installed("lm_eval"):
+        yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"
     for name in values["accept_changes"]:
         if name not in values:
             source = values.source("accept_changes")
@@ -68,11 +67,10 @@ def check_run(values: SettingValues) -> Iterator[str]:
 
 
 def check_debug(values: SettingValues) -> Iterator[str]:
-    """Refuse transformers' debugger with settings that it cannot read, and other words."""
-    if DEBUGGER in values["debug"]:
-        for name, needed in DEBUGGED.items():
-            if values[name] != needed:
-                yield f"{values.shown('debug')} needs --{name} {shown(needed)}"
+    """Refuse other words than transformers' debugger, which needs plain layers and logits."""
+    if "underflow_overflow" in values["debug"]:
+        if values["compile"] is not False or values["loss_head"] != "logits":
+            yield f"{values.shown('debug')} needs --compile false and --loss_head logits"
     elif values["debug"]:
         yield f"{values.shown('debug')}: {other_names()['debug']}"
 
@@ -101,21 +99,6 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["load_in_4bit"] and not is_installed("bitsandbytes"):
         yield f"{shown_4_bits} needs bitsandbytes, which is not installed: pip install bitsandbytes"
-
-
-def check_backend(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if the torch.distributed backend cannot connect this launch's processes."""
-    import torch
-
-    backend, shown = values["ddp_backend"], values.shown("ddp_backend")
-    if backend is None:
-        return
-    if values.world_size == 1:
-        values.notes.append(f"{shown} has no effect: there is one process")
-    elif values.on_cpu and backend not in ("gloo", "mpi"):
-        yield f"{shown} does not connect processes on the CPU: leave it out"
-    elif backend != "nccl" and not torch.distributed.is_backend_available(backend):
-        yield f"{shown}: torch has no such backend here; leave it out"
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
@@ -157,16 +140,11 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
     # Products of these numbers with the sizes of a model must fit into 64 bits.
-    ("at least 1 and below 10**12", lambda value: 1 <= value < 10**12,
-     "dataloader_prefetch_factor early_stopping_patience global_batch_size lora_alpha "
-     "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
-    # The sequences of an evaluation are padded to whole micro-batches.
-    ("at least 1 and below 2**20", lambda value: 1 <= value < 2**20,
-     "per_device_eval_batch_size per_device_train_batch_size"),
+    ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9,
+     "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
+     "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
+     "per_device_train_batch_size sample_max_new_tokens"),
     ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
-    # torch stores milliseconds and bytes in 64 bits.
-    ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9, "ddp_timeout"),
-    ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
     # The newest checkpoint may be damaged, so keep two. A sequence of one token has no target.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
@@ -187,60 +165,7 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
                 yield f"{values.shown(name)}: it must be {range_text}"
 
 
-def check_schedule(values: SettingValues) -> Iterator[str]:
-    """Yield a fault if lr_scheduler_kwargs do not fit the schedule."""
-    kind, keywords = values["lr_scheduler_type"], values.shown("lr_scheduler_kwargs")
-    if fault := schedule_fault(kind, values["lr_scheduler_kwargs"]):
-        yield f"lr_scheduler_type {kind} does not take {keywords}: {fault}"
-
-
-def schedule_fault(kind: str, keywords: Mapping[str, Any] | None) -> str:
-    """Return what is wrong with the keywords of a schedule; "" if they fit."""
-    import torch
-    from transformers import get_scheduler
-
-    if kind in ("constant", "constant_with_warmup"):  # Trainer would ignore keywords
-        return f"it takes none, but {', '.join(keywords)} is given" if keywords else ""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    try:
-        get_scheduler(kind, optimizer, 1, 10, dict(keywords or {}))
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-# A part of an optimizer's name, and the package that the optimizer needs.
-OPTIMIZERS = {
-    "torch_4bit": "torchao", "torch_8bit": "torchao", "galore": "galore_torch",
-    "apollo": "apollo_torch", "schedule_free": "schedulefree", "8bit": "bitsandbytes",
-    "32bit": "bitsandbytes", "bnb": "bitsandbytes", "ademamix": "bitsandbytes",
-}  # fmt: skip
 LM_EVAL = "lm_eval>=0.4.13,<0.5"
-REPORTERS = ("comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-
-
-def check_packages(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield faults: unknown trackers; trackers, optimizers or benchmarks without their package."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    reporters = values["report_to"] or []
-    for reporter in [reporters] if isinstance(reporters, str) else reporters:
-        if reporter not in {*INTEGRATION_TO_CALLBACK, "none", "all"}:
-            yield f"report_to {reporter}: expected one of {', '.join(INTEGRATION_TO_CALLBACK)}"
-        if reporter in REPORTERS and not is_installed(reporter):
-            yield (
-                f"report_to {reporter} needs {reporter}, which is not installed: pip install "
-                f"{reporter}, or leave it out (the run's metrics.jsonl has every figure)"
-            )
-    if values["lm_eval_tasks"] and not is_installed("lm_eval"):
-        yield f"lm_eval_tasks needs lm_eval, which is not installed: pip install '{LM_EVAL}'"
-    optimizer = values["optim"]
-    module = next((module for part, module in OPTIMIZERS.items() if part in optimizer), None)
-    if module and not is_installed(module):
-        yield (
-            f"optim {optimizer} needs {module}, which is not installed: use adamw_torch (with "
-            "optim_states: int8 its two moments take 2 bytes a parameter)"
-        )
 
 
 def is_installed(module: str) -> bool:
@@ -265,10 +190,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_strategy,
     check_launch_settings,
     check_precision,
-    check_backend,
     check_evaluation,
     check_ranges,
-    check_schedule,
-    check_packages,
 )
 PRETRAINING_CHECKS = (*FINE_TUNING_CHECKS, check_pretraining)

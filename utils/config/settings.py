@@ -28,7 +28,6 @@ from utils.config.refusals import (
     BEST_MODEL_JUDGES,
     FINE_TUNING_CHECKS,
     PRETRAINING_CHECKS,
-    schedule_fault,
 )
 from utils.config.rules import (
     check_contradictions,
@@ -44,9 +43,9 @@ from utils.config.strategy import describe_launch
 class RunSettings:
     """The parsed settings of a run: one object each for run, data, model, training and own code.
 
-    values: every setting by name, with its source. resolved: the values as plain data. script: file
-    name of the script. raw: the files that the run prepares first; `data` names the result. The
-    objects do not change later: RunPlan has the derived values.
+    values: every setting by name, with its source. script: file name of the script. raw: the files
+    that the run prepares first; `data` names the result. The objects do not change later: RunPlan
+    has the derived values.
     """
 
     run: RunArguments
@@ -55,9 +54,13 @@ class RunSettings:
     training: TrainingArguments
     own_code: OwnCode
     values: SettingValues
-    resolved: dict[str, Any]
     script: str
     raw: RawData | None
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The values of all settings as plain data."""
+        return {name: self.values.written(name) for name in self.values}
 
 
 def parse_pretraining(argv: Sequence[str] | None, description: str) -> RunSettings:
@@ -99,8 +102,7 @@ def _parse(
     run, own_code = values.build(RunArguments), values.build(OwnCode)
     model = values.build(ModelArguments)
     data, raw = take_out_raw(values.build(DataArguments), str(training.output_dir))
-    resolved = {name: values.written(name) for name in values}
-    return RunSettings(run, data, model, training, own_code, values, resolved, script, raw)
+    return RunSettings(run, data, model, training, own_code, values, script, raw)
 
 
 def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:
@@ -120,7 +122,6 @@ def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) ->
         data=take_out_raw(values.build(DataArguments), str(settings.training.output_dir))[0],
         training=with_values(settings.training, **{micro: values[micro]}),
         values=values,
-        resolved={name: values.written(name) for name in values},
     )
 
 
@@ -152,9 +153,15 @@ def choose_length(values: SettingValues) -> None:
 
 def leave_out_old_keywords(values: SettingValues) -> None:
     """Reset lr_scheduler_kwargs if a stronger source sets a schedule that does not take them."""
+    from transformers import get_scheduler
+
     schedule, keywords = "lr_scheduler_type", "lr_scheduler_kwargs"
-    is_overruled = 0 < values.rank(keywords) < values.rank(schedule)
-    if is_overruled and schedule_fault(values[schedule], values[keywords]):
+    if not 0 < values.rank(keywords) < values.rank(schedule):
+        return
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    try:
+        get_scheduler(values[schedule], optimizer, 1, 10, dict(values[keywords] or {}))
+    except (TypeError, ValueError):
         leave_out(values, keywords, schedule)
 
 

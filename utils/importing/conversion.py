@@ -7,7 +7,7 @@ from pathlib import Path
 from utils.config.declarations import Given, SettingValues, shown
 from utils.config.errors import ConfigurationError
 from utils.config.recipes import load_file
-from utils.config.refusals import check_forms, check_packages, check_run
+from utils.config.refusals import check_forms, check_run
 from utils.config.rules import RULES
 from utils.config.settings import derive_evaluation
 from utils.importing.sources import convert_data
@@ -302,11 +302,8 @@ def _remove_lines_that_cannot_stay(given: Conversion) -> None:
             if name in values.given and values[name] and applies(values[cause]):
                 del values.given[name]
                 refused[name] = f"no effect, as {cause} is {shown(values[cause])}"
-    for fault in (*check_packages(values), *check_run(values), *check_forms(values)):
+    for fault in (*check_run(values), *check_forms(values)):
         refused[fault.split()[0]] = fault
     for name, why in refused.items():
-        value, comment = given.run.pop(name, (None, ""))
-        word = why.split()[1].rstrip(":")  # the member of a list that a package's check refuses
-        if isinstance(value, list) and word in value and len(value) > 1:
-            given.run[name] = ([each for each in value if each != word], comment)
+        given.run.pop(name, None)
         given.note(given.made_of.get(name, name), why)

@@ -20,21 +20,13 @@ from transformers.integrations import get_reporting_integration_callbacks
 from utils.config.arguments import with_values
 from utils.config.declarations import SettingValues
 from utils.config.errors import ConfigurationError, Report
-from utils.config.refusals import REPORTERS
+from utils.config.refusals import is_installed
 from utils.config.settings import RunSettings
 from utils.model.architecture import first_line, without_weights
 from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
-# Settings that only some optimizers read. INSTEAD: advice for keys of optim_args without effect.
-OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
-INSTEAD = {
-    "lr": "set learning_rate", "weight_decay": "set weight_decay", "beta1": "set adam_beta1",
-    "beta2": "set adam_beta2", "betas": "set adam_beta1 and adam_beta2", "eps": "set adam_epsilon",
-}  # fmt: skip
-NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
-TRIED = ("x", "1", "0.125", "true")  # values to try in optim_args: words and numbers
 NEARLY_WHOLE = 0.999
 SIDE = 64  # size of the tiny weights: below 64 x 64 bitsandbytes keeps states in 32 bits
 SAMPLED_STEPS = 256
@@ -66,10 +58,10 @@ def rehearse(
     problems: list[str] = []
     with _judged(values, "activation_checkpointing_kwargs", problems):
         _try_recomputation(args)
-    # check_packages looks for the packages of REPORTERS. Importing them takes seconds.
-    reporters = [each for each in args.report_to or () if each not in REPORTERS]
+    # Importing an installed tracker takes seconds.
+    missing = [each for each in args.report_to or () if not is_installed(each)]
     with _judged(values, "report_to", problems):
-        for callback in get_reporting_integration_callbacks(reporters):
+        for callback in get_reporting_integration_callbacks(missing):
             callback()
     model = _tiny_model(config, weights_dtype(settings.model, config), device)
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
@@ -78,7 +70,7 @@ def rehearse(
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if not own_optimizer:
-            _check_effect(settings, model, pairs, built.defaults, report)
+            _check_effect(args, model, pairs, built.defaults)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -121,45 +113,33 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 def _try_recomputation(args: TrainingArguments) -> None:
     """Recompute a product with activation_checkpointing_kwargs, which raises for wrong keywords."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
-    keywords: dict[str, Any] = dict(given or {})
+    keywords: dict[str, Any] = {"use_reentrant": False, **(given or {})}
+    keywords.pop("offload", None)
     every = keywords.pop("every_n_layers", 1)
     if type(every) is not int or every < 1:
         raise ValueError(f"every_n_layers has to be a whole number above 0, not {every!r}")
-    if type(offload := keywords.pop("offload", False)) is not bool:
-        raise ValueError(f"offload has to be true or false, not {offload!r}")
     weight = torch.ones(1, requires_grad=True)
     with warnings.catch_warnings(action="ignore"):  # the real model gives the same warnings
-        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **(keywords or NO_REENTRY))
+        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **keywords)
         result.backward()
 
 
 def _check_effect(
-    settings: RunSettings,
-    model: PreTrainedModel,
-    pairs: dict[str, str],
-    built: dict[str, Any],
-    report: Report,
+    args: TrainingArguments, model: PreTrainedModel, pairs: dict[str, str], built: dict[str, Any]
 ) -> None:
-    """Raise ValueError for keys of optim_args without effect; report settings without effect."""
-    values, args = settings.values, settings.training
-    for name in OF_SOME_OPTIMIZERS:
-        if values.rank(name) > 0 and values.changed(name):
-            without = with_values(args, **{name: values.declared[name].default})
-            if _options(without, model) == _options(args, model):
-                text = f"{values.shown(name)} has no effect: {values.shown('optim')}"
-                report.say(f"settings: {text}")
+    """Raise ValueError for a key of optim_args that does not change the optimizer's options."""
+    options = _options(args, model)
     for key, value in pairs.items():
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
             continue  # repeats an option of the built optimizer, as relative_step=false may
-        seen = []
-        for tried in (None, value, *TRIED):
-            others = {**pairs, key: tried}
-            written = ",".join(f"{name}={other}" for name, other in others.items() if other)
-            seen.append(_options(with_values(args, optim_args=written), model))
+        others = ",".join(f"{name}={other}" for name, other in pairs.items() if name != key)
         # Trainer sets weight_decay on each group of weights. That overrules optim_args.
-        if key == "weight_decay" or all(options == seen[0] for options in seen):
-            advice = INSTEAD.get(key, "this optimizer does not read it; leave it out")
-            raise ValueError(f"{key} has no effect in optim_args: {advice}")
+        without = with_values(args, optim_args=others)
+        if key == "weight_decay" or _options(without, model) == options:
+            raise ValueError(
+                f"{key} has no effect in optim_args: leave it out (learning_rate, weight_decay, "
+                "adam_beta1, adam_beta2 and adam_epsilon are settings)"
+            )
 
 
 def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:

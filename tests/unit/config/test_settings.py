@@ -319,8 +319,6 @@ def test_a_gpu_that_multiplies_in_bf16_does_so_by_default(
     ]
     off = f"(off: --bf16 false, --{precision.RECOMPUTED} none)"
     line = [f"{', '.join(told)}: {precision.FAST_GPU} {off}"] if told else []
-    if told and capability is None and "assume" not in changes:
-        line[0] += "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
     assert [note for note in values.notes if precision.FAST_GPU in note] == line
 
 
