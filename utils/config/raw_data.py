@@ -7,7 +7,6 @@ from pathlib import Path
 
 from utils.config.arguments import DataArguments, eval_splits, train_sources
 from utils.config.declarations import FLAGS_RANK, Given, SettingValues
-from utils.config.errors import did_you_mean
 from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
 
 PREPARED = "data"  # in output_dir

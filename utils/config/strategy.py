@@ -55,8 +55,6 @@ GPUS = {
     "RTX4090-24GB": (23.5, 165.2, 64),
     "RTX5090-32GB": (31.4, 209.5, 128),
 }
-# Memory (GiB) of GPUs that cannot compute in bf16. Their speed is not forecast.
-OLDER_GPUS = {"V100-32GB": 31.7, "V100-16GB": 15.8, "T4-16GB": 14.7}
 # The share of an unknown GPU's nominal memory that torch sees, about.
 VISIBLE_SHARE = 0.95
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
@@ -209,7 +207,6 @@ class AssumedGpus:
 
     flops  peak FLOP/s of a GPU in bf16, if known
     link   bytes/s that a GPU can send to the other GPUs of its node, if known
-    bf16   whether a GPU multiplies in bf16
     """
 
     name: str
@@ -218,7 +215,6 @@ class AssumedGpus:
     memory_gib: float
     flops: float | None = None
     link: float | None = None
-    bf16: bool = True
 
     @property
     def world_size(self) -> int:
@@ -242,14 +238,12 @@ def assumed_gpus(text: str) -> AssumedGpus:
     if found[3] is None:
         return AssumedGpus(f"{found[4]}GB", nodes, per_node, int(found[4]) * VISIBLE_SHARE)
     asked = f"{found[3].replace(' ', '')}-{found[4]}GB"
-    known = {name.lower(): name for name in (*GPUS, *OLDER_GPUS)}
+    known = {name.lower(): name for name in GPUS}
     if asked.lower() not in known:
         raise ValueError(
             f"{asked} is not known here: take one of {', '.join(known.values())}, or give its "
             f"memory alone, {text[: found.start(3)]}{found[4]}GB, for a prediction without speed"
         )
     name = known[asked.lower()]
-    if name in OLDER_GPUS:
-        return AssumedGpus(name, nodes, per_node, OLDER_GPUS[name], bf16=False)
     memory_gib, tflops, link_gb_s = GPUS[name]
     return AssumedGpus(name, nodes, per_node, memory_gib, tflops * 1e12, link_gb_s / 2 * 1e9)
