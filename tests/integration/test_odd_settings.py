@@ -30,6 +30,7 @@ LEFT_OUT = {
     *("dry_run", "assume", "suggest", "output_dir", "train_data", "model_name_or_path"),
     *("model_config", "sequence_length", "push_to_hub", "lm_eval_tasks", "init_from"),
     *("resume_from_checkpoint", "tokenizer_name_or_path", "strategy", "hang_timeout_s"),
+    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),  # torch checks them
 }
 LENGTHS = {"max_steps", "num_train_epochs", "max_tokens"}  # accepted values may train for years
 NUMBERS = "nan inf -inf -1 0 1 1e400 1e-400 0.5 1.5 2147483648 18446744073709551616 1e30 x"

@@ -154,57 +154,22 @@ PRETRAINING = {
     "schedule": (
         {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
         "learning_rate 1e-08 (--learning_rate): lr_end (1e-07) must be smaller than initial lr"),
-    "negative rate": (
-        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": -1}'},
-        "the learning rate of step 2 would be -"),
-    "rate after the last step": (
-        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": Infinity}',
-         "max_steps": 1},
-        '{"num_cycles": Infinity} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate)',
-    ),
     "beyond 64 bits": (
         {"pad_embeddings_to_multiple_of": 2**64, "per_device_eval_batch_size": 2**64},
         (
             "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**9",
             "(--per_device_eval_batch_size): it must be at least 1 and below 10**9")),
-    "rate as a text": (
-        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": "2"}'},
-        '{"power": "2"} (--lr_scheduler_kwargs), learning_rate 0.01 (--learning_rate): TypeError: ',
-    ),
     "plateau": (
         lambda place: {
             "eval_data": f"a={place.workspace}/heldout", "metric_for_best_model": "a_loss",
             "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": '{"factor": 2}',
         },
         "Factor should be < 1.0"),
-    "no pair": ({"optim_args": "0x10"}, "optim_args 0x10 (--optim_args): '0x10' is no KEY=VALUE"),
     "no number": (
         {"optim": "sgd", "optim_args": "momentum=x"},
         "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string"),
-    "text to a step": ({"optim": "rmsprop_bnb", "optim_args": "alpha=0.9"}, "optim_args alpha=0.9"),
-    "rate twice": ({"optim_args": "lr=5"}, "lr has no effect in optim_args: leave it out"),
-    "decay twice": (
-        {"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"},
-        "weight_decay has no effect in optim_args: leave it out"),
-    "key of another": (
-        {"optim": "sgd", "optim_args": "nesterov=true,momentum=0.9,rank=8"},
-        "rank has no effect in optim_args: leave it out"),
     "no package": ({"optim": "lomo"}, "optim lomo (--optim): You need to install `lomo_optim`"),
     "no tracker": ({"report_to": "clearml"}, "report_to clearml (--report_to): ClearMLCallback"),
-    "recomputation": (
-        {"activation_checkpointing": "full", "activation_checkpointing_kwargs": '{"x": 1}'},
-        'activation_checkpointing_kwargs {"x": 1} (--activation_checkpointing_kwargs): Unexpected',
-    ),
-    "old name of recomputation": (
-        {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"x": 1}'},
-        'activation_checkpointing_kwargs {"x": 1} (--gradient_checkpointing_kwargs): Unexpected',
-    ),
-    "layers": (
-        {
-            "activation_checkpointing": "full",
-            "activation_checkpointing_kwargs": '{"every_n_layers": 0}',
-        },
-        "every_n_layers has to be a whole number above 0, not 0"),
     "debugging": (
         {"debug": "underflow_overflow", "compile": "true", "loss_head": "fused"},
         "debug underflow_overflow (--debug) needs --compile false and --loss_head logits"),
@@ -372,12 +337,3 @@ def test_what_has_no_effect_is_logged(place, pretraining, capsys):
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out
     )
-
-
-def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining):
-    """Trainer always gives Adafactor these two options, and many recipes set them."""
-    options = "scale_parameter=False,relative_step=False"
-    argv = pretraining(place.run, optim="adafactor", optim_args=options, dry_run="true")
-    assert pretrain.main(argv) == 0
-    argv = pretraining(place.run, optim_args="fused=true", dry_run="true")
-    assert pretrain.main(argv) == 0

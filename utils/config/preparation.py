@@ -175,8 +175,6 @@ def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> 
             )
         if name in OF_EACH_CHAT:
             raise ValueError(f"{what}: {name} is given with each chat; leave it out")
-        if not str(name).isidentifier():
-            raise ValueError(f"{what}: {name!r} is no name of a variable")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from utils.config.declarations import Given, SettingValues
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import (
     PRECISION_VARIABLE,
-    block,
     launch_faults,
     strategy_variables,
 )
@@ -58,7 +57,6 @@ GPUS = {
 # The share of an unknown GPU's nominal memory that torch sees, about.
 VISIBLE_SHARE = 0.95
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
-_OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
 
 
 @dataclass(frozen=True)
@@ -77,16 +75,6 @@ class StrategyConfig:
         """Return the distributed_type of the config."""
         return self.content.get("distributed_type")
 
-    @property
-    def shards(self) -> bool:
-        """Return whether the strategy only makes sense with several processes.
-
-        True if the strategy shards the model, does not offload, and has no DeepSpeed config file.
-        """
-        own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
-        offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
-        return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
-
 
 def choose_config(
     environment: Mapping[str, str], strategy: Given, processes: int, *, on_cpu: bool
@@ -94,8 +82,7 @@ def choose_config(
     """Return the accelerate config for a launch of `processes` processes.
 
     ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. A single
-    process gets single_gpu.yaml for a strategy that needs several processes. Raises
-    ConfigurationError.
+    process gets single_gpu.yaml for each of our strategies for GPUs. Raises ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
     alone = FOLDER / "single_gpu.yaml"
@@ -115,7 +102,7 @@ def choose_config(
             "a path"
         )
     config = read_config(strategy_path(strategy.value), shown)
-    if processes == 1 and (config.shards or strategy.value == "multi_gpu"):
+    if processes == 1 and strategy.value in NAMES and strategy.value != "cpu":
         return read_config(alone, f"{shown}, which has no effect on one process")
     return config
 

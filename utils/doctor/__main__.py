@@ -251,8 +251,6 @@ def check_slurm() -> Iterator[Finding]:
 
 def check_tokens() -> Iterator[Finding]:
     """Check .env and its mode, and which tokens are set, without showing a value."""
-    from requests.utils import get_netrc_auth
-
     path = ROOT / ".env"
     try:
         taken = load_env_file(path)
@@ -262,10 +260,6 @@ def check_tokens() -> Iterator[Finding]:
             yield Finding("option", "no .env", "cp .env.example .env && chmod 600 .env")
     except ConfigurationError as error:
         yield Finding("missing", str(error).removeprefix("- "), f"chmod 600 {path}")
-    if os.environ.get("WANDB_API_KEY") or get_netrc_auth("https://api.wandb.ai"):
-        yield Finding("ok", "wandb: a key is there")
-    else:
-        yield Finding("option", "wandb: no key, it records offline", "wandb login")
 
 
 def check_hub() -> Iterator[Finding]:

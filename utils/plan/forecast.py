@@ -51,7 +51,6 @@ LINK_SHARE, NETWORK = 0.8, 25e9
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 AS_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
-LISTED = 4  # rows of the table
 # The GPU whose speed orders the candidates if the GPUs' speed is not known.
 USUAL = assumed_gpus("1xH100-80GB")
 
@@ -184,18 +183,13 @@ def rounded(number: float) -> int:
     return int(float(f"{number:.2g}"))
 
 
-def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed. Among nearly equal speeds prefer less sharding, then a larger micro-batch."""
-    rest, ordered = list(candidates), []
-    while rest:
-        fastest = max(one.speeds[1] for one in rest)
-        near = [one for one in rest if one.speeds[1] >= AS_FAST * fastest]
-        # candidates() yields strategies with less sharding first. max returns the first of equals.
-        simplest = [one for one in near if one.strategy == near[0].strategy]
-        best = max(simplest, key=lambda one: one.micro_batch)
-        ordered.append(best)
-        rest.remove(best)
-    return ordered
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest; of nearly equal ones the one with less sharding, then more sequences."""
+    fastest = max(one.speeds[1] for one in candidates)
+    near = [one for one in candidates if one.speeds[1] >= AS_FAST * fastest]
+    # candidates() yields strategies with less sharding first.
+    simplest = [one for one in near if one.strategy == near[0].strategy]
+    return max(simplest, key=lambda one: one.micro_batch)
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
@@ -233,31 +227,21 @@ def suggest(planner: Planner, report: Report) -> None:
     if not planner.candidate(setup.launch.strategy, 1, most).counted:
         report.warn("suggest: nothing, for what activations take cannot be counted here")
         return
-    ordered = best_first(list(planner.candidates()))
-    if not ordered:
+    fitting = list(planner.candidates())
+    if not fitting:
         report.warn(f"suggest: nothing fits {gpus}; {remedies(setup, most, planner.room)}")
         return
-    best, kept = ordered[0], setup.settings.run.global_batch_size
+    best, kept = best_of(fitting), setup.settings.run.global_batch_size
     batch = kept_batch(setup, {ROWS: best.micro_batch})
+    speed = f", {shown_speeds(best.speeds)} tokens/s" if gpus.flops else ""
     lines = [
         f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
         f"  strategy: {FILES.get(best.strategy, best.strategy)}",
         f"  per_device_train_batch_size: {best.micro_batch}",
         *(f"  {name}: {size}" for name, size in batch.items()),
         f"  activation_checkpointing: {best.recomputed}",
-        "the best of each kind:",
-        f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
-        f"{'tokens/s':>22}",
+        f"{best.total_bytes / GIB:.1f} GiB a GPU{speed}",
     ]
-    kinds: dict[tuple[str, str], Candidate] = {}
-    for one in ordered:
-        kinds.setdefault((one.strategy, one.recomputed), one)
-    for one in [*kinds.values()][:LISTED]:
-        speed = shown_speeds(one.speeds) if gpus.flops else "?"
-        lines.append(
-            f"  {FILES.get(one.strategy, one.strategy):<11} {one.micro_batch:>11} "
-            f"{one.recomputed:<13} {one.total_bytes / GIB:>9.1f} {speed:>22}"
-        )
     report.say("\n".join(lines))
 
 

@@ -1,11 +1,10 @@
 """A rehearsal of one training step with tiny weights, before any real weights are loaded.
 
-Dry runs and real starts build the optimizer, schedule, recomputation and trackers here. An error of
-a library becomes a ConfigurationError that names the setting.
+Dry runs and real starts build the optimizer, schedule and trackers here. An error of a library
+becomes a ConfigurationError that names the setting.
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from utils.config.arguments import with_values
 from utils.config.declarations import SettingValues
 from utils.config.errors import ConfigurationError, Report
 from utils.config.refusals import is_installed
@@ -50,14 +47,12 @@ def rehearse(
 ) -> None:
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
-    Adds lines on settings without effect to `report`. Raises ConfigurationError with the libraries'
-    errors. `own_optimizer`: the run uses LowPrecisionAdamW, so Trainer's optimizer is not checked.
+    Raises ConfigurationError with the libraries' errors. `own_optimizer`: the run uses
+    LowPrecisionAdamW, so Trainer's optimizer is not checked.
     `device`: the device that trains; None on a login node, where no step is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
-    with _judged(values, "activation_checkpointing_kwargs", problems):
-        _try_recomputation(args)
     # Importing an installed tracker takes seconds.
     missing = [each for each in args.report_to or () if not is_installed(each)]
     with _judged(values, "report_to", problems):
@@ -67,10 +62,7 @@ def rehearse(
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
     with _judged(values, OPTIMIZER, problems):
-        pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
-        if not own_optimizer:
-            _check_effect(args, model, pairs, built.defaults)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -110,64 +102,6 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
         problems.append(f"{', '.join(map(values.shown, shown))}: {text}")
 
 
-def _try_recomputation(args: TrainingArguments) -> None:
-    """Recompute a product with activation_checkpointing_kwargs, which raises for wrong keywords."""
-    given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
-    keywords: dict[str, Any] = {"use_reentrant": False, **(given or {})}
-    keywords.pop("offload", None)
-    every = keywords.pop("every_n_layers", 1)
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every_n_layers has to be a whole number above 0, not {every!r}")
-    weight = torch.ones(1, requires_grad=True)
-    with warnings.catch_warnings(action="ignore"):  # the real model gives the same warnings
-        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **keywords)
-        result.backward()
-
-
-def _check_effect(
-    args: TrainingArguments, model: PreTrainedModel, pairs: dict[str, str], built: dict[str, Any]
-) -> None:
-    """Raise ValueError for a key of optim_args that does not change the optimizer's options."""
-    options = _options(args, model)
-    for key, value in pairs.items():
-        if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
-            continue  # repeats an option of the built optimizer, as relative_step=false may
-        others = ",".join(f"{name}={other}" for name, other in pairs.items() if name != key)
-        # Trainer sets weight_decay on each group of weights. That overrules optim_args.
-        without = with_values(args, optim_args=others)
-        if key == "weight_decay" or _options(without, model) == options:
-            raise ValueError(
-                f"{key} has no effect in optim_args: leave it out (learning_rate, weight_decay, "
-                "adam_beta1, adam_beta2 and adam_epsilon are settings)"
-            )
-
-
-def _options(args: TrainingArguments, model: PreTrainedModel) -> Any:
-    """Return the optimizer's options that Trainer would use, or Trainer's error as text."""
-    try:
-        _, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    except Exception as error:
-        return repr(error)
-    groups = [{**group, "params": None} for group in options.pop("params", ())]
-    for name in ("model", "optimizer_dict"):
-        options.pop(name, None)
-    return options, groups
-
-
-def optimizer_pairs(text: str | None) -> dict[str, str]:
-    """Parse `KEY=VALUE,KEY=VALUE`. Raise ValueError for other texts and for a repeated key."""
-    pairs: dict[str, str] = {}
-    for pair in text.replace(" ", "").split(",") if text else ():
-        key, _, value = pair.partition("=")
-        if not key or not value or "=" in value or key in pairs:
-            raise ValueError(
-                f"{pair!r} is no KEY=VALUE: give each key once, with commas between them, as in "
-                "momentum=0.9,nesterov=true"
-            )
-        pairs[key] = value
-    return pairs
-
-
 def _try_schedule(
     trainer: _Rehearsal, settings: RunSettings, total_steps: int, report: Report
 ) -> None:
@@ -178,19 +112,15 @@ def _try_schedule(
         for _ in range(3):
             scheduler.step(1.0)  # an evaluation's metric
         return
-    warmup = settings.training.get_warmup_steps(total_steps)
-    steps = {*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), total_steps - 1}
-    steps |= {step for step in (1, warmup - 1, warmup, warmup + 1) if 0 <= step < total_steps}
-    peak = 0.0
-    for step in sorted(steps):
-        for factor in (scale(step) for scale in scheduler.lr_lambdas):
-            if not math.isfinite(factor) or factor < 0:
-                found = f"{factor * rate:.3g}"
-                raise ValueError(f"the learning rate of step {step + 1:,} would be {found}")
-            peak = max(peak, factor)
+    warmup = min(settings.training.get_warmup_steps(total_steps), total_steps - 1)
+    steps = sorted({*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), warmup})
+    factors = [scale(step) for step in steps for scale in scheduler.lr_lambdas]
+    for factor in factors:
+        if not math.isfinite(factor) or factor < 0:
+            raise ValueError(f"a learning rate would be {factor * rate:.3g}")
     for scale in scheduler.lr_lambdas:
         scale(total_steps)  # torch also computes the rate after the last step; no step uses it
-    if peak < NEARLY_WHOLE:
+    if (peak := max(factors)) < NEARLY_WHOLE:
         report.warn(
             f"{values.shown('lr_scheduler_type')}: the learning rate is at most {peak * rate:.3g} "
             f"in this run, not {rate:g} ({total_steps:,} steps, {values.shown('warmup_steps')})"

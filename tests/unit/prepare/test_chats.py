@@ -345,7 +345,6 @@ def test_a_variable_that_the_template_does_not_read_is_named(trained, caplog):
     [
         ([1], "give a mapping, such as"),
         ({"messages": []}, "messages is given with each chat"),
-        ({"enable thinking": True}, "'enable thinking' is no name of a variable"),
     ],
 )
 def test_variables_that_cannot_be_are_refused(tmp_path, prepare, source, given, message):
