@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.declarations import setting, shown
+from utils.config.declarations import Arguments, setting, shown
 from utils.config.preparation import RawDataArguments
 from utils.host.redaction import redact, redacted
 
@@ -25,7 +25,6 @@ ATTENTION = (
     *("flex_attention", "eager"),
 )
 CHECKPOINTING = ("none", "selective", "full", "auto", True, False)
-Arguments = TypeVar("Arguments")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ _TYPE_NAMES: dict[Any, str] = {
 }  # fmt: skip
 FLAGS_RANK = 10**6  # above any number of recipe files
 Arguments = TypeVar("Arguments")
-HELP = Path(__file__).with_name("help.yaml")
 
 
 class UnusableSettingError(LookupError):
@@ -103,8 +102,8 @@ def checked_value(declaration: Declaration, value: Any) -> Any:
     """Return the value in the setting's type. Raises ValueError if the value does not fit.
 
     An integer becomes a float, and a single value a list, if the type demands it. But 4.0 is no
-    integer, 1 is not true, and "3" is no number. null is kept if
-    the type allows null. Otherwise null means the default, if the default is in NOTHING.
+    integer, 1 is not true, and "3" is no number. null means the default if the type does not allow
+    null and the default is in NOTHING.
     """
     choices, origins, got = declaration.choices, declaration.origins, json.dumps(value, default=str)
     if value is None and not declaration.required:
@@ -276,7 +275,8 @@ def help_file() -> dict[str, Any]:
     """Return help.yaml: the topics of `--help`, and texts for the libraries' settings."""
     import yaml  # the launcher imports this module before it checks the packages
 
-    return dict(yaml.safe_load(HELP.read_text(encoding="utf-8")))
+    text = Path(__file__).with_name("help.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
 
 
 @cache

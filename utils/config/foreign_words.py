@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_TABLE = Path(__file__).with_name("foreign_words.yaml")
-
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
     """Turn {answer: names separated by spaces} into {name: answer}."""
@@ -21,10 +19,8 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
 def _table() -> Mapping[str, Any]:
     import yaml  # the launcher imports this module before it checks the packages
 
-    return {
-        part: by_name(table)
-        for part, table in yaml.safe_load(_TABLE.read_text(encoding="utf-8")).items()
-    }
+    text = Path(__file__).with_name("foreign_words.yaml").read_text(encoding="utf-8")
+    return {part: by_name(table) for part, table in yaml.safe_load(text).items()}
 
 
 def refused() -> dict[str, str]:

@@ -109,7 +109,7 @@ def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) ->
     """Return a copy of the settings with derived values {name: (value, reason)}.
 
     `found` has settings of RunArguments and DataArguments, and per_device_train_batch_size. The
-    notes of the copy are those on `found`.
+    copy has the notes on `found` alone.
     """
     values = replace(settings.values, given={**settings.values.given}, notes=[])
     for name, (value, why) in found.items():
@@ -169,8 +169,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
     """Derive global_batch_size, or a smaller micro-batch if the given global batch needs one.
 
     A smaller micro-batch with more accumulation trains the same. A given micro-batch is replaced
-    only in two cases: the global batch overrides it (a flag overrides a recipe), or the global
-    batch is a multiple of the micro-batch but not of micro-batch x ranks.
+    only if the global batch has a stronger source, or is a multiple of it without the ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
     ranks = values.world_size
@@ -212,8 +211,7 @@ def derive_best_model(values: SettingValues) -> None:
     """Derive metric_for_best_model (for a single split), greater_is_better and save_best.
 
     save_best becomes true if the best model is to be loaded at the end, but some evaluations have
-    no checkpoint. Otherwise Trainer would load the best saved model, but report the metric of a
-    better evaluation that was not saved.
+    no checkpoint: Trainer would report the metric of a better evaluation that was not saved.
     """
     with suppress(ValueError):  # check_forms reports it
         splits = list(eval_splits(values["eval_data"]))

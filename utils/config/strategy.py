@@ -102,7 +102,7 @@ def choose_config(
             "a path"
         )
     config = read_config(strategy_path(strategy.value), shown)
-    if processes == 1 and strategy.value in NAMES and strategy.value != "cpu":
+    if processes == 1 and strategy.value in {*NAMES} - {"single_gpu", "cpu"}:
         return read_config(alone, f"{shown}, which has no effect on one process")
     return config
 

@@ -26,7 +26,6 @@ from utils.data.description import (
     DESCRIPTION_FILE,
     FORMAT,
     Description,
-    Statistics,
     measure,
     measure_once,
     read_description,
@@ -58,16 +57,6 @@ class TokenDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (self.path, self.description)
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counts of the split, and the first row with each kind of fault."""
-        return self.description.statistics
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of tokens and loss masks, independent of the path and the division into files."""
-        return self.description.fingerprint
 
     @property
     def loss_mask(self) -> str | None:
@@ -178,7 +167,7 @@ def dataset_problems(
 
     needs_loss_tokens: every document must have a trained token after the first (fine-tuning)
     """
-    found, mask = dataset.statistics, dataset.loss_mask
+    found, mask = dataset.description.statistics, dataset.loss_mask
     without_loss = found.first_row_without_loss if needs_loss_tokens else None
     rows = {
         "is empty; remove empty rows and save the dataset again.": found.first_empty_row,
@@ -209,7 +198,7 @@ def _padding_problem(dataset: TokenDataset) -> Iterator[str]:
     A dataset counts as padded if all rows have one length, and 5 % of the rows (at least two) begin
     with PADDING_RUN copies of one token, or end with copies of a token that is trained on.
     """
-    found = dataset.statistics
+    found = dataset.description.statistics
     length = found.longest_document
     if PADDING in dataset.columns or length != found.shortest_document or length < PADDING_RUN:
         return

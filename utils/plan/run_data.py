@@ -67,7 +67,10 @@ class RunData:
     def fingerprints(self) -> dict[str, list[str]]:
         """Return the content fingerprints of each split's datasets, for provenance.json."""
         splits = {"train": self.train, **self.evaluation}
-        return {name: [data.fingerprint for data in rows.datasets] for name, rows in splits.items()}
+        return {
+            name: [data.description.fingerprint for data in rows.datasets]
+            for name, rows in splits.items()
+        }
 
 
 def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
@@ -301,7 +304,7 @@ def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None)
 
     `most`: the number of sequences that an evaluation reads; None means all.
     """
-    found = dataset.statistics
+    found = dataset.description.statistics
     fill = plan.sequence_tokens.mean() / plan.sequence_length
     line = (
         f"{from_here(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "

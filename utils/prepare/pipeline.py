@@ -219,7 +219,8 @@ def assemble_split(
             "end_of_turn_token_id": end_of_turn_id(tokenizer) if is_chat else None,
         },
     )
-    found, documents, tokens = dataset.statistics, figures["documents"], figures["tokens"]
+    documents, tokens = figures["documents"], figures["tokens"]
+    found = dataset.description.statistics
     if (found.documents, found.tokens) != (documents, tokens):
         raise ConfigurationError(
             f"{folder}: holds {found.documents:,} documents and {found.tokens:,} tokens, but "

@@ -149,7 +149,7 @@ class RunCard:
         if len(weights) > len(self.data):  # several raw files, without weights, are one dataset
             weights = dict.fromkeys(str(dataset.path) for dataset in self.data)
         for (path, weight), dataset in zip(weights.items(), self.data, strict=True):
-            counts, files = dataset.statistics, _source_files(dataset)
+            counts, files = dataset.description.statistics, _source_files(dataset)
             share = counts.loss_tokens / max(counts.tokens, 1)
             names = list(dict.fromkeys(hub_dataset(each) or Path(each).name for each in files))
             sources = ", ".join(f"`{each}`" for each in names[:SOURCES_SHOWN]) or "not known"

@@ -269,7 +269,7 @@ def test_a_fingerprint_changes_with_token_boundary_mask_and_type(tmp_path):
         {"labels": [[-100, 6, -100], *LABELS[1:]]},
     ]
     found = {
-        open_token_dataset(save(tmp_path / str(number), **given)).fingerprint
+        open_token_dataset(save(tmp_path / str(number), **given)).description.fingerprint
         for number, given in enumerate(others)
     }
     assert len(found) == len(others)
@@ -288,7 +288,7 @@ def test_a_plain_dataset_is_measured_once_and_again_when_it_is_rewritten(
         patch.setattr(description, "measure", None)
         assert open_token_dataset(path).description == first.description
     save(path, [[1, 2, 4]])
-    assert open_token_dataset(path).statistics.max_token_id == 4
+    assert open_token_dataset(path).description.statistics.max_token_id == 4
 
 
 def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch):
@@ -302,7 +302,8 @@ def test_a_described_split_is_opened_from_its_description(tmp_path, monkeypatch)
     assert (content["tokenizer"], content["chat_template_sha256"]) == (tokenizer, "def")
     monkeypatch.setattr("utils.data.description.measure", None)
     opened = open_token_dataset(tmp_path / "out")
-    assert (opened.statistics, opened.fingerprint) == (described.statistics, described.fingerprint)
+    read, made = opened.description, described.description
+    assert (read.statistics, read.fingerprint) == (made.statistics, made.fingerprint)
     assert opened.tokenizer_path == tmp_path / "out" / "tokenizer"
     for away in ("/etc", "../../tokenizer", "../tokenizer/../../tokenizer"):
         (path / "stoker.json").write_text(json.dumps(content | {"tokenizer": {"path": away}}))
@@ -351,21 +352,21 @@ def test_other_contents_than_described_are_refused(tmp_path, monkeypatch, change
         open_token_dataset(path)
     monkeypatch.setattr(description, "measure", None)  # the cache already has the measurements
     (path / "stoker.json").unlink()
-    assert open_token_dataset(path).fingerprint != before.fingerprint
+    assert open_token_dataset(path).description.fingerprint != before.description.fingerprint
 
 
 def test_a_copy_is_measured_once_and_counts_as_described(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     path = save(tmp_path / "d", labels=LABELS)
-    described = describe_split(path, preparation={"sources": []})
+    described = describe_split(path, preparation={"sources": []}).description
     os.utime(path / ARROW_FILE)
     opened = open_token_dataset(path)
     assert "than stoker.json says: measuring its 12 tokens once" in caplog.text
-    assert opened.fingerprint == described.fingerprint
+    assert opened.description.fingerprint == described.fingerprint
     assert opened.description.preparation == {"sources": []}
     monkeypatch.setattr("utils.data.description.measure", None)
-    assert open_token_dataset(path).fingerprint == described.fingerprint
+    assert open_token_dataset(path).description.fingerprint == described.fingerprint
     os.utime(path / ARROW_FILE, ns=(0, 0))
     monkeypatch.setattr("utils.data.token_dataset.READ_AGAIN_TOKENS", 11)
-    assert open_token_dataset(path).fingerprint == described.fingerprint
+    assert open_token_dataset(path).description.fingerprint == described.fingerprint
     assert "too large to read again" in caplog.text

@@ -43,7 +43,7 @@ def test_load_from_disk_opens_every_split_with_the_smallest_type(tmp_path, sourc
         dataset = datasets.load_from_disk(str(out / split))
         assert dataset.features == {"input_ids": datasets.List(datasets.Value("uint16"))}
         opened = open_token_dataset(out / split)
-        assert opened.statistics.documents == len(dataset)
+        assert opened.description.statistics.documents == len(dataset)
         assert samples.document(opened, 0)[0].tolist() == dataset[0]["input_ids"]
         counts[split] = len(dataset)
         fingerprints.add(dataset._fingerprint)
