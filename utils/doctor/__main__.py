@@ -216,15 +216,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_host() -> Iterator[Finding]:
-    """Check memory, cores and shared memory."""
-    from utils.config.precision import has_fast_bf16
-    from utils.host.machine import cpu_fact, memory_room_bytes
-
-    room = memory_room_bytes() / 2**30
-    bf16 = "fast bf16" if has_fast_bf16() else "no fast bf16"
-    what = f"{len(os.sched_getaffinity(0))} core(s) of {cpu_fact('model name')}, {bf16}; "
-    what += f"{room:.0f} GiB of memory for this job"
-    yield Finding("ok" if room >= LEAST_MEMORY_GIB else "warning", what)
+    """Check the size of shared memory."""
     shared = shutil.disk_usage(SHARED)
     if shared.total < 2**30:
         what = f"{SHARED} has {shared.total / 2**20:.0f} MiB: NCCL and data workers need more"

@@ -146,10 +146,7 @@ class Planner:
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield settings that fit into `room`, by strategy, recomputation and micro-batch size.
-
-        DeepSpeed's strategies are tried only if the run uses one of them.
-        """
+        """Yield settings that fit into `room`; DeepSpeed's strategies if the run uses one."""
         launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
         for strategy in ("ddp", *zero, "fsdp2") if launch.world_size > 1 else ("single",):

@@ -53,9 +53,8 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -> MemoryEstimate:
     """Estimate the memory of one training device with the activation checkpointing `choice`.
 
-    micro_batch: sequences per forward pass, if other than in the settings. Whether gradients are
-    accumulated follows from the settings alone. If the architecture cannot run without data,
-    activations are left out and `fault` says why.
+    micro_batch: sequences per forward pass, if other than in the settings; accumulation follows
+    from the settings. If the architecture cannot run without data, activations are left out.
     """
     settings, launch, dtype = setup.settings, setup.launch, setup.dtype
     (parameters, trained), quantized = setup.parameters, setup.quantized
@@ -155,8 +154,8 @@ def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
 def checkpoint_bytes(setup: Setup) -> int:
     """Return the approximate bytes of a checkpoint on disk, over all ranks: weights and states.
 
-    A run with LoRA saves only the adapters. DeepSpeed saves the weights again in its own shards,
-    with 2 bytes each in mixed precision.
+    LoRA saves only the adapters. DeepSpeed saves the weights again, with 2 bytes each in mixed
+    precision.
     """
     model, dtype = setup.settings.model, setup.dtype
     parameters, trained = setup.parameters

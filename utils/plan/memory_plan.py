@@ -64,10 +64,9 @@ class MemoryPlan:
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     """Predict a device's memory, choose the activation checkpointing, and add lines to `report`.
 
-    All ranks must call this: the device with the least free memory decides for all. If the run
-    trains on another machine, the device is the GPU that --assume or slurm/cluster.env names.
-    Raises ConfigurationError if the prediction exceeds a GPU's memory by more than the factor
-    MARGIN. On a CPU only weights that do not fit are refused.
+    All ranks call this: the device with the least free memory decides for all. Elsewhere the device
+    is the GPU that --assume or slurm/cluster.env names. Raises ConfigurationError if the prediction
+    exceeds a GPU's memory by more than MARGIN, or if weights do not fit a CPU's memory.
     """
     settings, launch = setup.settings, setup.launch
     requested, possible = checkpointing_choices(setup)
@@ -163,10 +162,7 @@ def choose(
 
 
 def own_device(launch: LaunchFacts) -> tuple[int | None, int | None]:
-    """Return (usable free bytes for this rank, bytes of its GPU).
-
-    Without a GPU, the GPU's bytes are None. If the device is unknown, both are None.
-    """
+    """Return (usable free bytes for this rank, bytes of its GPU); None for what is not known."""
     if launch.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         return free - int(RESERVED["cuda"] * total), total
@@ -219,10 +215,7 @@ def kept_batch(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
-    """Yield sets of changes that save memory, least intrusive first.
-
-    Once a set fits, `remedies` skips all later sets that change the same settings and more.
-    """
+    """Yield sets of changes that save memory, least intrusive first."""
     settings, rows = setup.settings, setup.micro_batch
     possible = possible_checkpointing(setup)
     more = possible[possible.index(choice) + 1 :]

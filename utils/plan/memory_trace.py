@@ -117,13 +117,9 @@ class Stretch:
 def trace(setup: Setup, choice: str, micro_batch: int) -> tuple[list[Stretch], int, str]:
     """Count a step's memory with the activation checkpointing `choice`; compute nothing.
 
-    Returns three values:
-    1. The parts of the step in their order.
-    2. The bytes of sharded weights that a rank gathers at a time: two layers, and everything
-       outside the layers.
-    3. A warning if compiled layers are counted as not compiled, else "".
-
-    Raises one of MISFITS if the model cannot run without data.
+    Returns the parts of the step in order; the bytes of sharded weights that a rank gathers at a
+    time (two layers, and everything outside the layers); a warning if compiled layers are counted
+    as not compiled, else "". Raises one of MISFITS if the model cannot run without data.
     """
     fault = ""
     # With recomputation, torch.utils.checkpoint decides which tensors are kept, not the compiler.
@@ -212,9 +208,9 @@ def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
 def cut_as_compiled(layer: nn.Module) -> None:
     """Make a layer keep the same tensors for its backward pass as a compiled layer does.
 
-    torch's compiler joins the layer's forward and backward pass in one graph. It cuts the graph
-    where the fewest bytes pass from forward to backward. The layer's first call makes the same cut
-    here, without compilation. Later calls must have tensors of the same shapes.
+    torch's compiler joins forward and backward pass in one graph, and cuts the graph where the
+    fewest bytes pass between them. The first call makes the same cut here, without compilation.
+    Later calls must have tensors of the same shapes.
     """
     # These imports take seconds. A run that compiles needs them anyway.
     from torch._functorch.aot_autograd import aot_function
@@ -276,8 +272,7 @@ def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
 class LiveBytes(TorchDispatchMode):
     """A torch mode that counts the bytes of tensors as long as anything refers to them.
 
-    Enter it inside a FakeTensorMode if there is one. `known`: tensors that existed before. They and
-    their views are not counted.
+    Tensors in `known` and their views are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -362,7 +357,7 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 def _all_layers(stretches: Sequence[Stretch], kinds: Sequence[int]) -> list[Stretch]:
     """Return the parts of a step of all layers: each layer repeats those of the first of its kind.
 
-    The end of autocast is a single part, which frees autocast's copies of all layers' weights.
+    The end of autocast frees autocast's copies of all layers' weights.
     """
     of_first = {stretch.name: stretch for stretch in stretches}
     passes = {FORWARD: kinds, BACKWARD: kinds[::-1]}

@@ -183,8 +183,7 @@ def _derived_sizes(
 def batch_for(rows: int, ranks: int) -> int:
     """Return a global batch for data of `rows` sequences: a multiple of `ranks`.
 
-    It is a power of two, at most MOST_SEQUENCES, with which an epoch has EPOCH_STEPS steps. It is
-    rounded up to a multiple of the ranks.
+    Before it is rounded up, it is the largest power of two with EPOCH_STEPS steps an epoch.
     """
     size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
     size = 1 << (size.bit_length() - 1)
@@ -200,8 +199,8 @@ def load_run_data(
 ) -> RunData:
     """Open, check and pack every split. Raises ConfigurationError with the problems of all splits.
 
-    In fine-tuning each document needs a token to train on, and `on_overlong` decides about long
-    documents. In pretraining long documents are split.
+    In fine-tuning each document needs a token to train on, and long documents are treated as
+    `on_overlong` says. Pretraining splits long documents.
     """
     data = settings.data
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
@@ -259,8 +258,7 @@ def _prompts(
 ) -> "Sequence[Prompt]":
     """Load `sample_prompts`. Raises ConfigurationError if prompt and completion are too long.
 
-    The prompts are chats if a dataset in `examples` was made with a chat template, or does not say
-    how it was made (names no tokenizer).
+    They are chats if a dataset in `examples` was made with a chat template, or names no tokenizer.
     """
     run = settings.run
     if not run.sample_prompts:

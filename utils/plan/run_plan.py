@@ -341,9 +341,8 @@ def _attention(
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
     """Test on a login node's CPU whether packed documents stay apart; return the result as text.
 
-    Raises ConfigurationError if documents see each other, because the masks would be the same on a
-    GPU. Two kinds of models are tested later, where they train: models that do not run on a CPU,
-    and recurrent models that fail here, because their GPU kernels are different.
+    Raises ConfigurationError if documents see each other: the masks are the same on a GPU. Models
+    that do not run on a CPU, and recurrent ones, which have other kernels there, are tested later.
     """
     asked = requested if requested in RUN_ANYWHERE else "auto"
     try:

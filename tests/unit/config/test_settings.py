@@ -119,9 +119,6 @@ def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(starte
             "eval_data", "eval_steps", "save_best"}),
         ("--eval_steps 5 --eval_strategy steps --max_eval_sequences 9", {
             "eval_steps", "eval_strategy", "max_eval_sequences"}),
-        ("--save_strategy no --save_steps 5 --save_minutes 9", {"save_steps", "save_minutes"}),
-        ("--run_name mine", {"run_name"}),
-        ("--hub_model_id me/x", {"hub_model_id"}),
         ("--optim sgd --optim_states int8", {"optim_states"}),
         ("--gradient_checkpointing false --gradient_checkpointing_kwargs {\"a\":1}", {
             "activation_checkpointing_kwargs"}),
@@ -186,10 +183,6 @@ def test_old_names_of_checkpointing_are_read(started):
     values = started("gradient_checkpointing: true\ngradient_checkpointing_kwargs: {a: 1}")
     assert values["activation_checkpointing"] is True
     assert values["activation_checkpointing_kwargs"] == {"a": 1}
-
-
-def test_settings_of_data_workers_fit_a_number_of_workers_that_is_derived_later(started):
-    assert started("dataloader_prefetch_factor: 4")["dataloader_prefetch_factor"] == 4
 
 
 def test_null_resets_a_setting_with_an_empty_default(started):

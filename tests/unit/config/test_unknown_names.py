@@ -28,31 +28,15 @@ KNOWN = declared_settings(CLASSES)
 def test_what_was_meant_is_named():
     for flag, said in {
         "dataset_name": "train_data names your file; prepare_data.py --sources prepares",
-        "per_device_batch_size": "here it is --per_device_train_batch_size",
         "warmup_ratio": r"warmup_steps \(below 1 it is a share of all steps\)",
-        "learning_rte": r"did you mean --learning_rate\?",
         "no_bf16": "give --bf16 false",
         "device_eval_size": "--help all lists all settings",  # a similar name is not enough
         "max_epoch": "here it is --num_train_epochs",  # a typing error in another toolkit's name
         "max_lenght": "--max_length cannot be set here: set --sequence_length",
         "training.steps": "here it is --max_steps",
-        "max_new_tokens": "here it is --sample_max_new_tokens",  # not max_tokens
         "mix_strategy": "train_data with weights",  # not strategy
-        "new_special_tokens": "--add_tokens adds them",
-        "val_set_size": "--validation_fraction holds",
-        "min_lr": "lr_scheduler_type: cosine_with_min_lr",
-        "tensor_model_parallel_size": "parallelism",
-        "zero_stage": "strategy: fsdp2",
-        "rope_scaling": "model_config",
         "n_layer": "here it is --model_config.num_hidden_layers",
         "optimizer.weight_decay": "did you mean --weight_decay",
-        "hf_token": "HF_TOKEN",
-        # Names in LLaMA-Factory, axolotl, nanoGPT, torchtune and Lightning.
-        "cutoff_len": "here it is --sequence_length",
-        "micro_batch_size": "here it is --per_device_train_batch_size",
-        "max_iters": "here it is --max_steps",
-        "enable_activation_checkpointing": "here it is --activation_checkpointing",
-        "gradient_clip_val": "here it is --max_grad_norm",
     }.items():
         assert re.match(f"unknown setting --{flag}: .*{said}", unknown_name(f"--{flag}", KNOWN))
     preparation = ["sources", "seed", "tokenizer_name_or_path"]

@@ -12,7 +12,7 @@ from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
 from benchmarks.hardware.flops import model_size
 from utils.config.settings import parse_fine_tuning
 from utils.config.strategy import assumed_gpus
-from utils.plan.forecast import SEVERAL, SHARES, exchanged_bytes, make_planner
+from utils.plan.forecast import SEVERAL, SHARES, make_planner
 from utils.plan.memory_plan import changed
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu"
@@ -133,18 +133,7 @@ def test_gpus_that_wait_for_each_other_are_slower():
     nodes, short = assumed_gpus("8x8xH100-80GB"), {"rows": 1, "length": 2048}
     assert per_gpu("fsdp2", node) == pytest.approx(SEVERAL[1] * one)
     assert per_gpu("fsdp2", node, rows=1, length=256) < 0.5 * one
-    assert per_gpu("fsdp2", slow) == pytest.approx(165.2 / 989 * per_gpu("fsdp2", node))
     assert per_gpu("fsdp2", slow, **short) < 0.7 * per_gpu("fsdp2", slow)
     assert per_gpu("fsdp2", nodes, **short) < per_gpu("fsdp2", node, **short)
     once = per_gpu("ddp", slow, accumulation=1, **short)
     assert per_gpu("ddp", slow, accumulation=32, **short) > 1.3 * once
-    for change in ({"compiled": False}, {"recomputed": "selective"}):
-        assert per_gpu("fsdp2", node, **change) < per_gpu("fsdp2", node)
-    float32 = planner_of(planner.setup.config, bf16="false")
-    assert float32.tokens_per_s(float32.setup, "none") < one
-    frozen = replace(planner.setup, parameters=(planner.setup.parameters[0], 10))
-    few, many = (
-        exchanged_bytes(changed(each, {"strategy": "ddp"}), 8) for each in (frozen, planner.setup)
-    )
-    assert few < many
-    assert exchanged_bytes(planner.setup, 1) == (0, 0)
