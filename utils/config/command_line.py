@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +25,11 @@ from utils.config.foreign_words import other_names, refused, unknown_name
 from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
-OF_ANOTHER_TOOLKIT = 4  # unknown settings in a recipe
+OF_ANOTHER_TOOLKIT = 4  # unknown settings
+CONVERT = (
+    "a config of axolotl, LLaMA-Factory or TRL is converted by "
+    "python -m utils.importing FILE --output_dir imported"
+)
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -49,11 +52,10 @@ def read_settings(
 ) -> SettingValues:
     """Read the settings that the dataclasses declare, from flags, recipes and defaults.
 
-    Flags win over recipes, later recipes win over earlier ones. `settle` has functions that reset
-    settings without effect and derive missing settings; `checks` has functions that yield faults. A
-    function of either list ends at a missing or faulty setting. Raises ConfigurationError with
-    every fault. `--help` exits with code 0. `--print_config` checks the settings as for a dry run,
-    then raises Answer with the text to print.
+    Flags win over recipes, later recipes over earlier ones. `settle` has functions that reset
+    settings without effect and derive missing ones, `checks` functions that yield faults; each ends
+    at a missing or faulty setting. Raises ConfigurationError with every fault, Answer with the text
+    of `--print_config`, and SystemExit after `--help`.
     """
     declared = declared_settings(argument_classes)
     argv = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
@@ -70,7 +72,9 @@ def read_settings(
     entries = dict(without_sections(entries, declared))
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
-    problems[:0] = _of_another_toolkit(entries, values)
+    unknown = [name for name in values.unusable - declared.keys() if "." not in name]
+    if len(unknown) >= OF_ANOTHER_TOOLKIT:  # their configs have no sections
+        problems.insert(0, CONVERT)
     for settlement in settle:
         with suppress(UnusableSettingError):  # the fault is already in `problems`
             settlement(values)
@@ -85,19 +89,6 @@ def read_settings(
     if printed is not None:
         raise Answer(config_text(values, every=bool(printed)))
     return values
-
-
-def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
-    """Yield the command that converts a recipe in which several settings are unknown."""
-    names = (name for name in values.unusable - values.declared.keys() if "." not in name)
-    unknown = [entries[name] for name in names]  # their configs have no sections
-    files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
-    for file, number in files.items():
-        if number >= OF_ANOTHER_TOOLKIT:
-            yield (
-                f"{file}: if it is a config of axolotl, LLaMA-Factory or TRL, convert it with "
-                f"python -m utils.importing {file} --output_dir imported"
-            )
 
 
 def check_required(values: SettingValues) -> Iterator[str]:

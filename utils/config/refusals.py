@@ -83,7 +83,7 @@ def check_order(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
+    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -91,14 +91,11 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["fp16"] and values.on_cpu:
         yield f"{values.shown('fp16')} needs a GPU, this run is on the CPU: leave it out"
-    shown_4_bits = values.shown("load_in_4bit")
     if values["load_in_4bit"] and not values["use_peft"]:
         yield (
-            f"{shown_4_bits}: weights in 4 bits stay as they are, adapters train beside them: set "
-            "use_peft: true for sft_train.py, or load_in_4bit: false"
+            f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
+            "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
         )
-    if values["load_in_4bit"] and not is_installed("bitsandbytes"):
-        yield f"{shown_4_bits} needs bitsandbytes, which is not installed: pip install bitsandbytes"
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:

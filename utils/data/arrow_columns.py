@@ -94,10 +94,8 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
             f"Name one, for example {directory / splits[0]}."
         )
     what = f"not a token dataset (no {STATE_FILE} in it or in {default_split}/)"
-    if directory.exists() and not directory.is_dir():
-        what = "a file, not a token dataset"
-    elif not directory.exists():
-        what = "no such file" if directory.suffix else "no such directory"
+    if not directory.exists():
+        what = "no such directory"
     raise ConfigurationError(
         f"{directory}: {what}. Make one with prepare_data.py --sources, or with `datasets`: "
         "Dataset.save_to_disk."
