@@ -199,25 +199,13 @@ def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone
     assert SECRETS["HF_TOKEN"] not in line
 
 
-def test_the_doctor_names_the_tokens_user(alone, monkeypatch):
-    import huggingface_hub
-    import requests
+def test_the_hub_is_reached_or_not(alone, monkeypatch):
+    from huggingface_hub import constants
 
     assert "warning the Hub: URL cannot" in lines_of(doctor.check_hub)[1]
     monkeypatch.setattr(doctor, "hub_fault", lambda: "")
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert "option" in lines_of(doctor.check_hub)[1]
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: SECRETS["HF_TOKEN"])
-    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _: {"name": "ada"})
-    assert "the token is ada's" in lines_of(doctor.check_hub)[1]
-
-    def refused(self):
-        raise requests.HTTPError(f"401 for {SECRETS['HF_TOKEN']}")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", refused)
-    found = doctor.found_by("the Hub", doctor.check_hub, 600)[-1]
-    assert (found.level, "HTTPError" in found.what) == ("unknown", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "is reached" in lines_of(doctor.check_hub)[1]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "offline" in lines_of(doctor.check_hub)[1]
 
 
