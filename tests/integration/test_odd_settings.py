@@ -49,10 +49,6 @@ KEYWORDS = [
     {"num_decay_steps": 1, "decay_type": "x"}, {"timescale": 0}, {"factor": 2}, {"patience": "x"},
     {"mode": "x"}, {"num_warmup_steps": 3}, {"x": 1},
 ]  # fmt: skip
-OPTIONS = [
-    "0x10", "=", "a=b=c", "lr=5", "momentum=x", "momentum=-1", "momentum=0.9", "nesterov=true",
-    "alpha=0.9", "eps=-1", "weight_decay=-1", "centered=x", "beta3=2", "block_size=0",
-]  # fmt: skip
 
 
 def odd_values(declaration: Declaration) -> list[object]:
@@ -69,10 +65,6 @@ SWEEP = {
     name: [{name: value} for value in odd_values(declaration)]
     for name, declaration in DECLARED.items()
     if name not in LEFT_OUT
-}
-SWEEP |= {
-    f"optim_args of {optimizer}": [{"optim": optimizer, "optim_args": each} for each in OPTIONS]
-    for optimizer in ("adamw_torch", "sgd", "rmsprop", "adagrad", "rmsprop_bnb", "ademamix")
 }
 SWEEP |= {
     f"lr_scheduler_kwargs of {kind.value}": [

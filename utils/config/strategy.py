@@ -171,13 +171,14 @@ def check_strategy(values: SettingValues) -> Iterator[str]:
         choose_config(environment, given, processes=2, on_cpu=False)
     except ConfigurationError as error:
         yield from error.problems
-    for name in ("assume", "suggest"):
-        if values[name] and not values["dry_run"]:
-            yield f"{values.shown(name)} is for a dry run: add --dry_run, or leave it out"
+    if values["suggest"] and not values["assume"]:
+        yield f"{values.shown('suggest')} has to know the GPUs: add --assume 8xH100-80GB"
     if not values["assume"]:
         return
     shown = values.shown("assume")
-    if values["dry_run"] and SUBMITTING in os.environ:
+    if not values["dry_run"]:
+        yield f"{shown} is for a dry run: add --dry_run, or leave it out"
+    elif SUBMITTING in os.environ:
         yield f"{shown}: the job says which GPUs it has; leave it out"
     try:
         assumed_gpus(values["assume"])

@@ -7,7 +7,6 @@ layers (benchmarks/results/gpu). A comment marks each constant below that nobody
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,10 +23,8 @@ from utils.plan.memory_plan import (
     MARGIN,
     RESERVED,
     ROWS,
-    VARIABLE,
     changed,
     kept_batch,
-    planned_device,
     possible_checkpointing,
     remedies,
 )
@@ -190,19 +187,8 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are unknown."""
-    config, assume = setup.config, setup.settings.run.assume
-    if assume:
-        gpus = assumed_gpus(assume)
-    else:
-        _, size = planned_device(None, os.environ)
-        if size is None:
-            raise ConfigurationError(
-                "--suggest has to know the GPUs: add --assume 8xH100-80GB, or set "
-                f"{VARIABLE} (slurm/cluster.env)"
-            )
-        ranks = setup.launch.world_size
-        gpus = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, ranks, size / GIB)
+    """Return the planner of a dry run with --assume. Raises ConfigurationError."""
+    config, gpus = setup.config, assumed_gpus(str(setup.settings.run.assume))
     try:
         # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
         plain = without_weights(config)
@@ -211,8 +197,8 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
             products = token_products(with_adapters(plain, setup.settings.model))
     except MISFITS as error:
         raise ConfigurationError(
-            f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
-            f"({first_line(error)}): leave them out."
+            f"--assume: the FLOPs of {config.model_type} cannot be counted ({first_line(error)}): "
+            "leave it out."
         ) from error
     return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
 

@@ -164,7 +164,7 @@ def plan_run(
             count_parameters(model, config), compiled, elsewhere,
         )  # fmt: skip
         planner = None
-        if run.assume or run.suggest:
+        if run.assume:
             seen = effective_length(data.train.plans, sampler.order.shares())
             planner = make_planner(setup, seen)
             if run.suggest:
