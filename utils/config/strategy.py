@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,6 @@ FOREIGN = {"ddp": "multi_gpu", "dp": "multi_gpu", "single": "single_gpu", "deeps
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
-# GPUs that `--assume` knows: memory that torch sees (GiB), peak of dense bf16 products with float32
-# sums (TFLOP/s), bandwidth to the other GPUs of the node, sent plus received (GB/s). Sources:
-# NVIDIA's data sheets; for the RTX 3090, 4090 and 5090 the white papers of their architectures
-# (PCIe 4 and 5: 64 and 128 GB/s). Public lists that cite the data sheets agree for A100, A40, H100,
-# H200, L4 and L40S; other GPUs were not compared.
-GPUS = {
-    "B200-180GB": (178.3, 2250, 1800),
-    "H200-141GB": (139.8, 989, 900),
-    "H100-80GB": (79.1, 989, 900),
-    "H100-94GB": (93.1, 835, 600),
-    "GH200-96GB": (94.5, 989, 900),
-    "A100-80GB": (79.1, 312, 600),
-    "A100-40GB": (39.4, 312, 600),
-    "A30-24GB": (23.5, 165, 200),
-    "A40-48GB": (44.4, 149.7, 64),
-    "L40S-48GB": (44.4, 362, 64),
-    "L4-24GB": (22.0, 121, 64),
-    "RTXA6000-48GB": (47.4, 154.8, 64),
-    "RTX6000Ada-48GB": (47.4, 364.2, 64),
-    "RTX3090-24GB": (23.6, 71, 64),
-    "RTX4090-24GB": (23.5, 165.2, 64),
-    "RTX5090-32GB": (31.4, 209.5, 128),
-}
 # The share of an unknown GPU's nominal memory that torch sees, about.
 VISIBLE_SHARE = 0.95
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
@@ -214,6 +192,15 @@ class AssumedGpus:
         return f"{self.world_size} x {self.name}{nodes}"
 
 
+@cache
+def known_gpus() -> dict[str, dict[str, Any]]:
+    """Return the figures of each GPU in gpus.yaml, by name."""
+    import yaml
+
+    text = Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
 def assumed_gpus(text: str) -> AssumedGpus:
     """Parse `8xH100-80GB`, `2x8xA100-40GB`, or `8x48GB` for any GPU. Raises ValueError."""
     found = _FORM.fullmatch(text.strip())
@@ -226,12 +213,13 @@ def assumed_gpus(text: str) -> AssumedGpus:
     if found[3] is None:
         return AssumedGpus(f"{found[4]}GB", nodes, per_node, int(found[4]) * VISIBLE_SHARE)
     asked = f"{found[3].replace(' ', '')}-{found[4]}GB"
-    known = {name.lower(): name for name in GPUS}
+    known = {name.lower(): name for name in known_gpus()}
     if asked.lower() not in known:
         raise ValueError(
             f"{asked} is not known here: take one of {', '.join(known.values())}, or give its "
             f"memory alone, {text[: found.start(3)]}{found[4]}GB, for a prediction without speed"
         )
     name = known[asked.lower()]
-    memory_gib, tflops, link_gb_s = GPUS[name]
-    return AssumedGpus(name, nodes, per_node, memory_gib, tflops * 1e12, link_gb_s / 2 * 1e9)
+    gpu = known_gpus()[name]
+    flops, link = gpu["tflops"] * 1e12, gpu["link_gb_s"] / 2 * 1e9
+    return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], flops, link)

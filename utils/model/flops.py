@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from utils.config.strategy import GPUS
+from utils.config.strategy import known_gpus
 from utils.data.packing import PackPlan
 from utils.model.architecture import (
     EXPERTS_PER_TOKEN,
@@ -28,30 +28,6 @@ from utils.model.architecture import (
     first_set,
     text_model_of,
 )
-
-# torch's name of a GPU -> its name in utils/config/strategy.py. Variants whose clocks differ are
-# left out.
-CARDS = {
-    "NVIDIA B200": "B200-180GB",
-    "NVIDIA H200": "H200-141GB",
-    "NVIDIA H100 80GB HBM3": "H100-80GB",
-    "NVIDIA H100 NVL": "H100-94GB",
-    "NVIDIA GH200 480GB": "GH200-96GB",
-    "NVIDIA GH200 120GB": "GH200-96GB",
-    "NVIDIA A100-SXM4-80GB": "A100-80GB",
-    "NVIDIA A100 80GB PCIe": "A100-80GB",
-    "NVIDIA A100-SXM4-40GB": "A100-40GB",
-    "NVIDIA A100-PCIE-40GB": "A100-40GB",
-    "NVIDIA A30": "A30-24GB",
-    "NVIDIA A40": "A40-48GB",
-    "NVIDIA L40S": "L40S-48GB",
-    "NVIDIA L4": "L4-24GB",
-    "NVIDIA RTX A6000": "RTXA6000-48GB",
-    "NVIDIA RTX 6000 Ada Generation": "RTX6000Ada-48GB",
-    "NVIDIA GeForce RTX 3090": "RTX3090-24GB",
-    "NVIDIA GeForce RTX 4090": "RTX4090-24GB",
-    "NVIDIA GeForce RTX 5090": "RTX5090-32GB",
-}
 
 
 @dataclass(frozen=True)
@@ -152,5 +128,6 @@ def effective_length(plans: Sequence[PackPlan], shares: np.ndarray) -> float:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return a GPU's dense bf16 peak in FLOP/s from its data sheet, or None for an unknown card."""
-    card = CARDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return GPUS[card][1] * 1e12 if card else None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    found = (gpu["tflops"] * 1e12 for gpu in known_gpus().values() if name in gpu["names"])
+    return next(found, None)

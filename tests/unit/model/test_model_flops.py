@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma4Config, Gemma4T
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_8B, QWEN3_600M
 from benchmarks.hardware import device as benchmarks_device
 from benchmarks.hardware import flops as benchmarks_flops
-from utils.config.strategy import GPUS
+from utils.config.strategy import known_gpus
 from utils.data.packing import plan_packing
 from utils.model import flops
 from utils.model.architecture import without_weights
-from utils.model.flops import CARDS, effective_length, peak_flops, token_products
+from utils.model.flops import effective_length, peak_flops, token_products
 from utils.model.probe import observe_attention, probe_config
 
 
@@ -121,7 +121,7 @@ def test_the_effective_length_is_that_of_the_sequences_trained_on():
 
 
 def test_peaks_are_those_of_known_cards_alone(monkeypatch):
-    assert set(CARDS.values()) == set(GPUS)
+    assert all(gpu["names"] for gpu in known_gpus().values())
     for name, peak in benchmarks_device.DENSE_BF16.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda")) == peak
