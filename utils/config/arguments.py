@@ -191,10 +191,7 @@ def profiled_steps(written: str) -> tuple[int, int]:
 
 
 def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
-    """Parse the entries `DIR` or `DIR=weight` to {directory: weight}. `DIR` has the weight None.
-
-    Raises ValueError if an entry has another form, a directory repeats, or only some have weights.
-    """
+    """Parse entries `DIR` or `DIR=weight` to {directory: weight or None}. Raises ValueError."""
     sources: dict[str, float | None] = {}
     for entry in entries:
         directory, equals, tail = entry.rpartition("=")
@@ -218,10 +215,9 @@ def train_sources(entries: Sequence[str]) -> dict[str, float | None]:
 
 
 def eval_splits(entries: Sequence[str]) -> dict[str, str]:
-    """Parse the entries `NAME=DIR` or `DIR` to {name: directory}.
+    """Parse entries `NAME=DIR` or `DIR` to {name: directory}. Raises ValueError.
 
     Without NAME, the name is that of the last folder in DIR, in lower case with underscores.
-    Raises ValueError for an entry of any other form, and for a name given twice.
     """
     splits: dict[str, str] = {}
     for entry in entries:

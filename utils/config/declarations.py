@@ -59,10 +59,7 @@ def setting(default: Any, choices: Sequence[Any] | None = None) -> Any:
 
 
 def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration]:
-    """Return every setting that a user may give: the fields of the classes except refused ones.
-
-    If two classes have a field of the same name, the first class declares the setting.
-    """
+    """Return every setting that a user may give; of equal names the first class's counts."""
     declared: dict[str, Declaration] = {}
     for owner in argument_classes:
         hints = get_type_hints(owner)
@@ -249,10 +246,7 @@ class SettingValues(Mapping[str, Any]):
         return f"{name} {shown(self[name])} ({self.source(name)})"
 
     def build(self, argument_class: type[Arguments], **instead: Any) -> Arguments:
-        """Create the dataclass from the given values, which `instead` overrides.
-
-        Raises ConfigurationError.
-        """
+        """Create the dataclass from given values and `instead`. Raises ConfigurationError."""
         own = [name for name in self.given if self.declared[name].owner is argument_class]
         try:
             return argument_class(**{**{name: self.given[name].value for name in own}, **instead})

@@ -20,8 +20,7 @@ def help_text(
 ) -> str:
     """Return the text of `--help` (common settings), `--help all` or `--help NAME ...`.
 
-    A name is that of a setting or a topic. Raises ConfigurationError for any other name; the
-    message names similar settings and the topics.
+    A name is that of a setting or a topic. Raises ConfigurationError for any other name.
     """
     is_run = "train_data" in declared
     if is_run and not words:

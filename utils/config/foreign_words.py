@@ -34,10 +34,7 @@ def other_names() -> dict[str, str]:
 
 
 def unknown_name(written: str, known: Iterable[str]) -> str:
-    """Return the message on an unknown setting: why it is refused, or a name that may be meant.
-
-    `written` is "--lr" on a command line and "lr" in a recipe.
-    """
+    """Return the message on an unknown setting, written --lr or, in a recipe, lr."""
     known, name = list(known), written.removeprefix("--")
     dashes = written.removesuffix(name)
     answers = {each: f"{dashes}{each} cannot be set here: {why}" for each, why in refused().items()}

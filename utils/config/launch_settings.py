@@ -38,10 +38,7 @@ def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for an accelerate config.
-
-    The result has only variables that name the strategy or that this module checks.
-    """
+    """Return variables that `accelerate launch` would set, as far as they are read here."""
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
     sizes = block(config, "parallelism_config")
@@ -54,8 +51,7 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     if ignored := sharded.get("fsdp_ignored_modules"):
         variables["FSDP_IGNORED_MODULES"] = str(ignored)
     if config["distributed_type"] == "FSDP":
-        checkpointing = str(sharded.get("fsdp_activation_checkpointing") or False).lower()
-        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
+        variables["ACCELERATE_USE_FSDP"] = "true"
         variables["FSDP_VERSION"] = str(sharded.get("fsdp_version") or 1)
     elif config["distributed_type"] == "DEEPSPEED":
         variables["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -88,10 +84,6 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("ACCELERATE_DYNAMO_BACKEND", lambda value: value.lower() not in ("no", "none", ""),
      "it compiles the whole model, with a dense attention mask on packed sequences: remove it; "
      "compile: true in the recipe compiles layer by layer"),
-    ("ACCELERATE_USE_MEGATRON_LM", lambda value: value.lower() == "true",
-     "Megatron-LM trains a model of its own, not the one that Trainer has: use fsdp2"),
-    ("FSDP_ACTIVATION_CHECKPOINTING", lambda value: value.lower() == "true",
-     "leave it to the recipe: activation_checkpointing: full says so for every strategy"),
     ("FSDP_IGNORED_MODULES", lambda value: value.lower() not in ("none", ""),
      "gradients of these modules would not be summed over the ranks: remove it"),
 )  # fmt: skip
@@ -118,8 +110,7 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
 def let_recipe_decide(values: SettingValues) -> None:
     """Write "auto" for DeepSpeed's values that the recipe decides, so that Trainer fills them in.
 
-    `accelerate config` writes numbers. Trainer would refuse other numbers than the recipe's, but
-    only after the model is loaded.
+    `accelerate config` writes numbers, and Trainer would refuse other numbers than the recipe's.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return

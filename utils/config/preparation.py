@@ -161,10 +161,7 @@ def check_preparation(given: PreparationArguments) -> None:
 
 
 def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> None:
-    """Raise ValueError unless `given` maps names of a chat template's variables to values.
-
-    what: the name of the setting, for error messages.
-    """
+    """Raise ValueError unless `given`, the setting `what`, maps template variables to values."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{what} is {given!r}: give a mapping, such as {{enable_thinking: false}}")
     for name, value in (given or {}).items():
@@ -209,10 +206,7 @@ ENTRY_KEYS = (
 
 
 def sources_of(arguments: PreparationArguments) -> list[Source]:
-    """Return the sources of the settings: one for all plain training paths, one for each mapping.
-
-    Raises ConfigurationError with every entry that cannot be read.
-    """
+    """Return a source for all plain paths and one for each mapping. Raises ConfigurationError."""
     sources: dict[Any, Source] = {}
     problems: list[str] = []
     for name in ("sources", "eval_sources"):

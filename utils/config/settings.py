@@ -108,8 +108,7 @@ def _parse(
 def with_derived(settings: RunSettings, found: Mapping[str, tuple[Any, str]]) -> RunSettings:
     """Return a copy of the settings with derived values {name: (value, reason)}.
 
-    `found` has settings of RunArguments and DataArguments, and per_device_train_batch_size. The
-    copy has the notes on `found` alone.
+    `found` has settings of RunArguments and DataArguments, and per_device_train_batch_size.
     """
     values = replace(settings.values, given={**settings.values.given}, notes=[])
     for name, (value, why) in found.items():

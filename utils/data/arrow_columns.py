@@ -62,11 +62,7 @@ class ListColumn:
         return [values[chunk][start:stop] for chunk, start, stop in zip(*bounds, strict=True)]
 
     def bounds(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Bounds:
-        """Return the chunk, start and stop of values [start, stop) of each document.
-
-        The arguments are integer arrays of equal length. Columns with equal offsets have equal
-        bounds.
-        """
+        """Return the chunk, start and stop of values [start, stop) of each document."""
         chunks = self.first_documents.searchsorted(documents, side="right") - 1
         base = self.offsets[documents] - self.offsets[self.first_documents[chunks]]
         return chunks.tolist(), (base + starts).tolist(), (base + stops).tolist()
@@ -80,8 +76,7 @@ class ListColumn:
 def find_split(path: str | Path, default_split: str = "train") -> Path:
     """Return the directory of a split; raises ConfigurationError if no split is found.
 
-    `path` is a split, or a folder of splits (a `DatasetDict` or the output of prepare_data.py) that
-    contains `default_split`.
+    `path` is a split, or a folder of splits that contains `default_split`.
     """
     directory = Path(path).expanduser()
     for candidate in (directory, directory / default_split):

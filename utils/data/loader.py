@@ -170,10 +170,7 @@ class TokenCounts:
     """
 
     def __init__(self, in_step: Callable[[int], np.ndarray], names: Sequence[str]):
-        """`in_step(step)` returns the tokens of each source in one step, int64 (sources,).
-
-        Steps are numbered from 0.
-        """
+        """`in_step(step)` returns the tokens of each source in step 0, 1, ..., int64 (sources,)."""
         self.in_step, self.names = in_step, tuple(names)
         self.resume(0, {})
 

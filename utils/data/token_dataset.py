@@ -148,10 +148,7 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
 
 
 def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
-    """Read all tokens of a new split, write stoker.json, and return the opened split.
-
-    origin: the fields tokenizer, chat_template_sha256 and preparation of Description
-    """
+    """Measure a new split, write stoker.json with `origin` (fields of Description), open it."""
     split = Path(directory).resolve()
     sizes, times = states_of(data_files(split))
     found = replace(measure(open_columns(split)), files=sizes, modified_ns=times, **origin)

@@ -91,11 +91,7 @@ def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 
 def without_training_marks(template: str) -> str:
-    """Replace {% generation %} by {% with %} in a chat template, which renders the same text.
-
-    Only transformers knows {% generation %}; {% with %} has the same scope and trims the same
-    blanks.
-    """
+    """Replace {% generation %}, which only transformers knows, by {% with %}: the same text."""
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
 

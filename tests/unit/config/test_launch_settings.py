@@ -30,8 +30,6 @@ WRONG = {
     "dynamo, short": (DDP | {"dynamo_config": {"backend": "inductor"}}, "dynamo_backend INDUCT"),
     "dynamo, older": (DDP | {"dynamo_backend": "inductor"}, "dynamo_backend INDUCTOR: it comp"),
     "ignored": (FSDP2 | {"fsdp_config": {"version": 2, "ignored_modules": "lm_head"}}, "summed"),
-    "recomputation": (FSDP2 | {"fsdp_config": {"version": 2, "activation_checkpointing": True}},
-                      "leave it to the recipe: activation_checkpointing: full"),
 }  # fmt: skip
 RIGHT = (
     FSDP2 | {"parallelism_config": {**HSDP, "tp_size": 1, "cp_size": "1", "sp_size": None}},
