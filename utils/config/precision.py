@@ -43,9 +43,7 @@ def settle_precision(values: SettingValues) -> None:
         off = f"off: --bf16 false, --{RECOMPUTED} none"
         values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off})")
     if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
-        asked = is_true("ACCELERATE_USE_CPU", values.environment)
-        source = "ACCELERATE_USE_CPU" if asked else "bf16 on a CPU"
-        values.given["use_cpu"] = Given(True, source)  # or Trainer refuses bf16
+        values.given["use_cpu"] = Given(True, "bf16 on a CPU")  # or Trainer refuses bf16
     if by_launch in ("bf16", "fp16") and not values[by_launch]:
         name = values.shown("fp16" if values["fp16"] else "bf16")
         written = f"mixed_precision {by_launch} of the accelerate config"
@@ -87,11 +85,6 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
         return Given(False, values.shown("fp16"))
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
         return Given(by_launch == "bf16", BY_LAUNCH)
-    with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or without this key
-        file = Path(values.environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
-        written = json.loads(file.read_text(encoding="utf-8"))["bf16"]["enabled"]
-        if isinstance(written, bool):  # else "auto"
-            return Given(written, "the DeepSpeed file says so")
     on_gpu = trains_on_fast_gpu(values)
     # PEFT keeps adapters in float32. Without mixed precision they would multiply in float32.
     adapters = on_gpu and values["use_peft"] and values["dtype"] in ("auto", "bfloat16")
