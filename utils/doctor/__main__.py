@@ -134,24 +134,19 @@ def check_python() -> Iterator[Finding]:
     fine = []
     for line, use in purposes.items():
         needed = Requirement(line)
-        found, mend = installed(needed.name), f"pip install '{line}'"
-        if found is None:
+        mend = f"pip install '{line}'"
+        try:
+            found = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
             what = f"{needed.name} is not installed{use}"
             yield Finding("option" if use else "missing", what, mend)
-        elif not needed.specifier.contains(found, prereleases=True):
+            continue
+        if not needed.specifier.contains(found, prereleases=True):
             what = f"{needed.name} {found} is outside of {needed.specifier}"
             yield Finding("warning", f"{what}, with which the tests run", mend)
         else:
             fine.append(needed.name)
     yield Finding("ok", f"{version}; {len(fine)} packages are as pyproject.toml has them")
-
-
-def installed(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_gpus() -> Iterator[Finding]:

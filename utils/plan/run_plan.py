@@ -15,7 +15,6 @@ from utils.checkpoints.files import readable
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
 from utils.config.own_code import callback_class
-from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler
 from utils.host.foreign import naming
@@ -235,15 +234,13 @@ def choose_optimizer_states(
 def precision_line(
     settings: RunSettings, config: PreTrainedConfig, states: OptimizerStates | None, device: str
 ) -> str:
-    """Return the log line on the types of weights, computations and states, and why these types."""
+    """Return the log line on the types of weights, computations and states."""
     training, why = settings.training, settings.values.source("bf16")
     weights, mixed = weights_dtype(settings.model, config), training.mixed_precision
     hint = ""
     if settings.run.assume:
         device = "cuda"
-    if mixed != "no" and why in (FAST_CPU, BY_LAUNCH):
-        hint = f" ({why}; --bf16 false for float32)"
-    elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
+    if why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
         hint = " (--fp16 true is several times as fast on this GPU)"
     computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
     parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]

@@ -155,9 +155,14 @@ def test_gpus_are_compared_with_driver_and_torch(alone, monkeypatch):
 
 
 def test_packages_out_of_range_and_missing_ones_are_named_with_the_command(alone, monkeypatch):
-    versions = {"torch": "2.4.0", "trl": None, "bitsandbytes": None, "deepspeed": "0.1"}
-    real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))
+    versions = {"torch": "2.4.0", "deepspeed": "0.1", "packaging": "26"}
+
+    def version(name):
+        if name not in versions:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
     text = "\n".join(lines_of(doctor.check_python))
     assert "warning torch 2.4.0 is outside of" in text
     assert "missing trl is not installed -> pip install 'trl>=" in text
