@@ -74,7 +74,9 @@ def test_long_documents_are_dropped_or_truncated_and_counted(fine_tuning, tmp_pa
         assert "tokens left out" in shown
 
 
-def test_users_own_datasets_train_as_they_are(pretraining, fine_tuning, workspace, tmp_path):
+def test_users_own_datasets_train_as_they_are(
+    pretraining, fine_tuning, workspace, tmp_path, capsys
+):
     """Data are int64 ids from plain `datasets` code, with or without labels, or a DatasetDict."""
     rows = tiny.documents(60, seed=5)
     mine, extra, mask = tmp_path / "mine", tmp_path / "extra", [[1] * len(row) for row in rows]
@@ -84,6 +86,7 @@ def test_users_own_datasets_train_as_they_are(pretraining, fine_tuning, workspac
     tiny.save(extra, {"input_ids": rows, "attention_mask": mask, "id": mask})
     evaluation = {"eval_data": f"test={mine}", "eval_strategy": "steps", "eval_steps": 1}
     sft_train.main(fine_tuning(tmp_path / "a", max_steps=1, train_data=mine, **evaluation))
+    assert "test: a small held-out split (9 documents" in capsys.readouterr().out
     weighted = [f"{extra}=3", f"{workspace / 'chats'}=1"]
     pretrain.main(pretraining(tmp_path / "b", max_steps=1, train_data=weighted))
     assert all(len(tiny.losses(tmp_path / run)) == 1 for run in "ab")

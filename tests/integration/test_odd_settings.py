@@ -30,7 +30,6 @@ LEFT_OUT = {
     *("dry_run", "assume", "suggest", "output_dir", "train_data", "model_name_or_path"),
     *("model_config", "sequence_length", "push_to_hub", "lm_eval_tasks", "init_from"),
     *("resume_from_checkpoint", "tokenizer_name_or_path", "strategy", "hang_timeout_s"),
-    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),  # torch checks them
 }
 LENGTHS = {"max_steps", "num_train_epochs", "max_tokens"}  # accepted values may train for years
 NUMBERS = "nan inf -inf -1 0 1 1e400 1e-400 0.5 1.5 2147483648 18446744073709551616 1e30 x"
@@ -49,6 +48,10 @@ KEYWORDS = [
     {"num_decay_steps": 1, "decay_type": "x"}, {"timescale": 0}, {"factor": 2}, {"patience": "x"},
     {"mode": "x"}, {"num_warmup_steps": 3}, {"x": 1},
 ]  # fmt: skip
+OPTIONS = [
+    "0x10", "=", "a=b=c", "lr=5", "momentum=x", "momentum=-1", "momentum=0.9", "nesterov=true",
+    "alpha=0.9", "eps=-1", "weight_decay=-1", "centered=x", "beta3=2", "block_size=0",
+]  # fmt: skip
 
 
 def odd_values(declaration: Declaration) -> list[object]:
@@ -65,6 +68,10 @@ SWEEP = {
     name: [{name: value} for value in odd_values(declaration)]
     for name, declaration in DECLARED.items()
     if name not in LEFT_OUT
+}
+SWEEP |= {
+    f"optim_args of {optimizer}": [{"optim": optimizer, "optim_args": each} for each in OPTIONS]
+    for optimizer in ("adamw_torch", "sgd", "rmsprop", "adagrad", "rmsprop_bnb", "ademamix")
 }
 SWEEP |= {
     f"lr_scheduler_kwargs of {kind.value}": [

@@ -69,6 +69,7 @@ def test_a_run_with_own_code_resumes_bit_for_bit(pretrained, own_files, tmp_path
 
 NLL = """
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
 
 def nll(logits, targets, positions):
     assert positions.min() >= 1 and len(logits) == len(targets) == len(positions)
@@ -79,6 +80,10 @@ def mean(logits, targets, positions):
 
 def listed(logits, targets, positions):
     return nll(logits, targets, positions)[None]
+
+class Asking(TrainerCallback):
+    def __init__(self, path):
+        pass
 """
 
 
@@ -116,6 +121,7 @@ def test_what_cannot_work_is_refused_before_the_start(
         ({"loss": "nll:gone"}, "nll:gone: AttributeError"),
         ({"loss": "nll:listed"}, "--loss nll:listed: return a sum over tokens"),
         ({"callbacks": "nll:nll"}, "--callbacks nll:nll: no class of TrainerCallback"),
+        ({"callbacks": "nll:Asking"}, "--callbacks nll:Asking: missing a required argument"),
         ({"freeze": "layer.9"}, "--freeze layer.9: nothing in the model has this name"),
         ({"train_only": "norm", "freeze": "model"}, "leave no weight to train"),
     ):

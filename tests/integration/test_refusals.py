@@ -165,11 +165,22 @@ PRETRAINING = {
             "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": '{"factor": 2}',
         },
         "Factor should be < 1.0"),
+    "no pair": ({"optim_args": "0x10"}, "optim_args 0x10 (--optim_args): not enough values"),
     "no number": (
         {"optim": "sgd", "optim_args": "momentum=x"},
         "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string"),
     "no package": ({"optim": "lomo"}, "optim lomo (--optim): You need to install `lomo_optim`"),
     "no tracker": ({"report_to": "clearml"}, "report_to clearml (--report_to): ClearMLCallback"),
+    "recomputation": (
+        {"activation_checkpointing": "full", "activation_checkpointing_kwargs": '{"x": 1}'},
+        'activation_checkpointing_kwargs {"x": 1} (--activation_checkpointing_kwargs): Unexpected',
+    ),
+    "layers": (
+        {
+            "activation_checkpointing": "full",
+            "activation_checkpointing_kwargs": '{"every_n_layers": 0}',
+        },
+        "every_n_layers has to be a whole number above 0, not 0"),
     "debugging": (
         {"debug": "underflow_overflow", "compile": "true", "loss_head": "fused"},
         "debug underflow_overflow (--debug) needs --compile false and --loss_head logits"),
@@ -317,6 +328,10 @@ def test_a_dry_run_starts_no_processes_and_a_start_of_one_needs_no_backend(place
         with place.monkeypatch.context() as patch:
             patch.setenv(name, "2")
             assert pretrain.main([*argv, "--dry_run", "true"]) == 0
+    place.monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = pretraining(place.run, **{**one_step, "ddp_backend": "nccl"})
+    with pytest.raises(ConfigurationError, match=r"ddp_backend nccl .* processes on the CPU"):
+        pretrain.main([*argv, "--dry_run", "true"])
 
 
 def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretraining):
@@ -330,9 +345,13 @@ def test_a_dry_run_of_a_job_is_not_judged_by_where_it_is_submitted(place, pretra
 
 
 def test_what_has_no_effect_is_logged(place, pretraining, capsys):
-    moot = {"optim": "sgd", "adam_beta1": 0.5, "warmup_steps": 50}
+    moot = {"optim": "sgd", "adam_beta1": 0.5, "warmup_steps": 50, "ddp_backend": "gloo"}
+    moot |= {"optim_args": "momentum=0.9,lr=5"}
     assert pretrain.main(pretraining(place.run, **moot, dry_run="true")) == 0
     out = capsys.readouterr().out
+    assert "ddp_backend gloo (--ddp_backend) has no effect: there is one process" in out
+    assert "lr=5 in optim_args has no effect: optim sgd (--optim)" in out
+    assert "momentum=0.9 in" not in out
     assert "adam_beta1 0.5 (--adam_beta1) has no effect: optim sgd (--optim)" in out
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out

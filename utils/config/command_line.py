@@ -18,13 +18,15 @@ from utils.config.declarations import (
     checked_value,
     declared_settings,
     placeholder,
+    shown,
 )
 from utils.config.display import config_text, help_text
 from utils.config.errors import Answer, ConfigurationError
-from utils.config.foreign_words import other_names, refused, unknown_name
+from utils.config.foreign_words import other_names, our_name, refused, unknown_name
 from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
+COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
 OF_ANOTHER_TOOLKIT = 4  # unknown settings
 CONVERT = (
     "a config of axolotl, LLaMA-Factory or TRL is converted by "
@@ -114,7 +116,8 @@ def _checked_values(
             continue
         if name not in declared:
             known = [*declared, CONFIG_FLAG] if is_flag else [*declared]
-            problems.append(place + unknown_name(written, known))
+            typed = _as_typed(our_name(name, known), entry, declared)
+            problems.append(place + unknown_name(written, known, typed))
             values.unusable.add(name)
             continue
         try:
@@ -166,6 +169,17 @@ def with_value(mapping: Given | None, path: Sequence[str], entry: Given) -> Give
     return Given(whole, entry.source, entry.rank)
 
 
+def _as_typed(ours: str, entry: Given, declared: Mapping[str, Declaration]) -> str:
+    """Return an unknown setting's value as it is typed after `ours`; "" if it does not fit."""
+    value, is_flag = entry.value, entry.rank == FLAGS_RANK
+    with suppress(ValueError):
+        if ours in declared:
+            value = value_of_words(declared[ours], value) if is_flag else value
+            value = checked_value(declared[ours], value)
+        return f"{'' if is_flag else ':'} {shown(value)}"
+    return ""
+
+
 def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return {flag: words after the flag} and faults; `--a-b=word` is the same as `--a_b word`.
 
@@ -190,8 +204,9 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         elif words is not None:
             words.append(word)
         else:
-            way = f"--config {word}" if is_recipe else "--NAME VALUE"
-            problems.append(f"unexpected argument {word!r}: give it as {way}")
+            way = f"give it as {f'--config {word}' if is_recipe else '--NAME VALUE'}"
+            advice = "leave it out: each script has one task" if word in COMMANDS else way
+            problems.append(f"unexpected argument {word!r}: {advice}")
     if flags.get(CONFIG_FLAG) == []:
         problems.append(f"--{CONFIG_FLAG}: expected at least one recipe file")
     return flags, problems

@@ -1,5 +1,6 @@
 """The texts of `--help`, `--help NAME` and `--print_config`."""
 
+import inspect
 import itertools
 import re
 import textwrap
@@ -9,6 +10,7 @@ from utils.config.declarations import Declaration, SettingValues, help_file, pla
 from utils.config.errors import ConfigurationError
 from utils.config.foreign_words import refused, unknown_name
 from utils.config.recipes import entry_text
+from utils.config.rules import RULES
 
 WIDTH = 98  # a hundred columns less two
 
@@ -40,7 +42,7 @@ def help_text(
             problems.append(f"{unknown_name(name, declared)}{near}; topics: {', '.join(topics)}")
     if problems:
         raise ConfigurationError(problems)
-    texts = [_entry(declared[each]) if each in declared else topics[each] for each in names]
+    texts = [_story(declared[each]) if each in declared else topics[each] for each in names]
     return "\n\n".join("\n".join(text) for text in texts) + "\n"
 
 
@@ -110,6 +112,28 @@ def _default(declaration: Declaration) -> str:
     return "" if nothing else f" (default: {shown(declaration.default)})"
 
 
+def _story(declaration: Declaration) -> list[str]:
+    """Return the lines of `--help NAME`: the entry, and what else is known of the setting."""
+    name = declaration.name
+    causes = dict.fromkeys(cause for cause, _, names in RULES if name in names.split())
+    pages = [page for page, names in help_file()["pages"].items() if name in names.split()]
+    facts = {
+        "a setting of": _library(declaration),
+        "no effect with some values of": ", ".join(causes),
+        "documents": ", ".join([*pages, "docs/settings.md"]),
+    }
+    lines = [line for fact, text in facts.items() if text for line in _columns(fact, text)]
+    return [*_entry(declaration), *lines]
+
+
+def _library(declaration: Declaration) -> str:
+    """Return who declares a setting with its default: Stoker, trl or transformers."""
+    owners = declaration.owner.__mro__
+    owner = next(each for each in owners if declaration.name in inspect.get_annotations(each))
+    library = owner.__module__.partition(".")[0]
+    return "Stoker" if library == "utils" else library
+
+
 def config_text(values: SettingValues, every: bool) -> str:
     """Return settings as a recipe, each with its source in a comment.
 
@@ -127,7 +151,8 @@ def config_text(values: SettingValues, every: bool) -> str:
         elif name in values.given and changed:
             derived.append(entry_text(name, values.written(name), source))
         elif every:
-            defaults.append(entry_text(name, values.written(name)))
+            whose = _library(values.declared[name])
+            defaults.append(entry_text(name, values.written(name), f"default ({whose})"))
     moot = [f"# {note}" for note in values.notes if " has no effect: " in note]
     parts = ["".join(lines), "\n".join(moot)]
     for title, texts in {"Derived, and again at each start": derived, "Defaults": defaults}.items():

@@ -3,7 +3,7 @@
 foreign_words.yaml has the table of names and reasons.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -33,8 +33,18 @@ def other_names() -> dict[str, str]:
     return _table()["names"]
 
 
-def unknown_name(written: str, known: Iterable[str]) -> str:
-    """Return the message on an unknown setting, written --lr or, in a recipe, lr."""
+def our_name(name: str, known: Collection[str]) -> str:
+    """Return our name for another toolkit's setting, such as lr or optimizer.lr; "" if unknown."""
+    plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
+    ours = other_names().get(plain, plain)
+    return ours if ours.partition(".")[0] in known else ""
+
+
+def unknown_name(written: str, known: Iterable[str], value: str = "") -> str:
+    """Return the message on an unknown setting: why it is refused, or a name that may be meant.
+
+    `written` is "--lr" on a command line and "lr" in a recipe. `value` follows our name for it.
+    """
     known, name = list(known), written.removeprefix("--")
     dashes = written.removesuffix(name)
     answers = {each: f"{dashes}{each} cannot be set here: {why}" for each, why in refused().items()}
@@ -43,14 +53,15 @@ def unknown_name(written: str, known: Iterable[str]) -> str:
     switch = name.removeprefix("no_")
     if dashes and switch != name and switch in known:
         return f"unknown setting {written}: give --{switch} false"
-    answers |= {each: f"did you mean {dashes}{each}?" for each in known}
     for other, ours in other_names().items():
         if ours.partition(".")[0] in known:
             answers[other] = f"here it is {dashes}{ours}"
         elif not ours.isidentifier():
             answers[other] = ours
-    plain = name.rpartition(".")[2]  # other toolkits have sections, as in training.steps
-    near = [plain] if plain in answers else get_close_matches(plain, answers, n=1, cutoff=0.9)
+    plain, ours = name.rpartition(".")[2], our_name(name, known)
+    exact = f"here it is {dashes}{ours}{value}" if ours else answers.get(plain)
+    answers |= {each: f"did you mean {dashes}{each}?" for each in known}
+    near = get_close_matches(plain, answers, n=1, cutoff=0.9)
     near = near or get_close_matches(plain, known, n=1, cutoff=0.8)
     advice = answers[near[0]] if near else "--help all lists all settings"
-    return f"unknown setting {written}: {advice}"
+    return f"unknown setting {written}: {exact or advice}"

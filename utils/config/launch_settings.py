@@ -5,11 +5,13 @@ one table of variables covers files, flags and the environment.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from utils.config.declarations import SettingValues, is_true
 
@@ -27,6 +29,7 @@ BY_RECIPE = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "global_batch_size decides",
     "ACCELERATE_GRADIENT_CLIPPING": "max_grad_norm decides",
 }
+_DATA_PARALLEL = ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE")
 _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
 
 
@@ -38,7 +41,10 @@ def block(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return variables that `accelerate launch` would set, as far as they are read here."""
+    """Return the variables that `accelerate launch` would set for an accelerate config.
+
+    The result has only variables that name the strategy or that this module checks.
+    """
     sharded, deepspeed = block(config, "fsdp_config"), block(config, "deepspeed_config")
     variables = {PRECISION_VARIABLE: str(config.get("mixed_precision") or "no").lower()}
     sizes = block(config, "parallelism_config")
@@ -51,7 +57,8 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     if ignored := sharded.get("fsdp_ignored_modules"):
         variables["FSDP_IGNORED_MODULES"] = str(ignored)
     if config["distributed_type"] == "FSDP":
-        variables["ACCELERATE_USE_FSDP"] = "true"
+        checkpointing = str(sharded.get("fsdp_activation_checkpointing") or False).lower()
+        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": checkpointing}
         variables["FSDP_VERSION"] = str(sharded.get("fsdp_version") or 1)
     elif config["distributed_type"] == "DEEPSPEED":
         variables["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -84,6 +91,10 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("ACCELERATE_DYNAMO_BACKEND", lambda value: value.lower() not in ("no", "none", ""),
      "it compiles the whole model, with a dense attention mask on packed sequences: remove it; "
      "compile: true in the recipe compiles layer by layer"),
+    ("ACCELERATE_USE_MEGATRON_LM", lambda value: value.lower() == "true",
+     "Megatron-LM trains a model of its own, not the one that Trainer has: use fsdp2"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", lambda value: value.lower() == "true",
+     "leave it to the recipe: activation_checkpointing: full says so for every strategy"),
     ("FSDP_IGNORED_MODULES", lambda value: value.lower() not in ("none", ""),
      "gradients of these modules would not be summed over the ranks: remove it"),
 )  # fmt: skip
@@ -95,22 +106,42 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
             yield f"{key} {variables[name]}: {why}"
+    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG", variables):
+        return
+    fsdp2 = is_true("ACCELERATE_USE_FSDP", variables) and variables.get("FSDP_VERSION") == "2"
+    for name in _DATA_PARALLEL:
+        if not fsdp2 and _several(variables.get(name, "1")):
+            yield (
+                f"{name.lower()} {variables[name]} needs FSDP2 and would do nothing: write "
+                "distributed_type: FSDP with fsdp_version: 2, or remove parallelism_config"
+            )
 
 
 def check_launch_settings(values: SettingValues) -> Iterator[str]:
     """Yield faults of settings of accelerate or DeepSpeed that would make training wrong."""
-    environment = values.environment
-    for fault in launch_faults(environment):
-        yield f"the accelerate config or command: {fault}"
+    environment, processes = values.environment, values.world_size
+    faults = [*launch_faults(environment)]
+    yield from (f"the accelerate config or command: {fault}" for fault in faults)
+    needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
+    if all(is_true(name, environment) for name in needed) and not faults:
+        sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
+        with suppress(ValueError):  # accelerate reports sizes that are no integers
+            if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:
+                yield (
+                    f"the accelerate config: dp_replicate_size {sizes[0]} x dp_shard_size "
+                    f"{sizes[1]} are not the {processes} processes of this launch, with at least 2 "
+                    "to shard over: correct them, or remove parallelism_config"
+                )
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
-        yield from _deepspeed_file_faults(file, values["max_grad_norm"])
+        yield from _deepspeed_file_faults(file, values, processes)
 
 
 def let_recipe_decide(values: SettingValues) -> None:
     """Write "auto" for DeepSpeed's values that the recipe decides, so that Trainer fills them in.
 
-    `accelerate config` writes numbers, and Trainer would refuse other numbers than the recipe's.
+    `accelerate config` writes numbers. Trainer would refuse other numbers than the recipe's, but
+    only after the model is loaded.
     """
     if not is_true("ACCELERATE_USE_DEEPSPEED", values.environment):
         return
@@ -123,23 +154,33 @@ def let_recipe_decide(values: SettingValues) -> None:
     values.environment = {**values.environment, **decided}
 
 
-def _deepspeed_file_faults(file: str, max_grad_norm: float) -> Iterator[str]:
-    """Yield a line for each value of a DeepSpeed file that silently replaces the recipe's."""
+def _deepspeed_file_faults(file: str, values: SettingValues, processes: int) -> Iterator[str]:
+    """Yield a line for each value of a DeepSpeed file that is wrong or contradicts the recipe."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         yield f"the DeepSpeed file {file} cannot be read ({error}): correct deepspeed_config_file"
         return
-    if "gradient_clipping" not in content and max_grad_norm:
+    total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
+    expected = {
+        "train_batch_size": total, "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": total and total // (micro * processes),
+        "gradient_clipping": values["max_grad_norm"],
+        "bf16.enabled": values["bf16"], "fp16.enabled": values["fp16"],
+    }  # fmt: skip
+    for key, ours in expected.items():
+        section, _, name = key.rpartition(".")
+        written = (content.get(section, {}) if section else content).get(name, "auto")
+        if written != "auto" and ours not in (None, written):
+            yield f'{file}: {key} {written}, but the recipe says {ours}: write "auto" there'
+    if "gradient_clipping" not in content and values["max_grad_norm"]:
         yield f'{file} has no gradient_clipping, so max_grad_norm would do nothing: add "auto"'
     for key in ("optimizer", "scheduler"):
         if key in content:
             yield f"{file}: {key} would replace that of the recipe: remove it from the file"
-    sizes = {
-        "sequence_parallel_size": content.get("sequence_parallel_size", 1),
-        "autotp_size": content.get("tensor_parallel", {}).get("autotp_size", 1),
-    }
-    for key, size in sizes.items():
+    parallel = {"sequence_parallel_size": content.get("sequence_parallel_size", 1)}
+    parallel["autotp_size"] = content.get("tensor_parallel", {}).get("autotp_size", 1)
+    for key, size in parallel.items():
         if _several(str(size)):
             yield f"{file}: {key} {size} is not supported; {_OTHERS}"
 
@@ -156,14 +197,8 @@ def launch_for_libraries(values: SettingValues) -> Iterator[None]:
     if values["dry_run"]:
         hidden |= {*LAUNCHER_VARIABLES}
         hidden |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
-    shown = {n: v for n, v in values.environment.items() if n not in hidden}
-    different = {name for name, value in shown.items() if os.environ.get(name) != value}
-    names = hidden | different
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    os.environ.update({name: shown[name] for name in different})
-    try:
-        yield
-    finally:
-        for name in names:
+    with mock.patch.dict(os.environ):
+        os.environ.update(values.environment)
+        for name in hidden:
             os.environ.pop(name, None)
-        os.environ.update(before)
+        yield

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -60,6 +61,10 @@ def callback_class(entry: str) -> type[Any]:
     named = load_own(entry)
     if not (isinstance(named, type) and issubclass(named, TrainerCallback)):
         raise ConfigurationError(f"--callbacks {entry}: no class of TrainerCallback.")
+    try:
+        inspect.signature(named).bind()
+    except TypeError as error:
+        raise ConfigurationError(f"--callbacks {entry}: {error}; it gets none.") from error
     return named
 
 

@@ -85,6 +85,11 @@ def _open_precision(values: SettingValues, by_launch: str) -> Given:
         return Given(False, values.shown("fp16"))
     if by_launch == "bf16" or (by_launch == "fp16" and not values.rank("fp16")):
         return Given(by_launch == "bf16", BY_LAUNCH)
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or without this key
+        file = Path(values.environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
+        written = json.loads(file.read_text(encoding="utf-8"))["bf16"]["enabled"]
+        if isinstance(written, bool):  # else "auto"
+            return Given(written, "the DeepSpeed file says so")
     on_gpu = trains_on_fast_gpu(values)
     # PEFT keeps adapters in float32. Without mixed precision they would multiply in float32.
     adapters = on_gpu and values["use_peft"] and values["dtype"] in ("auto", "bfloat16")

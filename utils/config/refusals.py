@@ -83,7 +83,7 @@ def check_order(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA."""
+    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -96,6 +96,23 @@ def check_precision(values: SettingValues) -> Iterator[str]:
             f"{values.shown('load_in_4bit')}: weights in 4 bits stay as they are, adapters train "
             "beside them: set use_peft: true for sft_train.py, or load_in_4bit: false"
         )
+    if values["load_in_4bit"] and not is_installed("bitsandbytes"):
+        yield "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+
+
+def check_backend(values: SettingValues) -> Iterator[str]:
+    """Yield a fault if the torch.distributed backend cannot connect this launch's processes."""
+    import torch
+
+    backend, shown = values["ddp_backend"], values.shown("ddp_backend")
+    if backend is None:
+        return
+    if values.world_size == 1:
+        values.notes.append(f"{shown} has no effect: there is one process")
+    elif values.on_cpu and backend not in ("gloo", "mpi"):
+        yield f"{shown} does not connect processes on the CPU: leave it out"
+    elif backend != "nccl" and not torch.distributed.is_backend_available(backend):
+        yield f"{shown}: torch has no such backend here; leave it out"
 
 
 def check_evaluation(values: SettingValues) -> Iterator[str]:
@@ -187,6 +204,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_strategy,
     check_launch_settings,
     check_precision,
+    check_backend,
     check_evaluation,
     check_ranges,
 )

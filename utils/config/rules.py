@@ -53,7 +53,6 @@ MOOT: Rules = (
     # How the same numbers are computed.
     ("use_cpu", _is(True), "tf32"),
     ("optim", _is_not(*ADAMW), "optim_states"),
-    ("optim", _is(*ADAMW), "optim_args"),
     ("optim", _is(*WITHOUT_MOMENTS), "adam_beta1 adam_beta2 adam_epsilon"),
     ("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
@@ -79,8 +78,9 @@ CONTRADICTIONS: Rules = (
     ("bf16", _is(True), "fp16 stochastic_rounding"),
     ("fp16", _is(True), "bf16 optim_states stochastic_rounding"),
     ("dtype", _is(None, "float32", "float16"), "stochastic_rounding"),
-    ("stochastic_rounding", _is(True), "bf16"),
+    ("stochastic_rounding", _is(True), "bf16 optim_args"),
     ("optim", _is_not(*ADAMW), "stochastic_rounding"),
+    ("optim_states", _is_given, "optim_args"),
     ("lr_scheduler_type", _is("constant", "reduce_lr_on_plateau", "greedy"), "warmup_steps"),
 )
 RULES = (*MOOT, *CONTRADICTIONS)

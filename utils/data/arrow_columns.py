@@ -3,6 +3,7 @@
 An Arrow list column is a flat array of values plus offsets, so a document is a slice of the array.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 # Lists (chunk, start, stop) with an item per segment: values[chunk][start:stop] of a ListColumn.
 Bounds = tuple[list[int], list[int], list[int]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,11 @@ def open_columns(directory: Path) -> dict[str, ListColumn]:
                 f"{directory}: row {differing[0]} has another number of {column.name} than of "
                 f"{tokens.name} ({differing.size} such rows); every token needs exactly one."
             )
-    return {name: replace(column, offsets=tokens.offsets) for name, column in found.items()}
+    columns = {name: replace(column, offsets=tokens.offsets) for name, column in found.items()}
+    unread = [name for name in names if name not in columns]
+    if unread:
+        logger.info("%s: columns not used: %s.", directory, ", ".join(unread))
+    return columns
 
 
 def schema_problems(names: Collection[str]) -> list[str]:

@@ -36,6 +36,8 @@ from utils.host.atomic_files import replace_text
 
 logger = logging.getLogger(__name__)
 
+# In a held-out split below these sizes, the noise of the loss is larger than most effects.
+FEW_DOCUMENTS, FEW_LOSS_TOKENS = 50, 10_000
 READ_AGAIN_TOKENS = 2**32  # reading so many tokens takes about a minute
 ROWS_LOOKED_AT = 4096  # rows that are checked for padding, spread over the dataset
 PADDING_RUN = 4  # so many equal tokens at the start or end of a row may be padding
@@ -187,6 +189,17 @@ def dataset_problems(
         problems.append(f"holds token id {found.min_token_id}; ids start at 0.")
     problems.extend(_padding_problem(dataset))
     return [f"{dataset.path}: {problem}" for problem in problems]
+
+
+def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
+    """Log a warning if a held-out split is too small for a precise loss."""
+    found = dataset.description.statistics
+    if found.documents < FEW_DOCUMENTS or found.loss_tokens < FEW_LOSS_TOKENS:
+        logger.warning(
+            f"{name}: a small held-out split ({found.documents:,} documents, {found.loss_tokens:,} "
+            f"tokens with a loss): below {FEW_DOCUMENTS} documents or {FEW_LOSS_TOKENS:,} tokens "
+            "its loss is too noisy to compare runs"
+        )
 
 
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:

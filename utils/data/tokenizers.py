@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ ADVICE = (
     "A folder needs tokenizer.json; a Hub name needs a connection or a cached copy; a tokenizer's "
     "own code is not run."
 )
+MOST_IDS = 1 << 24  # sixty times the largest published vocabulary
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end|)generation\s*([-+]?)%\}")
 
 
@@ -26,7 +27,7 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
     """Load a tokenizer from a folder or by its Hub name, without running code from there.
 
     is_cached: do not ask the Hub, read only the Hub cache. Raises ConfigurationError if the
-    tokenizer is missing, needs custom code, or has no eos_token.
+    tokenizer is missing, needs custom code, or has no eos_token or too large ids.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoTokenizer
@@ -41,10 +42,17 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=is_folder or is_cached, trust_remote_code=False
         )
-    if tokenizer.eos_token_id is None:
+        size, end = vocabulary_size(tokenizer), tokenizer.eos_token_id
+    if end is None:
         raise ConfigurationError(
             f"tokenizer_name_or_path: {name_or_path}: the tokenizer has no eos_token, so the end "
             "of a document could not be marked; set one and save the tokenizer again"
+        )
+    if size > MOST_IDS:
+        raise ConfigurationError(
+            f"tokenizer_name_or_path: {name_or_path}: its {len(tokenizer):,} tokens have ids up to "
+            f"{size - 1:,}, and a model needs a row for each id up to the largest: mend the ids in "
+            "tokenizer.json"
         )
     return tokenizer
 
@@ -71,6 +79,12 @@ def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a hash of the rules that turn text into ids, without the chat template."""
+    canonical = json.dumps(_rules(tokenizer), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
+    """Return the tokenizer's rules (all but the chat template) as JSON values."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
@@ -79,9 +93,7 @@ def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
         content.pop("padding", None)
     else:
         content = tokenizer.get_vocab()
-    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
-    canonical = json.dumps([content, special], sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return [content, {name: str(value) for name, value in tokenizer.special_tokens_map.items()}]
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -91,7 +103,11 @@ def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 
 def without_training_marks(template: str) -> str:
-    """Replace {% generation %}, which only transformers knows, by {% with %}: the same text."""
+    """Replace {% generation %} by {% with %} in a chat template, which renders the same text.
+
+    Only transformers knows {% generation %}; {% with %} has the same scope and trims the same
+    blanks.
+    """
     return _GENERATION.sub(r"{%\1 \2with \3%}", template)
 
 
@@ -108,3 +124,20 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
                 f"token {number} is {mine[number]!r} in the one and {theirs[number]!r} in the other"
             )
     return None
+
+
+def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
+    """Return texts about the differences of two tokenizers: special tokens, vocabulary, rules."""
+    mine, theirs = one.special_tokens_map, other.special_tokens_map
+    found = [
+        f"{name} {mine.get(name)} instead of {theirs.get(name)}"
+        for name in sorted({*mine, *theirs})
+        if name.endswith("_token") and mine.get(name) != theirs.get(name)
+    ]
+    if foreign := foreign_token(one, other):
+        found.append(foreign)
+    elif words := sorted(one.get_vocab().keys() ^ other.get_vocab().keys()):
+        found.append(f"{len(words)} added tokens in one of them alone ({', '.join(words[:3])})")
+    if not found and _rules(one) != _rules(other):
+        found.append("other rules for cutting text into tokens (normalizer, merges, prefixes)")
+    return found

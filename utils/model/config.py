@@ -37,9 +37,9 @@ from utils.config.recipes import YamlError, load_mapping
 from utils.config.settings import RunSettings
 from utils.data.tokenizers import (
     chat_template_sha256,
+    differences,
     foreign_token,
     load_tokenizer,
-    tokenizer_sha256,
     vocabulary_size,
 )
 from utils.host.foreign import foreign, limits
@@ -278,8 +278,12 @@ def compare_with_model(
             f"the data with the model's (prepare_data.py --tokenizer_name_or_path {model}) and "
             "train without --tokenizer_name_or_path, or train a model that has this vocabulary."
         )
-    if any(hashed(tokenizer) != hashed(own) for hashed in (tokenizer_sha256, chat_template_sha256)):
-        logger.info("tokenizer: %s, which is not that of %s; final/ gets it", directory, model)
+    other = differences(tokenizer, own)
+    if chat_template_sha256(tokenizer) != chat_template_sha256(own):
+        other.append("another chat template")
+    if other:
+        named = "; ".join(other)
+        logger.info("tokenizer: %s, not that of %s: %s; final/ gets it", directory, model, named)
 
 
 def new_token_ids(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> list[int]:

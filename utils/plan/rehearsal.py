@@ -1,10 +1,11 @@
 """A rehearsal of one training step with tiny weights, before any real weights are loaded.
 
-Dry runs and real starts build the optimizer, schedule and trackers here. An error of a library
-becomes a ConfigurationError that names the setting.
+Dry runs and real starts build the optimizer, schedule, recomputation and trackers here. An error of
+a library becomes a ConfigurationError that names the setting.
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from utils.config.arguments import with_values
 from utils.config.declarations import SettingValues
 from utils.config.errors import ConfigurationError, Report
 from utils.config.refusals import is_installed
@@ -47,12 +50,14 @@ def rehearse(
 ) -> None:
     """Build the optimizer, schedule and trackers, and take one step on tiny weights.
 
-    Raises ConfigurationError with the libraries' errors. `own_optimizer`: the run uses
-    LowPrecisionAdamW, so Trainer's optimizer is not checked.
+    Adds lines on settings without effect to `report`. Raises ConfigurationError with the libraries'
+    errors. `own_optimizer`: the run uses LowPrecisionAdamW, so Trainer's optimizer is not checked.
     `device`: the device that trains; None on a login node, where no step is taken.
     """
     values, args = settings.values, settings.training
     problems: list[str] = []
+    with _judged(values, "activation_checkpointing_kwargs", problems):
+        _try_recomputation(args)
     # Importing an installed tracker takes seconds.
     missing = [each for each in args.report_to or () if not is_installed(each)]
     with _judged(values, "report_to", problems):
@@ -63,6 +68,8 @@ def rehearse(
     trainer = _Rehearsal(args, model, stand_in)
     with _judged(values, OPTIMIZER, problems):
         built = trainer.create_optimizer()
+        if not own_optimizer:
+            _report_moot_options(settings, model, report)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -100,6 +107,36 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
         if not isinstance(error, ValueError | ImportError | RuntimeError):
             text = f"{type(error).__name__}: {text}"
         problems.append(f"{', '.join(map(values.shown, shown))}: {text}")
+
+
+def _try_recomputation(args: TrainingArguments) -> None:
+    """Recompute a product with activation_checkpointing_kwargs, which raises for wrong keywords."""
+    given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
+    keywords: dict[str, Any] = {"use_reentrant": False, **(given or {})}
+    every = keywords.pop("every_n_layers", 1)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every_n_layers has to be a whole number above 0, not {every!r}")
+    if type(offload := keywords.pop("offload", False)) is not bool:
+        raise ValueError(f"offload has to be true or false, not {offload!r}")
+    weight = torch.ones(1, requires_grad=True)
+    with warnings.catch_warnings(action="ignore"):  # the real model gives the same warnings
+        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **keywords)
+        result.backward()
+
+
+def _report_moot_options(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
+    """Report each pair of optim_args that does not change the optimizer's options."""
+    args = settings.training
+    options = repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
+    pairs = args.optim_args.split(",") if args.optim_args else []
+    for pair in pairs:
+        others = ",".join(each for each in pairs if each != pair)
+        without = with_values(args, optim_args=others)
+        is_same = repr(Trainer.get_optimizer_cls_and_kwargs(without, model)) == options
+        # Trainer sets weight_decay on each group of weights. That overrules optim_args.
+        if is_same or pair.strip().startswith("weight_decay="):
+            optimizer = settings.values.shown("optim")
+            report.say(f"settings: {pair} in optim_args has no effect: {optimizer}")
 
 
 def _try_schedule(

@@ -29,9 +29,11 @@ from utils.data.token_dataset import (
     TokenDataset,
     dataset_problems,
     open_token_dataset,
+    warn_of_small_split,
 )
 from utils.data.tokenizers import (
     chat_template_sha256,
+    differences,
     load_tokenizer,
     tokenizer_sha256,
 )
@@ -234,6 +236,8 @@ def load_run_data(
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         most = data.max_eval_sequences if name in splits else None
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
+        if name in splits:
+            warn_of_small_split(name, dataset)
     # Any token of the model can pad: no document sees the padding, and it is not trained on.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
@@ -281,7 +285,11 @@ def _tokenizer_problems(
         f"data that was made otherwise again: prepare_data.py --tokenizer_name_or_path {used}."
     )
     if dataset.description.tokenizer.get("sha256") not in (None, sha256):
-        return [f"{dataset.path} was made with another tokenizer than {used}. {hint}"]
+        found, folder = "", dataset.tokenizer_path
+        if folder is not None and folder.is_dir():
+            made_by = load_tokenizer(str(folder))
+            found = ": it has " + "; ".join(differences(made_by, tokenizer))
+        return [f"{dataset.path} was made with another tokenizer than {used}{found}. {hint}"]
     if dataset.description.chat_template_sha256 not in (None, chat_template_sha256(tokenizer)):
         return [
             f"the chats of {dataset.path} were rendered with another chat template than that of "

@@ -17,7 +17,7 @@ import numpy as np
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments, check_preparation, shard_of
 from utils.data.arrow_columns import TOKENS, ListColumn, loss_mask_among, open_columns
-from utils.data.token_dataset import describe_split
+from utils.data.token_dataset import describe_split, warn_of_small_split
 from utils.data.tokenizers import chat_template_sha256, id_type, tokenizer_sha256, vocabulary_size
 from utils.host.atomic_files import from_here
 from utils.prepare.encoding import choose_backend
@@ -227,6 +227,8 @@ def assemble_split(
             f"{documents:,} and {tokens:,} were counted as they were written: "
             "the storage changed or lost data; remove the folder and prepare again"
         )
+    if split != TRAIN:
+        warn_of_small_split(split, dataset)
     lengths = figures["length_percentiles_tokens"]
     trained = figures["loss_token_share"]
     share = f", {trained:.1%} of them trained on" if trained < 1 else ""

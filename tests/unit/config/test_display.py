@@ -1,6 +1,7 @@
 """The three forms of `--help`, and `--print_config`, which prints a recipe of the same run."""
 
 import re
+from pathlib import Path
 
 import pytest
 from command_lines import BASE, BOTH, parse
@@ -13,6 +14,7 @@ from utils.config.preparation import PreparationArguments, parse_preparation
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.launch.script import run_script
 
+ROOT = Path(__file__).parents[3]
 SHORT = [name for names in help_file()["short"].values() for name in names.split()]
 
 
@@ -78,10 +80,21 @@ def test_each_setting_of_a_library_has_a_text_of_ours_and_each_topic_has_setting
         assert set(content["settings"].split()) <= set(declared)
 
 
+def test_the_pages_that_help_names_speak_of_the_setting():
+    for page, names in help_file()["pages"].items():
+        text = (ROOT / page).read_text()
+        missing = [name for name in names.split() if not re.search(rf"(`|--){name}\b", text)]
+        assert not missing, page
+
+
 def test_help_explains_one_setting(helped):
     text = helped(parse_fine_tuning, "--help", "learning_rate", "--eval_steps", "9")
     assert "--learning_rate NUMBER" in text
     assert "(default: 2e-05)" in text
+    assert re.search(r"a setting of +trl\n", text)
+    text = " ".join(helped(parse_fine_tuning, "--help", "eval-steps", "save_minutes").split())
+    assert "no effect with some values of eval_data, eval_strategy" in text
+    assert "a setting of Stoker no effect with some values of save_strategy documents docs/" in text
     assert "--eval_steps" not in text, "a flag ends the words"
     with pytest.raises(ConfigurationError) as caught:
         parse_fine_tuning(["--help", "lr", "checkpoint", "hub_token", "saveminutes"], "")
@@ -118,9 +131,9 @@ def test_a_printed_config_is_a_recipe_of_the_same_values(parse_argv, tmp_path, s
             r"^# eval_strategy: steps +# eval_data a=x y b .* given$", text, re.M
         )
         assert more or re.search(r"^eval_steps: 5 +# run.yaml:3$", text, re.M)
-        assert re.search(r"^# +num_train_epochs: 3$", text, re.M) or word != "all"
+        assert re.search(r"^# +num_train_epochs: 3 +# default", text, re.M) or word != "all"
     assert "# learning_rate" not in text
-    assert "# weight_decay: 0.0\n" in text
+    assert "# weight_decay: 0.0 " in text
 
 
 def test_printing_needs_sound_settings_starts_nothing_and_shows_no_secret(capsys, monkeypatch):

@@ -23,13 +23,20 @@ HSDP = {"dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 
 WRONG = {
     "tp": (FSDP2 | {"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallel"),
+    "tp, as a string": (FSDP2 | {"parallelism_config": {"tp_size": "2"}}, "tp_size 2: tensor"),
     "tp beside hsdp": (FSDP2 | {"parallelism_config": {**HSDP, "tp_size": 4}}, "tp_size 4"),
+    "tp of ddp": (DDP | {"parallelism_config": {"tp_size": 2}}, "tp_size 2: tensor"),
     "cp": (FSDP2 | {"parallelism_config": {"parallelism_config_cp_size": 2}}, "context parall"),
     "sp": ({"distributed_type": "DEEPSPEED", "parallelism_config": {"sp_size": 8}}, "sequence p"),
+    "hsdp of ddp": (DDP | {"parallelism_config": HSDP}, "dp_shard_size 2 needs FSDP2"),
+    "hsdp of fsdp1": ({"distributed_type": "FSDP", "parallelism_config": HSDP}, "needs FSDP2"),
     "fp8": (DDP | {"mixed_precision": "fp8"}, "fp8 is not supported: .* bf16: true"),
+    "dynamo": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "compile: true in the"),
     "dynamo, short": (DDP | {"dynamo_config": {"backend": "inductor"}}, "dynamo_backend INDUCT"),
     "dynamo, older": (DDP | {"dynamo_backend": "inductor"}, "dynamo_backend INDUCTOR: it comp"),
     "ignored": (FSDP2 | {"fsdp_config": {"version": 2, "ignored_modules": "lm_head"}}, "summed"),
+    "recomputation": (FSDP2 | {"fsdp_config": {"version": 2, "activation_checkpointing": True}},
+                      "leave it to the recipe: activation_checkpointing: full"),
 }  # fmt: skip
 RIGHT = (
     FSDP2 | {"parallelism_config": {**HSDP, "tp_size": 1, "cp_size": "1", "sp_size": None}},
@@ -100,6 +107,23 @@ def test_the_variables_of_a_file_are_accelerates_own(tmp_path, monkeypatch):
     assert ours.keys() >= {"FSDP_VERSION", "PARALLELISM_CONFIG_TP_SIZE", "FSDP_IGNORED_MODULES"}
 
 
+def test_sizes_that_are_not_the_processes_of_the_launch_are_refused(monkeypatch):
+    for sizes, right in (((1, 4), True), ((2, 2), True), ((4, 1), False), ((2, 4), False)):
+        for name, value in {
+            "WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(sizes[0]),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(sizes[1]),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        argv = tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None})
+        if right:
+            assert parse_pretraining(argv, "")
+        else:
+            with pytest.raises(ConfigurationError, match="are not the 4 processes of this launch"):
+                parse_pretraining(argv, "")
+
+
 def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
     """`accelerate config` writes these numbers. Trainer would refuse them after loading weights."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -120,7 +144,14 @@ def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
     ("content", "said"),
     [
         ({"gradient_clipping": "auto", "zero_optimization": {"stage": 2}}, []),
+        ({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "train_batch_size": 8,
+          "bf16": {"enabled": False}}, []),
         ({}, ["no gradient_clipping, so max_grad_norm would do nothing"]),
+        ({"gradient_clipping": 0.3}, ["gradient_clipping 0.3, but the recipe says 1.0"]),
+        ({"gradient_clipping": "auto", "train_batch_size": 64, "fp16": {"enabled": True},
+          "gradient_accumulation_steps": 2},
+         ["train_batch_size 64, but the recipe says 8", "accumulation_steps 2, .* says 1",
+          "fp16.enabled True, but the recipe says False"]),
         ({"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}, "scheduler": {}},
          ["optimizer would replace that of the recipe", "scheduler would replace"]),
         ({"gradient_clipping": "auto", "tensor_parallel": {"autotp_size": 2},
@@ -137,7 +168,8 @@ def test_a_deepspeed_file_leaves_to_the_recipe_what_the_recipe_says(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     argv = tiny.flags(**BASE | {"dry_run": "true", "use_cpu": None})
     if not said:
-        assert parse_pretraining(argv, "")
+        settings = parse_pretraining(argv, "")
+        assert settings.values["bf16"] is ("bf16" not in content), "the file says so"
         return
     with pytest.raises(ConfigurationError) as caught:
         parse_pretraining(argv, "")

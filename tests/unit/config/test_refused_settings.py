@@ -83,10 +83,12 @@ def test_pretraining_refuses_what_only_fine_tuning_does():
     assert "on_overlong drop (--on_overlong): pretraining splits long documents" in problems[1]
 
 
-def test_benchmarks_without_their_package_are_refused(monkeypatch):
+def test_a_setting_whose_package_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(refusals, "is_installed", lambda _: False)
-    (problem,) = problems_of(parse_fine_tuning, lm_eval_tasks="a")
-    assert problem.endswith("is not installed: pip install 'lm_eval>=0.4.13,<0.5'")
+    bits = {"load_in_4bit": "true", "dtype": "float16"}
+    problems = problems_of(parse_fine_tuning, **LORA, **bits, lm_eval_tasks="a")
+    assert problems[0].endswith("is not installed: pip install 'lm_eval>=0.4.13,<0.5'")
+    assert problems[1].endswith("is not installed: pip install bitsandbytes")
 
 
 @BOTH

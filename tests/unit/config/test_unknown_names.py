@@ -28,15 +28,24 @@ KNOWN = declared_settings(CLASSES)
 def test_what_was_meant_is_named():
     for flag, said in {
         "dataset_name": "train_data names your file; prepare_data.py --sources prepares",
+        "per_device_batch_size": "here it is --per_device_train_batch_size",
         "warmup_ratio": r"warmup_steps \(below 1 it is a share of all steps\)",
+        "learning_rte": r"did you mean --learning_rate\?",
         "no_bf16": "give --bf16 false",
         "device_eval_size": "--help all lists all settings",  # a similar name is not enough
         "max_epoch": "here it is --num_train_epochs",  # a typing error in another toolkit's name
         "max_lenght": "--max_length cannot be set here: set --sequence_length",
         "training.steps": "here it is --max_steps",
+        "max_new_tokens": "here it is --sample_max_new_tokens",  # not max_tokens
         "mix_strategy": "train_data with weights",  # not strategy
+        "val_set_size": "--validation_fraction holds",
+        "tensor_model_parallel_size": "parallelism",
+        "rope_scaling": "model_config",
         "n_layer": "here it is --model_config.num_hidden_layers",
-        "optimizer.weight_decay": "did you mean --weight_decay",
+        "optimizer.weight_decay": "here it is --weight_decay",
+        "hf_token": "HF_TOKEN",
+        # Names in LLaMA-Factory, axolotl, nanoGPT, torchtune and Lightning.
+        "enable_activation_checkpointing": "here it is --activation_checkpointing",
     }.items():
         assert re.match(f"unknown setting --{flag}: .*{said}", unknown_name(f"--{flag}", KNOWN))
     preparation = ["sources", "seed", "tokenizer_name_or_path"]
@@ -81,24 +90,25 @@ def test_giving_a_refused_setting_is_answered_with_its_reason(tmp_path):
 # Commands and recipes of projects that train with Hydra, nanoGPT's configs or a `distributed:`
 # section, and what to write instead. Each form was found in a published guide.
 FOREIGN_WORDS = {
-    "model.num_heads=42": "here it is --model_config.num_attention_heads",
-    "data.batch_size=32": "here it is --per_device_train_batch_size",
-    "data.context_size=2048": "here it is --sequence_length",
-    "+experiment=train_7b.yaml": "here it is --config",
-    "optimizer.weight_decay=0.1": "did you mean --weight_decay?",
+    "model.num_heads=42": "here it is --model_config.num_attention_heads 42",
+    "data.batch_size=32": "here it is --per_device_train_batch_size 32",
+    "data.context_size=2048": "here it is --sequence_length 2048",
+    "+experiment=train_7b.yaml": "here it is --config train_7b.yaml",
+    "optimizer.weight_decay=0.1": "here it is --weight_decay 0.1",
     "optimizer.gradient_accumulation_steps=8": "global_batch_size",
     "device=gpu": "slurm/launch_node.sh SCRIPT",
     "loader.nonsense=3": "--help all lists all settings",
 }
 FOREIGN_FLAGS = {
-    "--config_path a.yaml": "here it is --config",
+    "--config_path a.yaml": "here it is --config a.yaml",
     "--config-name=small": "--config FILE.yaml for a recipe",
     "--multirun lr=1e-4,3e-4": "slurm/submit.sh slurm/sweep_job.sh FILE.yaml",
-    "--dataset_path data/a": "here it is --train_data",
+    "--dataset_path data/a": "here it is --train_data data/a",
     "-n 2": "slurm/launch_node.sh SCRIPT",
-    "-c a.yaml": "here it is --config",
-    "-l INFO": "here it is --log_level",
-    "--timeout 1800": "here it is --ddp_timeout",
+    "-c a.yaml": "here it is --config a.yaml",
+    "-l INFO": "here it is --log_level info",
+    "--timeout 1800": "here it is --ddp_timeout 1800",
+    "--quantization_bit 8": "here it is --load_in_4bit$",  # 8 is no value of it
 }
 SECTIONS = """\
 optimizer: {max_iters: 300000, grad_clip: 1.0}
@@ -108,19 +118,19 @@ distributed: {strategy: auto, backend: nccl, timeout: 1800, find_unused_paramete
 batch_size_per_device: 8
 """
 ANSWERS = """\
-batch_size_per_device: here it is per_device_train_batch_size
-optimizer.max_iters: here it is max_steps
-optimizer.grad_clip: here it is max_grad_norm
-lr.learning_rate: did you mean learning_rate?
+batch_size_per_device: here it is per_device_train_batch_size: 8
+optimizer.max_iters: here it is max_steps: 300000
+optimizer.grad_clip: here it is max_grad_norm: 1
+lr.learning_rate: here it is learning_rate: 8e-05
 lr.min_lr: lr_scheduler_type: cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr: 1e-5}
-lr.warmup_iters: here it is warmup_steps
+lr.warmup_iters: here it is warmup_steps: 1000
 lr.decay_lr: lr_scheduler_type: cosine decays the rate to 0, constant keeps it
-system.dtype: did you mean dtype?
-system.data_workers: here it is dataloader_num_workers
-distributed.strategy: did you mean strategy?
-distributed.backend: here it is ddp_backend
-distributed.timeout: here it is ddp_timeout
-distributed.find_unused_parameters: here it is ddp_find_unused_parameters
+system.dtype: here it is dtype: float16
+system.data_workers: here it is dataloader_num_workers: 64
+distributed.strategy: here it is strategy: auto
+distributed.backend: here it is ddp_backend: nccl
+distributed.timeout: here it is ddp_timeout: 1800
+distributed.find_unused_parameters: here it is ddp_find_unused_parameters: false
 """.splitlines()
 
 

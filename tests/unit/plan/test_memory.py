@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import parse_fine_tuning, parse_pretraining
-from utils.model.adapters import plan_adapters, with_adapters
+from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
 from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES
 from utils.model.weights import weights_dtype
@@ -60,6 +60,28 @@ def test_a_run_that_does_not_fit_is_refused(
         assert plan_memory(run, report).choice == "none"
         assert "It will probably run out" in report[-1][1]
     assert not refused or str(refusal.value).endswith("take a smaller model")
+
+
+def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
+    """The out-of-memory page and the headroom use these predictions. On a CPU there are none."""
+    counted = []
+
+    def stand_in(run, choice, rows=4):
+        counted.append(choice)
+        static = 30 if run.launch.strategy == "fsdp2" else 60
+        return MemoryEstimate(0, 0, static, rows * (9 - 4 * CHOICES.index(choice)), True)
+
+    monkeypatch.setattr(memory_plan, "estimate_memory", stand_in)
+    monkeypatch.setattr(memory_plan, "own_device", lambda _launch: (10**9, 10**9))
+    given = settings(per_device_train_batch_size=4, activation_checkpointing="none")
+    for device, calls in (("cuda", 5), ("cpu", 1)):
+        counted.clear()
+        run = setup(LLAMA, given, device=device, world_size=2, strategy="ddp")
+        plan = plan_memory(run, Report())
+        assert (plan.choice, plan.sequence_bytes, len(counted)) == ("none", 9, calls)
+        if device == "cuda":
+            assert plan.predicted_bytes == {"none": 96, "selective": 80, "full": 64}
+            assert plan.sharded_bytes == 66
 
 
 TOTALS = {
@@ -149,6 +171,16 @@ def test_trained_weights_are_counted_in_the_type_that_training_has_them_in(confi
     assert found.weights == sum(weight.nbytes for weight in model.parameters())
     assert found.gradients == sum(weight.nbytes for weight in trained)
     assert found.optimizer == sum(state.nbytes for state in states)
+
+
+def test_adapters_of_weights_in_4_bits_are_counted_in_float32():
+    """Layers in lora_modules_to_save are also trained in float32 (FineTuneTrainer)."""
+    lora = {"use_peft": "true", "load_in_4bit": "true", "lora_modules_to_save": "lm_head"}
+    base = {"model_config": None, "model_name_or_path": "m", "dtype": "bfloat16"}
+    given = settings(parse_fine_tuning, **base, **lora)
+    model = plan_adapters(given.model, LLAMA).model
+    trained = setup(LLAMA, replace(given, model=model)).parameters[1]
+    assert trained_bytes(model, LLAMA, torch.bfloat16, trained) == 4 * trained
 
 
 @pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (4, 2)])

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from utils.config.errors import ConfigurationError
+from utils.data.token_dataset import open_token_dataset
 from utils.prepare import encoding, tokenization
 from utils.prepare.encoding import GigatokenEncoder, choose_backend, load_prompts
 from utils.prepare.rows import ChatDocument, CompletionDocument, PiecesDocument, TextDocument
@@ -228,6 +229,20 @@ def test_a_cap_takes_the_beginning_of_a_text_that_is_longer(tmp_path, prepare):
     described = samples.description(out / "train")["preparation"]
     assert described["sources"]["capped"] == 1
     assert described["bytes_per_token"] < 5
+
+
+@pytest.mark.parametrize(
+    ("documents", "words", "warned"), [(2, 20_000, True), (60, 20, True), (60, 400, False)]
+)
+def test_a_small_held_out_split_is_named(tmp_path, prepare, caplog, documents, words, warned):
+    texts = samples.text_source(tmp_path / "texts.jsonl")
+    rows = [{"text": f"{number} " + "x " * words} for number in range(documents)]
+    held_out = samples.write_jsonl(tmp_path / "held_out.jsonl", rows)
+    out = prepare("out", sources=[texts], eval_sources=[f"test={held_out}"])
+    assert len(open_token_dataset(out / "test")) == documents
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert any("test: a small held-out split (" in line for line in said) == warned
+    assert not any("train:" in line for line in said)
 
 
 def test_a_vocabulary_without_the_letter_a_is_no_obstacle():

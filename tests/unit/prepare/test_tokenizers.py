@@ -8,11 +8,13 @@ import numpy as np
 import preparation_samples as samples
 import pytest
 import trl
+from tokenizers import normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from examples.train_tokenizer import train_tokenizer
 from utils.config.errors import ConfigurationError
 from utils.data.tokenizers import (
+    differences,
     foreign_token,
     id_type,
     load_tokenizer,
@@ -57,10 +59,31 @@ def test_a_template_renders_the_same_without_marks(path):
         assert render_jinja_template([[]], chat_template=template)[0] == ["x21"]
 
 
+def test_siblings_differ_in_their_special_tokens_or_rules(tokenizer):
+    assert differences(tokenizer, tokenizer) == []
+
+    def sibling(end):
+        text = tokenizer.backend_tokenizer.to_str()
+        backend = tokenizer.backend_tokenizer.from_str(text)
+        return type(tokenizer)(tokenizer_object=backend, eos_token=end, pad_token="<|pad|>")
+
+    chat = sibling("<|im_end|>")
+    chat.add_tokens(["<tool>"])
+    assert differences(chat, tokenizer) == [
+        "eos_token <|im_end|> instead of <|endoftext|>",
+        "1 added tokens in one of them alone (<tool>)",
+    ]
+    assert foreign_token(chat, tokenizer) is None
+    composed = sibling("<|endoftext|>")
+    composed.backend_tokenizer.normalizer = normalizers.NFC()
+    (difference,) = differences(composed, tokenizer)
+    assert "other rules for cutting text" in difference
+
+
 def test_other_words_are_named(tokenizer):
-    assert foreign_token(tokenizer, tokenizer) is None
     other = train_tokenizer(iter(["four five six seven"] * 5), 262)
     assert "token 26" in foreign_token(tokenizer, other)
+    assert any("token 26" in line for line in differences(tokenizer, other))
 
 
 def test_a_loaded_tokenizer_has_the_vocabulary_that_was_saved(tmp_path):
