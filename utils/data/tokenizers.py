@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -79,12 +79,6 @@ def id_type(tokenizer: "PreTrainedTokenizerBase") -> np.dtype:
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a hash of the rules that turn text into ids, without the chat template."""
-    canonical = json.dumps(_rules(tokenizer), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
-    """Return the tokenizer's rules (all but the chat template) as JSON values."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
@@ -93,7 +87,9 @@ def _rules(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
         content.pop("padding", None)
     else:
         content = tokenizer.get_vocab()
-    return [content, {name: str(value) for name, value in tokenizer.special_tokens_map.items()}]
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    canonical = json.dumps([content, special], sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def chat_template_sha256(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -127,7 +123,7 @@ def foreign_token(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBas
 
 
 def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> list[str]:
-    """Return texts about the differences of two tokenizers: special tokens, vocabulary, rules."""
+    """Return texts about the differences of two tokenizers with other hashes."""
     mine, theirs = one.special_tokens_map, other.special_tokens_map
     found = [
         f"{name} {mine.get(name)} instead of {theirs.get(name)}"
@@ -138,6 +134,4 @@ def differences(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase"
         found.append(foreign)
     elif words := sorted(one.get_vocab().keys() ^ other.get_vocab().keys()):
         found.append(f"{len(words)} added tokens in one of them alone ({', '.join(words[:3])})")
-    if not found and _rules(one) != _rules(other):
-        found.append("other rules for cutting text into tokens (normalizer, merges, prefixes)")
-    return found
+    return found or ["other rules for cutting text into tokens (normalizer, merges, prefixes)"]

@@ -40,6 +40,7 @@ from utils.data.tokenizers import (
     differences,
     foreign_token,
     load_tokenizer,
+    tokenizer_sha256,
     vocabulary_size,
 )
 from utils.host.foreign import foreign, limits
@@ -278,7 +279,8 @@ def compare_with_model(
             f"the data with the model's (prepare_data.py --tokenizer_name_or_path {model}) and "
             "train without --tokenizer_name_or_path, or train a model that has this vocabulary."
         )
-    other = differences(tokenizer, own)
+    is_same = tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
+    other = [] if is_same else differences(tokenizer, own)
     if chat_template_sha256(tokenizer) != chat_template_sha256(own):
         other.append("another chat template")
     if other:

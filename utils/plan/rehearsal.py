@@ -150,7 +150,8 @@ def _try_schedule(
             scheduler.step(1.0)  # an evaluation's metric
         return
     warmup = min(settings.training.get_warmup_steps(total_steps), total_steps - 1)
-    steps = sorted({*range(0, total_steps, total_steps // SAMPLED_STEPS + 1), warmup})
+    sampled = range(0, total_steps, total_steps // SAMPLED_STEPS + 1)
+    steps = sorted({*sampled, warmup, total_steps - 1})
     factors = [scale(step) for step in steps for scale in scheduler.lr_lambdas]
     for factor in factors:
         if not math.isfinite(factor) or factor < 0:

@@ -185,7 +185,8 @@ def _derived_sizes(
 def batch_for(rows: int, ranks: int) -> int:
     """Return a global batch for data of `rows` sequences: a multiple of `ranks`.
 
-    Before it is rounded up, it is the largest power of two with EPOCH_STEPS steps an epoch.
+    Before it is rounded up, it is the largest power of two, up to MOST_SEQUENCES, with which an
+    epoch has EPOCH_STEPS steps.
     """
     size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
     size = 1 << (size.bit_length() - 1)
