@@ -27,7 +27,7 @@ from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
 COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
-OF_ANOTHER_TOOLKIT = 4  # unknown settings
+OF_ANOTHER_TOOLKIT = 4  # unknown settings in recipes
 CONVERT = (
     "a config of axolotl, LLaMA-Factory or TRL is converted by "
     "python -m utils.importing FILE --output_dir imported"
@@ -75,7 +75,8 @@ def read_settings(
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
     unknown = [name for name in values.unusable - declared.keys() if "." not in name]
-    if len(unknown) >= OF_ANOTHER_TOOLKIT:  # their configs have no sections
+    in_recipes = [name for name in unknown if entries[name].rank != FLAGS_RANK]
+    if len(in_recipes) >= OF_ANOTHER_TOOLKIT:  # their configs have no sections
         problems.insert(0, CONVERT)
     for settlement in settle:
         with suppress(UnusableSettingError):  # the fault is already in `problems`
