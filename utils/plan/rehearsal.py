@@ -127,14 +127,13 @@ def _try_recomputation(args: TrainingArguments) -> None:
 def _report_moot_options(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
     """Report each pair of optim_args that does not change the optimizer's options."""
     args = settings.training
-    options = repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
     pairs = args.optim_args.split(",") if args.optim_args else []
     for pair in pairs:
         others = ",".join(each for each in pairs if each != pair)
-        without = with_values(args, optim_args=others)
-        is_same = repr(Trainer.get_optimizer_cls_and_kwargs(without, model)) == options
+        both = args, with_values(args, optim_args=others)
+        used, unused = (repr(Trainer.get_optimizer_cls_and_kwargs(each, model)) for each in both)
         # Trainer sets weight_decay on each group of weights. That overrules optim_args.
-        if is_same or pair.strip().startswith("weight_decay="):
+        if used == unused or pair.strip().startswith("weight_decay="):
             optimizer = settings.values.shown("optim")
             report.say(f"settings: {pair} in optim_args has no effect: {optimizer}")
 
