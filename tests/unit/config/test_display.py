@@ -92,10 +92,10 @@ def test_help_explains_one_setting(helped):
     assert "--learning_rate NUMBER" in text
     assert "(default: 2e-05)" in text
     assert re.search(r"a setting of +trl\n", text)
+    assert "--eval_steps" not in text, "a flag ends the words"
     text = " ".join(helped(parse_fine_tuning, "--help", "eval-steps", "save_minutes").split())
     assert "no effect with some values of eval_data, eval_strategy" in text
     assert "a setting of Stoker no effect with some values of save_strategy documents docs/" in text
-    assert "--eval_steps" not in text, "a flag ends the words"
     with pytest.raises(ConfigurationError) as caught:
         parse_fine_tuning(["--help", "lr", "checkpoint", "hub_token", "saveminutes"], "")
     assert [re.findall("learning_rate|activation_checkpointing_kwargs|save_minutes|HF_TOKEN", text)
