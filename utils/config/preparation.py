@@ -18,19 +18,16 @@ logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
-# Variables of a chat template that each chat sets.
-OF_EACH_CHAT = ("messages", "tools", "add_generation_prompt")
 FORMATS = (
     "auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens",
 )  # fmt: skip
 # Names that `columns` gives: keys and roles of messages, and columns.
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "weight")
 MESSAGE_ROLES = ("user", "assistant", "tool", "system")
-IN_MESSAGES = (*MESSAGE_KEYS, *MESSAGE_ROLES[:-1])  # `system` is a column as well
 COLUMNS = (
     *("text", "messages", "conversations", "instruction", "input", "output", "history", "prompt"),
     *("completion", "system", "tools", "functions", "chat_template_kwargs", "segments"),
-    *("input_ids", "labels", *IN_MESSAGES),
+    *("input_ids", "labels", *MESSAGE_KEYS, *MESSAGE_ROLES[:-1]),  # `system` is there already
 )
 
 
@@ -170,7 +167,7 @@ def check_template_variables(given: Any, what: str = "chat_template_kwargs") -> 
                 f"{what}: {name} is the text {value!r}, which templates take for "
                 f"true: write {str(value).lower()} without quotes"
             )
-        if name in OF_EACH_CHAT:
+        if name in ("messages", "tools", "add_generation_prompt"):
             raise ValueError(f"{what}: {name} is given with each chat; leave it out")
 
 
