@@ -143,7 +143,7 @@ def test_what_cannot_be_prepared_beside_the_run_is_refused(pretraining, workspac
         ({"train_data": [f"{one}=1", f"{two}=2"]}, "raw files become one dataset"),
         ({"eval_data": f"held={one}"}, "one.jsonl: not a token dataset"),
         ({"columns": "a=text"}, "has no effect: no raw file is in train_data"),
-        ({"columns": "a=text", "train_data": f"{one}l"}, f"{one}l: no such file or folder"),
+        ({"columns": "a=text", "train_data": f"{one}l"}, f"{one}l: no such directory"),
         ({"train_data": one, "eval_data": f"held={two}l"}, f"{two}l: no such file or folder"),
         ({"train_data": one}, "no known format"),
         ({"train_data": one, "tokenizer_name_or_path": None}, "give --tokenizer_name_or_path"),

@@ -27,6 +27,7 @@ from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
+NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
 NEARLY_WHOLE = 0.999
 SIDE = 64  # size of the tiny weights: below 64 x 64 bitsandbytes keeps states in 32 bits
 SAMPLED_STEPS = 256
@@ -112,7 +113,7 @@ def _judged(values: SettingValues, names: str, problems: list[str]) -> Iterator[
 def _try_recomputation(args: TrainingArguments) -> None:
     """Recompute a product with activation_checkpointing_kwargs, which raises for wrong keywords."""
     given: Any = args.activation_checkpointing_kwargs  # TrainingArguments made it a mapping
-    keywords: dict[str, Any] = {"use_reentrant": False, **(given or {})}
+    keywords: dict[str, Any] = dict(given or {})
     every = keywords.pop("every_n_layers", 1)
     if type(every) is not int or every < 1:
         raise ValueError(f"every_n_layers has to be a whole number above 0, not {every!r}")
@@ -120,7 +121,7 @@ def _try_recomputation(args: TrainingArguments) -> None:
         raise ValueError(f"offload has to be true or false, not {offload!r}")
     weight = torch.ones(1, requires_grad=True)
     with warnings.catch_warnings(action="ignore"):  # the real model gives the same warnings
-        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **keywords)
+        result: Any = checkpoint(lambda inputs: inputs * inputs, weight, **(keywords or NO_REENTRY))
         result.backward()
 
 
