@@ -109,6 +109,36 @@ def test_two_ranks_train_on_two_raw_files_with_derived_sizes(fine_tuning, tmp_pa
     assert sft_train.main([*own, "--dry_run"]) == 0
 
 
+def test_raw_files_with_weights_become_a_dataset_each(fine_tuning, tmp_path):
+    files = [
+        pairs(tmp_path / name, 60, seed) for seed, name in enumerate(("a b.jsonl", "B-2.jsonl"))
+    ]
+    run, settings = tmp_path / "run", {"columns": ["question=prompt", "answer=completion"]}
+    settings |= {"train_data": [f"{files[0]}=1", f"{files[1]}=3"], "logging_steps": 1}
+    assert sft_train.main(fine_tuning(run, **settings, max_steps=2, save_steps=2)) == 0
+    assert {Path(name).parts[0] for name in content(run / "data")} == {"train", "b_2"}
+    settings["eval_data"] = f"b_2={files[1]}"  # the name of a split
+    with pytest.raises(ConfigurationError, match="is given for both"):
+        sft_train.main(fine_tuning(tmp_path / "other", **settings))
+    del settings["eval_data"]
+    assert sft_train.main(fine_tuning(run, **settings, max_steps=4)) == 0
+    assert [start["resumed_from"] for start in tiny.starts(run)] == [None, f"{run}/checkpoint-2"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"tokens_share/train", "tokens_share/b_2"} <= {key for line in lines for key in line}
+
+    # After a change of a file the command of the refusal resumes the run.
+    pairs(files[1], 70)
+    with pytest.raises(ConfigurationError, match=r"changed since the run in .* began") as changed:
+        sft_train.main(fine_tuning(run, **settings, max_steps=6))
+    own = [f"{run}/data/train=1", f"{run}/data/b_2=3"]
+    assert f"--train_data {' '.join(own)} resumes it" in changed.value.problems[0]
+    files[1].write_text('{"question": 1}\n')
+    with pytest.raises(ConfigurationError, match=f"--train_data {' '.join(own)} resumes it"):
+        sft_train.main(fine_tuning(run, **settings, max_steps=6))
+    del settings["columns"]
+    assert sft_train.main(fine_tuning(run, **{**settings, "train_data": own}, max_steps=6)) == 0
+
+
 def test_data_are_prepared_again_if_they_changed_before_the_run_began(
     pretraining, tmp_path, capfd, monkeypatch
 ):
@@ -140,11 +170,14 @@ def test_what_cannot_be_prepared_beside_the_run_is_refused(pretraining, workspac
     one, two = pairs(tmp_path / "one.jsonl", 9), pairs(tmp_path / "two.jsonl", 9)
     tokens = workspace / "documents"
     for changes, problem in (
-        ({"train_data": [f"{one}=1", f"{two}=2"]}, "raw files become one dataset"),
-        ({"eval_data": f"held={one}"}, "one.jsonl: not a token dataset"),
+        (
+            {"train_data": [f"{one}=1", f"{two}=2"], "validation_fraction": 0.1},
+            "name held-out files in eval_data",
+        ),
+        ({"eval_data": f"held={one}"}, "one.jsonl: a file, not a token dataset"),
         ({"columns": "a=text"}, "has no effect: no raw file is in train_data"),
-        ({"columns": "a=text", "train_data": f"{one}l"}, f"{one}l: no such directory"),
-        ({"train_data": one, "eval_data": f"held={two}l"}, f"{two}l: no such file or folder"),
+        ({"columns": "a=text", "train_data": f"{one}l"}, f"(did you mean {one}?)"),
+        ({"train_data": one, "eval_data": f"held={two}l"}, f"(did you mean {two}?)"),
         ({"train_data": one}, "no known format"),
         ({"train_data": one, "tokenizer_name_or_path": None}, "give --tokenizer_name_or_path"),
     ):

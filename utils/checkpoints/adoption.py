@@ -23,7 +23,7 @@ from utils.checkpoints.files import (
     read_manifest,
 )
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.atomic_files import paths_inside
 from utils.host.journal_file import FILE_NAME as JOURNAL
 
@@ -61,8 +61,8 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
     directory = Path(named)
     if not directory.is_dir():
         raise ConfigurationError(
-            f"{FLAG} {named}: there is no such directory; one on the Hub comes with `hf download "
-            "OWNER/NAME --local-dir DIR`."
+            f"{FLAG} {named}: there is no such directory{did_you_mean(directory)}; one on the Hub "
+            "comes with `hf download OWNER/NAME --local-dir DIR`."
         )
     if not (directory / MANIFEST).is_file():
         directory = _newest(directory) or directory

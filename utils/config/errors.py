@@ -2,7 +2,10 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -60,6 +63,19 @@ class ConfigurationError(ValueError):
         self.report = report
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(f"- {problem}" for problem in self.problems))
+
+
+def did_you_mean(missing: str | Path) -> str:
+    """Return " (did you mean X?)" with the existing path most like a missing one, or ""."""
+    with suppress(OSError, ValueError, RuntimeError, StopIteration):  # ~NOBODY; the path exists
+        path = Path(missing).expanduser()
+        first = next(part for part in (*reversed(path.parents), path) if not part.exists())
+        names = [each.name for each in first.parent.iterdir()]
+        if near_names := get_close_matches(first.name, names, n=1):
+            near = first.with_name(near_names[0])
+            whole = near / path.relative_to(first)
+            return f" (did you mean {whole if whole.exists() else near}?)"
+    return ""
 
 
 class Answer(SystemExit):

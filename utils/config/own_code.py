@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from utils.config.declarations import setting
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def source_of(entry: str) -> tuple[Path, str]:
     if not where or not name.isidentifier():
         raise ValueError(f"{entry}: expected my_module:NAME or path/to/file.py:NAME")
     if not path.is_file():
-        raise ValueError(f"{entry}: there is no file {path} in {Path.cwd()}")
+        raise ValueError(f"{entry}: there is no file {path} in {Path.cwd()}{did_you_mean(path)}")
     return path, name
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from utils.config.declarations import Given, SettingValues, is_true, shown
 from utils.config.launch_settings import PRECISION_VARIABLE
 from utils.config.recipes import load_file
+from utils.config.strategy import assumed_gpus
 
 BY_LAUNCH = "the accelerate config says so"
 FAST_CPU = "this CPU computes bf16 fast"
@@ -105,7 +106,9 @@ def trains_on_fast_gpu(values: SettingValues) -> bool:
     import torch
 
     if values["assume"]:
-        return True
+        with suppress(ValueError):  # check_strategy reports it
+            return assumed_gpus(values["assume"]).bf16
+        return False
     if _computes_on_cpu(values):
         return False
     if (capability := gpu_capability()) is not None:

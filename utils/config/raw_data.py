@@ -1,15 +1,19 @@
 """Raw training data: files of text or chats in train_data, which a run prepares in its folder."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from utils.config.arguments import DataArguments, eval_splits, train_sources
 from utils.config.declarations import FLAGS_RANK, Given, SettingValues
+from utils.config.errors import did_you_mean
 from utils.config.preparation import TRAIN, VALIDATION, RawDataArguments
+from utils.host.redaction import redact
 
 PREPARED = "data"  # in output_dir
+_RESERVED = re.compile("tokenizer|val.*|dev|test.*|eval.*")  # "test" would select that split
 # A folder with one of these files, in it or one level below, is a dataset, a model or a run.
 _NOT_RAW = ("*.arrow", "*.safetensors", "*state.json", "dataset_info.json", "stoker.json",
             "config.json", "config.yaml", "provenance.json")  # fmt: skip
@@ -40,29 +44,46 @@ def is_raw(path: str) -> bool:
     return False
 
 
+def datasets_of_raw(sources: Mapping[str, float | None], taken: Collection[str]) -> dict[str, str]:
+    """Return {raw file: name of the dataset that is made of it}; `taken` are names of splits.
+
+    Raw files without weights become one dataset, `train`. With weights each one becomes a dataset:
+    the first is `train`, another has the name of its file.
+    """
+    raw = [path for path in sources if is_raw(path)]
+    names = dict.fromkeys(raw, TRAIN)
+    if any(sources[path] is not None for path in raw):
+        for number, path in enumerate(raw[1:], 2):
+            name = re.sub(r"[^a-z0-9]+", "_", redact(Path(path).stem).lower()).strip("_")
+            is_taken = _RESERVED.fullmatch(name) or name in {"", *taken, *names.values()}
+            names[path] = f"source_{number}" if is_taken else name
+    return names
+
+
 def take_out_raw(data: DataArguments, output_dir: str) -> tuple[DataArguments, RawData | None]:
     """Return the settings with prepared datasets instead of raw files, and what to prepare."""
     sources, splits = train_sources(data.train_data), eval_splits(data.eval_data)
-    raw = [path for path in sources if is_raw(path)]
+    raw = datasets_of_raw(sources, splits)
     if not raw:
         return data, None
     folder, train = f"{output_dir}/{PREPARED}", list[str]()
     for path, weight in sources.items():
-        entry = f"{folder}/{TRAIN}" if path in raw else path
+        entry = f"{folder}/{raw[path]}" if path in raw else path
         train.append(entry if weight is None else f"{entry}={weight:.12g}")
     held_out = {name: path for name, path in splits.items() if is_raw(path)}
     splits |= {name: f"{folder}/{name}" for name in held_out}
     if data.validation_fraction and held_out.get(VALIDATION) in raw:  # see `hold_out`
         del held_out[VALIDATION]
+    named = [(name, path) for path, name in raw.items() if name != TRAIN] + [*held_out.items()]
     replaced = replace(
         data,
-        train_data=list(dict.fromkeys(train)),  # all raw files make one dataset
+        train_data=list(dict.fromkeys(train)),  # several raw files may make one dataset
         eval_data=[f"{name}={path}" for name, path in splits.items()],
         tokenizer_name_or_path=None,
     )
     prepared = RawData(
-        sources=raw,
-        eval_sources=[f"{name}={path}" for name, path in held_out.items()],
+        sources=[path for path, name in raw.items() if name == TRAIN],
+        eval_sources=[f"{name}={path}" for name, path in named],
         folder=folder,
         tokenizer=data.tokenizer_name_or_path,
         instead=" ".join(replaced.train_data).removesuffix(f"/{TRAIN}"),
@@ -82,13 +103,13 @@ def hold_out(values: SettingValues) -> None:
 
 
 def check_raw_data(values: SettingValues) -> Iterator[str]:
-    """Refuse missing files, weights of several raw files, and flags that only raw files have."""
+    """Refuse missing files, a share of several datasets, and flags that only raw files have."""
     sources = train_sources(values["train_data"])
     raw = [path for path in sources if is_raw(path)]
-    if len(raw) > 1 and sources[raw[0]] is not None:
+    if len(raw) > 1 and sources[raw[0]] is not None and values["validation_fraction"]:
         yield (
-            "train_data: raw files become one dataset, so they have no weights: leave the weights "
-            "out, or prepare each file with prepare_data.py"
+            f"{values.shown('validation_fraction')}: several raw files with weights are several "
+            "datasets: name held-out files in eval_data, or leave the weights out"
         )
     paths = [*sources, *eval_splits(values["eval_data"]).values()]
     missing = [path for path in paths if not Path(path).exists()]

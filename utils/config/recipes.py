@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from utils.config.declarations import Given
+from utils.config.errors import did_you_mean
 from utils.host.redaction import MASK
 
 MASKED_NOTE = f"# Secrets are masked as {MASK}."  # in the config.yaml of a run
@@ -89,7 +90,8 @@ def load_file(path: Path) -> dict[str, tuple[Any, int]]:
     try:
         return load_mapping(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise YamlError(f"{path}: cannot be read: {error.strerror}") from error
+        meant = did_you_mean(path)
+        raise YamlError(f"{path}: cannot be read: {error.strerror}{meant}") from error
     except UnicodeDecodeError as error:
         raise YamlError(f"{path}: not UTF-8 text") from error
     except YamlError as error:

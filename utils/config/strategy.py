@@ -173,6 +173,7 @@ class AssumedGpus:
 
     flops  peak FLOP/s of a GPU in bf16, if known
     link   bytes/s that a GPU can send to the other GPUs of its node, if known
+    bf16   whether a GPU multiplies in bf16
     """
 
     name: str
@@ -181,6 +182,7 @@ class AssumedGpus:
     memory_gib: float
     flops: float | None = None
     link: float | None = None
+    bf16: bool = True
 
     @property
     def world_size(self) -> int:
@@ -221,5 +223,7 @@ def assumed_gpus(text: str) -> AssumedGpus:
         )
     name = known[asked.lower()]
     gpu = known_gpus()[name]
+    if "tflops" not in gpu:
+        return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], bf16=False)
     flops, link = gpu["tflops"] * 1e12, gpu["link_gb_s"] / 2 * 1e9
     return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], flops, link)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import read_object
 
@@ -89,8 +89,11 @@ def find_split(path: str | Path, default_split: str = "train") -> Path:
             f"Name one, for example {directory / splits[0]}."
         )
     what = f"not a token dataset (no {STATE_FILE} in it or in {default_split}/)"
-    if not directory.exists():
-        what = "no such directory"
+    if directory.exists() and not directory.is_dir():
+        what = "a file, not a token dataset"
+    elif not directory.exists():
+        what = "no such file" if directory.suffix else "no such directory"
+        what += did_you_mean(directory)
     raise ConfigurationError(
         f"{directory}: {what}. Make one with prepare_data.py --sources, or with `datasets`: "
         "Dataset.save_to_disk."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.foreign import foreign, read_object
 from utils.host.hub import lacking
 
@@ -34,7 +34,8 @@ def load_tokenizer(name_or_path: str, *, is_cached: bool = False) -> "PreTrained
 
     is_folder = Path(name_or_path).is_dir()
     if not is_folder and re.fullmatch(r"[^./~][^/]*(/[^/]+)?", name_or_path) is None:
-        raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: no such folder")
+        what = f"no such folder{did_you_mean(name_or_path)}"
+        raise ConfigurationError(f"tokenizer_name_or_path: {name_or_path}: {what}")
     if not is_folder and (is_cached or is_offline_mode()) and (problem := lacking(name_or_path)):
         raise ConfigurationError(f"tokenizer_name_or_path: {problem}")
     with foreign(name_or_path, "no tokenizer can be loaded from there", ADVICE):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +41,6 @@ OPTIONAL = {
 }
 LIMIT_S = 180.0  # for all checks, which run at once: a busy machine is slow, but not that slow
 SAID_AFTER_S = 10.0
-COMMAND_LIMIT_S = 60.0
-LEAST_MEMORY_GIB = 4
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
 
@@ -71,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Slurm": check_slurm, "tokens and the Hub": lambda: chain(check_tokens(), check_hub()),
         "output_dir": partial(check_disk, output_dir, "output_dir"),
     }  # fmt: skip
-    findings = []
+    count = Counter[str]()
     until = time.monotonic() + LIMIT_S
     running = [RunningCheck(name, check) for name, check in named.items()]
     for check in running:
         for finding in check.wait(max(until - time.monotonic(), 0.1)):
-            findings.append(finding)
+            count[finding.level] += 1
             mend = f"\n{'':<8} -> {finding.mend}" if finding.mend else ""
             print(redact(f"{finding.level:<8} {finding.what}{mend}"), flush=True)  # noqa: T201
     missing, warnings, unknown = (count[each] for each in ("missing", "warning", "unknown"))

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.faults import memory_error, storage_error, waits_for_ranks
 from utils.host.redaction import redact
 
@@ -57,7 +57,8 @@ def foreign(what: str | Path, problem: str, advice: str = "") -> Iterator[None]:
         if lost_rank or storage_error(error) or memory_error(error):
             raise
         damaged = [*_damaged_files(folder)]
-        text = f"{what}: {problem}: {'; '.join([*damaged, reason(error)])}. "
+        meant = "" if folder.exists() else did_you_mean(folder)
+        text = f"{what}{meant}: {problem}: {'; '.join([*damaged, reason(error)])}. "
         text += "" if damaged else advice
         raise ConfigurationError(text.rstrip()) from error
 

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ def lacking(name: str, revision: str | None = None) -> str:
         return ""
     given = f"{name}@{revision}" if revision not in (None, "main") else name
     return (
-        f"{given} is no local folder, and not in the cache of the Hub ({constants.HF_HUB_CACHE}); "
+        f"{given} is no local folder{did_you_mean(name)}, and not in the cache of the Hub "
+        f"({constants.HF_HUB_CACHE}); "
         f"{hub_fault() or 'it was not downloaded'}. Where there is a network, download it: "
         f"python prepare_data.py --models {given}"
     )

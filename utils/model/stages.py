@@ -26,7 +26,7 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.pickles import forbidden
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.config.settings import RunSettings
 from utils.host.collectives import on_rank_0
 
@@ -171,7 +171,7 @@ def weights_origin(
 
 def _unfit(directory: Path) -> str | None:
     if not directory.is_dir():
-        return f"there is no such directory: {directory}."
+        return f"there is no such directory: {directory}{did_you_mean(directory)}."
     unfinished = directory.name.startswith((INCOMPLETE, DAMAGED, DELETING))
     adapter = (directory / "adapter_config.json").is_file()
     if not unfinished and not adapter and any(directory.glob("*.safetensors")):

@@ -80,7 +80,8 @@ def runs_below(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise ConfigurationError(
-            f"{directory}: no such folder; name a run, or a folder of runs: --all DIR"
+            f"{directory}: no such folder{did_you_mean(directory)}; name a run, or a folder of "
+            "runs: --all DIR"
         )
     found = sorted(directory.glob("*"))
     inner = [path for folder in found if not is_run(folder) for path in sorted(folder.glob("*"))]

@@ -70,7 +70,7 @@ def rehearse(
     with _judged(values, OPTIMIZER, problems):
         built = trainer.create_optimizer()
         if not own_optimizer:
-            _report_moot_options(settings, model, report)
+            _check_options(args, model, built.defaults)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -125,18 +125,22 @@ def _try_recomputation(args: TrainingArguments) -> None:
         result.backward()
 
 
-def _report_moot_options(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
-    """Report each pair of optim_args that does not change the optimizer's options."""
-    args = settings.training
-    pairs = args.optim_args.split(",") if args.optim_args else []
+def _check_options(args: TrainingArguments, model: PreTrainedModel, built: dict[str, Any]) -> None:
+    """Raise ValueError for a key of optim_args that does not change the optimizer's options."""
+    pairs = args.optim_args.replace(" ", "").split(",") if args.optim_args else []
     for pair in pairs:
+        key, value = pair.split("=")
+        if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
+            continue  # repeats an option of the built optimizer, as relative_step=false may
         others = ",".join(each for each in pairs if each != pair)
         both = args, with_values(args, optim_args=others)
         used, unused = (repr(Trainer.get_optimizer_cls_and_kwargs(each, model)) for each in both)
         # Trainer sets weight_decay on each group of weights. That overrules optim_args.
-        if used == unused or pair.strip().startswith("weight_decay="):
-            optimizer = settings.values.shown("optim")
-            report.say(f"settings: {pair} in optim_args has no effect: {optimizer}")
+        if used == unused or key == "weight_decay":
+            raise ValueError(
+                f"{key} has no effect in optim_args: leave it out (learning_rate, weight_decay, "
+                "adam_beta1, adam_beta2 and adam_epsilon are settings)"
+            )
 
 
 def _try_schedule(

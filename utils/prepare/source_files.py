@@ -15,7 +15,7 @@ from typing import IO, Any, Literal, cast
 import pyarrow as pa
 import zstandard
 
-from utils.config.errors import ConfigurationError, Report
+from utils.config.errors import ConfigurationError, Report, did_you_mean
 from utils.prepare.messages import are_messages
 
 SourceKind = Literal["text", "jsonl", "json", "csv", "parquet", "datasets"]
@@ -206,7 +206,7 @@ def _files_of_path(given: str) -> Iterator[str]:
             if not Path(match).is_dir() or "**" not in given:
                 yield from _walk(match)
     else:
-        raise ValueError("no such file or folder")
+        raise ValueError(f"no such file or folder{did_you_mean(given)}")
 
 
 def _walk(path: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from transformers.utils import find_adapter_config_file
 from utils.checkpoints.discovery import how_to_rewrite, resume_point
 from utils.checkpoints.files import FINAL
 from utils.checkpoints.record import RunRecord
-from utils.config.errors import ConfigurationError
+from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.foreign import RENDERING_BYTES, foreign, limits, read_object
 from utils.host.hub import settle_connection
 from utils.host.redaction import redact
@@ -52,8 +52,8 @@ def find_model(name: str) -> str:
         hub_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
         if not hub_name or ("/" in name and directory.parent.is_dir()):
             raise ConfigurationError(
-                f"{name}: no such directory. Give that of a run (its output_dir), of a model or of "
-                "an adapter, or a model's name on the Hub."
+                f"{name}: no such directory{did_you_mean(name)}. Give that of a run (its "
+                "output_dir), of a model or of an adapter, or a model's name on the Hub."
             )
         return name
     if any((directory / file).is_file() for file in ("config.json", ADAPTER)):

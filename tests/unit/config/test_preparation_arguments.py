@@ -2,6 +2,7 @@ import pytest
 
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments, check_preparation
+from utils.config.raw_data import datasets_of_raw
 
 
 def arguments(**settings) -> PreparationArguments:
@@ -33,3 +34,13 @@ def test_all_faults_are_shown_at_once_and_settings_that_fit_are_accepted():
         check_preparation(arguments(num_proc=0, sequence_length=0, shard="x"))
     assert len(caught.value.problems) == 3
     check_preparation(arguments(shard="3/4", sequence_length=128, on_overlong="drop"))
+
+
+def test_a_weighted_raw_folder_is_not_named_like_a_split_of_its_files(tmp_path):
+    paths = []
+    for name in ("first", "code", "valid"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").touch()
+        paths.append(f"{tmp_path}/{name}")
+    names = datasets_of_raw(dict.fromkeys(paths, 1.0), ())
+    assert list(names.values()) == ["train", "code", "source_3"]

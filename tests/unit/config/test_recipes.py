@@ -111,7 +111,7 @@ def test_faults_of_files_are_all_named(recipe, tmp_path):
     paths = ["a.yaml", "sub/c.yaml", "d.yaml", "latin.yaml", "folder.yaml", "bad.yaml"]
     assert read_recipes(paths)[1] == [
         "a.yaml: recipes extend each other in a circle",
-        "gone.yaml: cannot be read: No such file or directory",
+        "gone.yaml: cannot be read: No such file or directory (did you mean folder.yaml?)",
         "d.yaml:2: extends: expected recipe files, not 1",
         "latin.yaml: not UTF-8 text",
         "folder.yaml: cannot be read: Is a directory",

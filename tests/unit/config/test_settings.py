@@ -266,6 +266,7 @@ LORA = {"dtype": "bfloat16", "use_peft": "true", "model_config": None, "model_na
         (V100, {}, False, None),
         (None, {"assume": "8xH100-80GB"}, True, "auto"),
         (V100, {"assume": "8x48GB"}, True, "auto"),
+        (A100, {"assume": "8xV100-32GB"}, False, None),
         (A100, {"bf16": "false"}, False, "auto"),
         (A100, {"fp16": "true"}, False, "auto"),
         (A100, {"dtype": "bfloat16"}, False, "auto"),

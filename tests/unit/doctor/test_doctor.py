@@ -119,20 +119,6 @@ def test_a_slow_check_is_waited_for_while_the_others_run(alone, monkeypatch, cap
     assert "0 not known" in shown
 
 
-@pytest.mark.parametrize(
-    ("findings", "said", "code"),
-    [
-        ([Finding("missing", "torch"), Finding("unknown", "")], "1 missing, 0 warning(s), 1 no", 1),
-        ([Finding("unknown", "Slurm")], "nothing is missing as far as this machine answered", 0),
-        ([Finding("warning", "no GPU", doctor.INTERACTIVE)], "a login node. For a look at a G", 0),
-    ],
-)
-def test_the_summary_counts_the_findings(findings, said, code):
-    text, found_code = doctor.conclude(findings)
-    assert said in text
-    assert found_code == code
-
-
 def test_gpus_are_compared_with_driver_and_torch(alone, monkeypatch):
     stub(alone, "srun")
     assert doctor.INTERACTIVE in lines_of(doctor.check_gpus)[0]
@@ -180,13 +166,13 @@ def test_the_doctor_repeats_sinfo(alone):
     (alone / "root/slurm/cluster.env").touch()
     assert lines_of(doctor.check_slurm)[0].startswith("ok slurm/cluster.env")
     stub(alone, "sinfo", code=1)
-    found = doctor.found_by("Slurm", doctor.check_slurm, 600)
+    found = doctor.RunningCheck("Slurm", doctor.check_slurm).wait(600)
     assert [finding.level for finding in found] == ["ok", "unknown"]
 
 
 def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(alone):
     stub(alone, "nvidia-smi", "failed: cannot communicate with the driver", code=9)
-    (finding,) = doctor.found_by("GPUs", doctor.check_gpus, 600)
+    (finding,) = doctor.RunningCheck("GPUs", doctor.check_gpus).wait(600)
     assert finding.level == "unknown"
     assert "nvidia-smi" in finding.what
 

@@ -121,7 +121,7 @@ def test_the_effective_length_is_that_of_the_sequences_trained_on():
 
 
 def test_peaks_are_those_of_known_cards_alone(monkeypatch):
-    assert all(gpu["names"] for gpu in known_gpus().values())
+    assert all(gpu["names"] for gpu in known_gpus().values() if "tflops" in gpu)
     for name, peak in benchmarks_device.DENSE_BF16.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda")) == peak
