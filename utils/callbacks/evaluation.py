@@ -64,10 +64,7 @@ class EarlyStopping(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         metrics: dict[str, float],
     ) -> bool:  # fmt: skip
-        """Compare the metrics of all splits with the best so far; return whether the run ends.
-
-        Call this before Trainer updates the best metric.
-        """
+        """Return whether the run ends. Call this before Trainer updates the best metric."""
         self.judge.on_evaluate(args, state, control, metrics)
         if self.ended and state.is_world_process_zero:
             logger.info(

@@ -94,10 +94,7 @@ class NonFiniteGuard(TrainerCallback):
         self.agreement.begin_turn(int(bool(self.findings)))
 
     def settle(self, model: nn.Module | None = None) -> None:
-        """Wait until all losses and gradient norms are on the host, and check them on all ranks.
-
-        Also check the weights of `model`, if given. Collective. Raises NotFiniteError.
-        """
+        """Wait for the values of all steps; check them and the weights of `model`. Collective."""
         if self.agreement is None:
             return  # training has ended, and all steps are checked
         self._read(wait=True)
@@ -160,8 +157,8 @@ def spoilt_weights(model: nn.Module) -> list[str]:
 def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
     """Write nonfinite-step-N.json for the earliest step in `found`; return the error message.
 
-    The file lists the documents of each micro-batch with a non-finite loss. If all losses are
-    finite, the file lists the documents of the global batch.
+    The file lists the documents of the micro-batches, or of the global batch if all losses are
+    finite.
     """
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]

@@ -67,10 +67,7 @@ def _connected() -> bool:
 
 
 def cpu_group(timeout_s: float) -> Any:
-    """Make a gloo process group of all ranks; None for a single process. Collective.
-
-    Raises UnfitClusterError.
-    """
+    """Make a gloo group of all ranks, None for one; collective. Raises UnfitClusterError."""
     if not _connected() or torch.distributed.get_world_size() == 1:
         return None
     try:

@@ -22,10 +22,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def early_settings(words: Sequence[str]) -> dict[str, Given]:
-    """Return the settings in a command line and its recipes, with `config` for the recipes.
-
-    Faults are left to the script.
-    """
+    """Return the settings in a command line and its recipes. The script reports wrong ones."""
     # The launcher imports this module before it checks the packages.
     from utils.config.command_line import CONFIG_FLAG, read_flags
     from utils.config.recipes import read_recipes

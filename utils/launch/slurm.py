@@ -114,10 +114,8 @@ def _nodes(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
 
 
 def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
-    """Return whether an environment variable or the accelerate config cpu.yaml requests the CPU.
-
-    cpu.yaml cannot say `use_cpu: true`, because accelerate would then start only one process.
-    """
+    """Return whether an environment variable or the accelerate config cpu.yaml requests the CPU."""
+    # With `use_cpu: true` in cpu.yaml, accelerate would start only one process.
     return (
         is_true("ACCELERATE_USE_CPU", environment)
         or environment.get("DS_ACCELERATOR") == "cpu"
@@ -126,10 +124,7 @@ def on_cpu(environment: Mapping[str, str], strategy: str = AUTO) -> bool:
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Return the host names in a node list such as `n[01-03,7],x1`, in order.
-
-    `scontrol show hostnames` does the same, but a container may have no scontrol.
-    """
+    """Return the hosts in a list such as `n[01-03,7],x1`. A container may have no scontrol."""
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", node_list):
         before, _, rest = word.partition("[")
@@ -152,13 +147,9 @@ def time_limit_s(text: str) -> int | None:
 
 
 def job_end_time() -> float | None:
-    """Return the end of the job's time limit in unix seconds; None outside of a job.
-
-    Slurm 23 and later set an environment variable. Otherwise call `squeue` once. If `squeue` fails,
-    log a warning and return None.
-    """
+    """Return the end of the job's time limit in unix seconds; None if unknown, or without a job."""
     known, job = os.environ.get("SLURM_JOB_END_TIME", ""), os.environ.get("SLURM_JOB_ID")
-    if known.isdecimal():
+    if known.isdecimal():  # Slurm 23 and later
         return float(known)
     if not job:
         return None
