@@ -42,11 +42,8 @@ WORDS = {
 ADAPTERS = ("lora_", "use_rslora", "use_dora", "use_peft", "load_in", "bnb_", "use_bnb")
 SPLIT = {"metric_for_best_model": "a_loss"}
 KEYWORDS = [
-    {"power": "2"}, {"power": -1}, {"lr_end": 1}, {"lr_end": -1}, {"num_cycles": "2"},
-    {"num_cycles": 1e999}, {"min_lr": -1}, {"min_lr": "x"}, {"min_lr_rate": 2},
-    {"num_decay_steps": -1}, {"num_decay_steps": "1"}, {"num_decay_steps": 100},
-    {"num_decay_steps": 1, "decay_type": "x"}, {"timescale": 0}, {"factor": 2}, {"patience": "x"},
-    {"mode": "x"}, {"num_warmup_steps": 3}, {"x": 1},
+    {"power": "2"}, {"power": -1}, {"lr_end": 1}, {"num_cycles": 1e999}, {"min_lr": "x"},
+    {"num_decay_steps": 100}, {"timescale": 0}, {"factor": 2}, {"num_warmup_steps": 3}, {"x": 1},
 ]  # fmt: skip
 OPTIONS = [
     "0x10", "=", "a=b=c", "lr=5", "momentum=x", "momentum=-1", "momentum=0.9", "nesterov=true",

@@ -159,13 +159,13 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("ok", build)
         yield from map(_gpu, range(torch.cuda.device_count()))
         return
-    names = ""
+    names: list[str] = []
     if shutil.which("nvidia-smi"):
-        names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     if names:
         mend = "python -c 'import torch; torch.cuda.init()' says why: a driver older than torch's "
         mend += "CUDA, or CUDA_VISIBLE_DEVICES"
-        yield Finding("missing", f"{build}, cannot use {names.replace(chr(10), ', ')}", mend)
+        yield Finding("missing", f"{build}, cannot use {', '.join(names)}", mend)
     elif shutil.which("srun"):
         yield Finding("warning", f"{build}; no GPU here (a login node?)", INTERACTIVE)
     else:
@@ -229,8 +229,7 @@ def check_slurm() -> Iterator[Finding]:
     else:
         what = "no slurm/cluster.env: jobs take the environment of their shell"
         yield Finding("warning", what, "cp slurm/cluster.env.example slurm/cluster.env")
-    form = "--format=%P %a %l %D %t %G"
-    lines = output_of("sinfo", "--noheader", form).splitlines()
+    lines = output_of("sinfo", "--noheader", "--format=%P %a %l %D %t %G").splitlines()
     shown = "; ".join(lines[:8])
     yield Finding("ok", f"Slurm's partitions (limit, nodes, state, GPUs): {shown}")
 
