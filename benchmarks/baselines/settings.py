@@ -10,7 +10,7 @@ from torch.nn.attention import sdpa_kernel
 
 from benchmarks.recording.job import CannotRunError, Job
 from benchmarks.workloads.workload import SEED
-from utils.kernels.cpu_products import settle_products
+from utils.kernels.cpu_products import choose_products
 from utils.kernels.varlen import CUDNN_FIRST
 
 LIGER = "liger"  # a variant: Liger's kernels in the place of torch's
@@ -80,7 +80,7 @@ def compile_every_layer() -> None:
 def use_fastest_products() -> None:
     """Multiply float32 on a CPU by the library that Stoker would take: one setting of torch's."""
     if not torch.cuda.is_available():
-        settle_products()
+        choose_products()
 
 
 def load_model(job: Job) -> Any:

@@ -43,10 +43,10 @@ def _timed(length: int, attend: Callable[..., torch.Tensor]) -> tuple[Callable[[
 
 def stoker(length: int) -> tuple[Callable[[], object], int]:
     """Attend as our models do."""
-    from utils.kernels.cpu_products import settle_products
+    from utils.kernels.cpu_products import choose_products
     from utils.kernels.varlen import packed_varlen
 
-    settle_products()
+    choose_products()
     module, ends = torch.nn.Module(), boundaries(length)
 
     def attend(*states: torch.Tensor) -> torch.Tensor:

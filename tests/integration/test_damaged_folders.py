@@ -150,10 +150,6 @@ WEIGHTS = "adapter_model.safetensors"
 RENAMED = damaged.TENSOR_CHANGES["header renamed"]
 # Reader, folder, file, its change, and a part of the message.
 REFUSED: dict[str, tuple[str, str, str, Change, str]] = {
-    "dropout above 1": (
-        "plan", "base", CONFIG, edited(("attention_dropout",), 1.5), "is 1.5, not a probabil"),
-    "dropout below 0": (
-        "plan", "base", CONFIG, edited(("attention_dropout",), -0.1), "is -0.1, not a probabil"),
     "adapter without weights": (
         "answer", "adapter", WEIGHTS, RENAMED, "Found missing adapter keys"),
     "half a configuration": (

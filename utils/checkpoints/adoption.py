@@ -4,14 +4,12 @@ Each checkpoint has copies of config.yaml and provenance.json in its folder `run
 the run can resume in any directory, and Stoker can compare the new settings with the old ones.
 """
 
-import contextlib
 import dataclasses
 import logging
-import os
 import shutil
 from pathlib import Path
 
-from utils.checkpoints.discovery import best_checkpoint, checkpoint_problems, numbered_checkpoints
+from utils.checkpoints.discovery import best_checkpoint, checkpoint_problems, own_checkpoint
 from utils.checkpoints.files import (
     CONFIG,
     MANIFEST,
@@ -52,7 +50,7 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
     """
     if not named or named is True:  # True: resume from this run's own newest checkpoint
         return None
-    if _newest(output_dir) is not None:
+    if own_checkpoint(output_dir) is not None:
         logger.info(
             "%s %s: %s has checkpoints of its own, of which the newest counts (move later ones "
             "away to go back)", FLAG, named, output_dir,
@@ -65,7 +63,7 @@ def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignChe
             "comes with `hf download OWNER/NAME --local-dir DIR`."
         )
     if not (directory / MANIFEST).is_file():
-        directory = _newest(directory) or directory
+        directory = own_checkpoint(directory) or directory
     try:
         manifest = read_manifest(directory)
     except (DamagedCheckpointError, OSError) as error:
@@ -118,11 +116,6 @@ def adopt_checkpoint(named: str | bool | None, output_dir: Path, *, needs_best: 
     flush(output_dir)
 
 
-def _newest(output_dir: Path) -> Path | None:
-    found = (directory for _, directory in numbered_checkpoints(output_dir))
-    return next((directory for directory in found if (directory / MANIFEST).is_file()), None)
-
-
 def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: bool) -> Path | None:
     """Return the committed best checkpoint next to `found`; None if `found` is the best.
 
@@ -145,19 +138,14 @@ def _best_beside(found: ForeignCheckpoint, best: Path | None, *, needs_best: boo
 def _verified_copy(source: Path, expected: Manifest, output_dir: Path) -> Path:
     """Copy a checkpoint into `output_dir` under a temporary name and verify it; return the copy.
 
-    The copy must have the run id and the step of the `expected` manifest. Files that only this user
-    can change become hard links. Raises ConfigurationError.
+    The copy must have the run id and the step of the `expected` manifest. Raises
+    ConfigurationError.
     """
     partial = output_dir / f".checkpoint-{expected.step}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     try:
         for name in (*read_manifest(source).files, MANIFEST):
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            status = (source / name).lstat()
-            if status.st_uid == os.getuid() and not status.st_mode & 0o022:
-                with contextlib.suppress(OSError):  # another file system
-                    os.link(source / name, partial / name, follow_symlinks=False)
-                    continue
             shutil.copyfile(source / name, partial / name, follow_symlinks=False)
             flush(partial / name)
         problems = checkpoint_problems(partial, expected.step, expected.run_id)

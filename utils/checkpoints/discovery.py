@@ -54,12 +54,17 @@ def how_to_rewrite(final: str | Path) -> str:
     return f" (`{delete}` and start the run again: it writes this folder from its last checkpoint)"
 
 
+def own_checkpoint(output_dir: Path) -> Path | None:
+    """Return a run's newest checkpoint that has a manifest, or None. Its files are not verified."""
+    found = (directory for _, directory in numbered_checkpoints(output_dir))
+    return next((directory for directory in found if (directory / MANIFEST).is_file()), None)
+
+
 def best_checkpoint(directory: Path) -> Path | None:
     """Return the best checkpoint according to trainer_state.json in the checkpoint `directory`.
 
-    None if the file is missing, damaged or names no checkpoint. The result is next to `directory`:
-    only the last part of the stored path counts, because the run may have moved or come from a
-    stranger.
+    None if the file is missing, damaged or names no checkpoint. Only the last part of the stored
+    path counts: the run may have moved or come from a stranger.
     """
     try:
         state = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -105,10 +110,7 @@ def set_aside(directory: Path, prefix: str) -> str:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory; a failure is only logged, because training can continue.
-
-    The directory is renamed first, so that a killed process leaves no partial checkpoint.
-    """
+    """Rename a directory, so that a kill leaves no partial checkpoint, and delete it, or warn."""
     try:
         doomed = directory
         if not directory.name.startswith(DELETING):
@@ -224,10 +226,9 @@ def find_room(
 ) -> list[Path]:
     """Return the directories to delete so that `count` more checkpoints fit on the file system.
 
-    First come leftovers of killed processes, then the checkpoints that `rotate` would delete after
-    the next commit, oldest first. LEAST_KEPT committed checkpoints always stay. The newest
-    checkpoint, or else `estimated_bytes`, tells the size of the next one. A new run (`run_id` None)
-    deletes nothing. Raises StorageError if deletions free too little.
+    First leftovers of killed processes, then what `rotate` would delete after the next commit,
+    oldest first; LEAST_KEPT committed checkpoints stay. The newest one, or else `estimated_bytes`,
+    tells the size of the next. Raises StorageError if deletions free too little.
     """
     committed: list[tuple[Path, Manifest]] = []
     deletable: list[Path] = []

@@ -80,9 +80,8 @@ class BackgroundWriter:
     def open(self, step: int, own_bytes: int | None, all_bytes: int) -> Path | None:
         """Return this rank's directory in /dev/shm; None if the files of any node do not fit there.
 
-        `own_bytes` is the size of this rank's files in the previous save. Without a previous save,
-        give None: each node then needs room for the whole checkpoint, `all_bytes`. Collective over
-        ranks.
+        own_bytes: the size of this rank's files in the previous save. None: each node needs room
+        for the whole checkpoint, `all_bytes`. Collective over ranks.
         """
         own = all_bytes if own_bytes is None else own_bytes
         rooms = on_every_rank(lambda: (host_name(), own, free_bytes()))

@@ -15,7 +15,7 @@ _CACHE_LINE = 64  # bytes
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's codes for mallopt
 
 
-def settle_products() -> str | None:
+def choose_products() -> str | None:
     """Use oneDNN for float32 matrix products if MKL is slow on this CPU; return a text to log.
 
     MKL's AVX-512 kernels are fast only on Intel's processors: on an AMD EPYC a float32 step takes
@@ -58,11 +58,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy each weight on the CPU whose address is not a multiple of the cache line size.
-
-    Weights from a safetensors file can have any address, and weights of a resumed run an aligned
-    one. MKL may sum in another order at another alignment.
-    """
+    """Align the weights on the CPU as in a resumed run: MKL may sum in another order otherwise."""
     for weight in model.parameters():
         if weight.is_cpu and weight.data_ptr() % _CACHE_LINE:
             weight.data = weight.data.clone()

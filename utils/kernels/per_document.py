@@ -150,11 +150,7 @@ def _attend_in_blocks(scale: float | None, query: Tensor, key: Tensor, value: Te
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms) -> Tensor:
-    """Attend with all scores in memory, because SDPA has neither soft caps nor sinks.
-
-    Soft caps follow Gemma 2 (arXiv 2408.00118, section 2). Sinks follow gpt-oss: one more logit per
-    head in the softmax, without a value.
-    """
+    """Attend with soft caps (Gemma 2) and sinks (gpt-oss: a logit without a value), unlike SDPA."""
     length, heads = query.shape[2], query.shape[1]
     key, value = (s.repeat_interleave(heads // s.shape[1], dim=1) for s in (key, value))
     scale = query.shape[-1] ** -0.5 if terms.scale is None else terms.scale

@@ -91,11 +91,7 @@ CUDNN = VarlenKernel("cudnn", "cuDNN's SDPA of each document", frozenset({"dropo
 
 
 def register_packed_varlen(kernel: VarlenKernel) -> None:
-    """Register the attention `packed_varlen` in transformers, computed by `kernel`.
-
-    No mask function is registered, so models build no mask. The boundaries of documents come from
-    `cu_seq_lens_q`, which must also have the boundaries of padding.
-    """
+    """Register `packed_varlen` in transformers without a mask function: models build no mask."""
     AttentionInterface.register(NAME, partial(packed_varlen, kernel=kernel))
 
 
@@ -260,9 +256,8 @@ def load_torch_varlen() -> VarlenKernel | str:
 def load_row_sdpa(needs: AttentionNeeds, packed: VarlenKernel) -> VarlenKernel | None:
     """Return SDPA over whole sequences by cuDNN's kernel, for sequences of one document each.
 
-    A sequence may end in padding, which attends to the document but has no loss. If a sequence has
-    several documents, as in `check_isolation`, the returned kernel calls `packed` instead. Return
-    None if the model needs more than plain attention, or if torch would not choose cuDNN.
+    Padding at the end attends to the document but has no loss. Sequences of several documents, as
+    in `check_isolation`, go to `packed`. None if the model needs more, or torch has no cuDNN here.
     """
     plain = needs == AttentionNeeds(needs.head_dim)
     if not plain or sdpa_backend(needs.head_dim) != SDPBackend.CUDNN_ATTENTION:

@@ -70,8 +70,7 @@ def with_adapters(built: PreTrainedModel, model: ModelArguments) -> nn.Module:
 def load_adapter(model: PreTrainedModel, path: str, config_file: Path) -> nn.Module:
     """Return the model with the adapter at `path`, a folder or a Hub name.
 
-    `config_file` is the adapter's adapter_config.json. Raises ConfigurationError if the adapter's
-    settings or weights do not fit. Other errors of PEFT are raised unchanged.
+    Raises ConfigurationError if the adapter's settings (`config_file`) or weights do not fit.
     """
     from peft import PeftModel
 
@@ -144,10 +143,9 @@ def trained_bytes(
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze the parameters that the loss does not reach; return their names.
+    """Freeze the parameters that the loss does not reach, or DDP would wait for their gradients.
 
-    These are encoders of images and sound, indexers of sparse attention, and poolers. If they were
-    not frozen, DDP would wait for their gradients.
+    Return their names: encoders of images and sound, indexers of sparse attention, and poolers.
     """
     frozen = outside_text(model)
     frozen |= {name: each for name, each in model.named_parameters() if not gets_gradient(name)}
@@ -237,10 +235,9 @@ def _adapt(
 
 
 def _targets(built: PreTrainedModel, model: ModelArguments) -> tuple[list[str], list[str], bool]:
-    """Return LoRA's targets as full names of modules and of parameters.
+    """Return full names of targets: modules and parameters; and whether the last layer is saved.
 
-    Also return whether lora_modules_to_save names the last layer. Raises ConfigurationError for
-    names that the model lacks.
+    Raises ConfigurationError for names that the model lacks.
     """
     head: Any = built.get_output_embeddings()
     known = [name for name, _ in built.named_modules() if name and gets_gradient(name)]
@@ -276,8 +273,7 @@ def _matched(
 ) -> list[str]:
     """Return the `known` names that end in a name of `asked`, or match one as a pattern.
 
-    Append to `problems` for each name without a match. With
-    `had_experts`, an old name of an expert's layer (a key of FORMERLY) is not a problem.
+    A name without a match is a problem, except with `had_experts` an old name (in FORMERLY).
     """
     found: set[str] = set()
     for name in [asked] if isinstance(asked, str) else asked:

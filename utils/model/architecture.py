@@ -211,10 +211,7 @@ def has_experts(built: PreTrainedModel) -> bool:
 
 
 def add_input_hooks(model: PreTrainedModel) -> None:
-    """Register forward pre-hooks that two architectures need to train on text.
-
-    Molmo 2 requires token types. xLSTM's Triton kernels must know whether the model trains.
-    """
+    """Tell Molmo 2 the types of tokens, and xLSTM's Triton kernels whether the model trains."""
     if model.config.model_type == "molmo2":
 
         def add_types(_: Any, args: Any, given: dict[str, Any]) -> Any:
@@ -234,10 +231,7 @@ def add_input_hooks(model: PreTrainedModel) -> None:
 
 
 def accept_xlstm_kernels() -> None:
-    """Let transformers accept the names of Triton's kernels even if the package xlstm is missing.
-
-    `choose_xlstm_kernels` replaces these names later.
-    """
+    """Let transformers accept Triton's kernels, which `choose_xlstm_kernels` replaces later."""
     if not is_xlstm_available():
         strict: Any = configuration_xlstm.xLSTMConfig
         for name in ("chunkwise_kernel", "sequence_kernel", "step_kernel"):

@@ -104,15 +104,19 @@ def attention_choices(
     mask, and are only offered if nothing is requested. Raises ConfigurationError if the requested
     attention cannot run.
     """
-    name, class_name = requested or "auto", causal_lm_class(model_config).__name__
+    name, model_class = requested or "auto", causal_lm_class(model_config)
+    class_name = model_class.__name__
     own = own_attention(requested, model_config, needs)
-    if name == FLEX:
-        first = _flex_attention(model_config, device_type)
-    elif isinstance(needs, AttentionNeeds) and name not in ("sdpa", "eager"):
+    if name == FLEX and device_type == "cpu":
+        raise ConfigurationError(
+            f"--attn_implementation {FLEX}: torch computes its gradients on a GPU only; leave it "
+            "out for a CPU."
+        )
+    if isinstance(needs, AttentionNeeds) and name not in ("sdpa", "eager", FLEX):
         first = _choose_packed(name, device_type, dtype, needs, whole_rows)
     elif name == "auto":
         first = AttentionChoice(own, own, f"auto: {own}, as {needs}; {MASK_COST}")
-    elif name == own:
+    elif name == own or (name == FLEX and model_class._supports_flex_attn):
         first = AttentionChoice(name, name, f"{name}: as requested; {MASK_COST}")
     else:
         why = f": {needs}" if isinstance(needs, str) else ""
@@ -130,18 +134,6 @@ def attention_choices(
         elif name == "auto" and kind != first.name:
             reason = f"auto: {kind}, as {class_name} needs its own masks; {MASK_COST}"
             yield AttentionChoice(kind, kind, reason, "flat" if recurrent else "packed")
-
-
-def _flex_attention(model_config: PretrainedConfig, device_type: str) -> AttentionChoice:
-    """Return transformers' FlexAttention; raises ConfigurationError if it cannot train here."""
-    model_class, why = causal_lm_class(model_config), ""
-    if device_type == "cpu":
-        why = "torch computes its gradients on a GPU only; leave it out for a CPU"
-    elif not model_class._supports_flex_attn:
-        why = f"transformers' {model_class.__name__} does not support it"
-    if why:
-        raise ConfigurationError(f"--attn_implementation {FLEX}: {why}.")
-    return AttentionChoice(FLEX, FLEX, f"{FLEX}: as requested; {MASK_COST}")
 
 
 def own_attention(

@@ -43,8 +43,8 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "p_dropout")
 def keep_products(model: PreTrainedModel) -> None:
     """Make Trainer's `model.activation_checkpointing_enable` turn on the selective mode.
 
-    Call this before PEFT wraps the model and FSDP2 shards it. If experts have a bias (gpt-oss), the
-    outputs of their matrix products are recomputed, because transformers adds the bias in place.
+    Call this before PEFT wraps the model. A bias of experts (gpt-oss) is added in place, so that
+    the outputs of their matrix products are recomputed.
     """
     enable = type(model).activation_checkpointing_enable
     biased = any(getattr(module, "has_bias", False) is True for module in model.modules())
@@ -132,10 +132,9 @@ def choose_compilation(
 ) -> tuple[bool, str]:
     """Return whether to compile layers, and the reason for the log ("" for no log line).
 
-    By default layers are compiled on a GPU unless `_hindrance` finds a reason not to. A resumed run
-    repeats the choice of its last start, because compiled layers round differently. `elsewhere`
-    means that the run trains on another machine. All ranks must call this; the result is the same
-    on all. Raises ConfigurationError if compilation is requested but not possible.
+    A resumed run repeats the choice of its last start, because compiled layers round differently.
+    `elsewhere`: the run trains on another machine. All ranks must call this. Raises
+    ConfigurationError if compilation is requested but not possible.
     """
     compiled, why = settings.model.compile, "as requested"
     if compiled is None:
@@ -170,10 +169,7 @@ def pads_to_longest(settings: RunSettings, attention: str, compiled: bool, repor
 
 
 def _hindrance(config: PreTrainedConfig, launch: LaunchFacts, elsewhere: bool) -> str | None:
-    """Return why layers are not compiled by default, or None.
-
-    With `elsewhere` the run trains on another machine, so this host's GPU and tools do not count.
-    """
+    """Return why layers are not compiled by default, or None; `elsewhere`: on another machine."""
     if not elsewhere and torch.cuda.get_device_capability()[0] < 8:  # Triton needs 8.0 for bfloat16
         return "the GPU's compute capability is below 8.0"
     if not elsewhere and importlib.util.find_spec("triton") is None:

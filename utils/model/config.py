@@ -93,9 +93,6 @@ def load_model_config(
             raise ConfigurationError(f"{config.model_type} has no text_config: take it out.")
         config = runnable(config)
         text = config.get_text_config()
-        for name, value in vars(text).items():
-            if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}, not a probability")
         # The attention is chosen later. Drop the attention that the file names, because the name
         # could refer to code on the Hub (CVE-2026-4372).
         config._attn_implementation_internal = None
@@ -265,7 +262,7 @@ def _unused(values: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
 def compare_with_model(
     settings: RunSettings, tokenizer: PreTrainedTokenizerBase, directory: str
 ) -> None:
-    """Log how the run's tokenizer, in `directory`, differs from the model's own tokenizer.
+    """Compare the run's tokenizer, in `directory`, with the model's own tokenizer; log differences.
 
     Raises ConfigurationError if an id means different tokens in the two tokenizers.
     """

@@ -4,9 +4,7 @@ All of these are read before weights load, so that errors appear at the start of
 """
 
 import copy
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from utils.config.settings import RunSettings
 from utils.data.loader import PackedDataset
 from utils.data.tokenizers import vocabulary_size
 from utils.host.foreign import foreign
-from utils.model.architecture import NATIVE
 from utils.model.stages import stage_of
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
@@ -79,38 +76,18 @@ def finished_generation(
     return made
 
 
-@dataclass(frozen=True)
-class PublishedFiles:
-    """Parts of the base model that `final/` keeps: processor files, and xLSTM's kernel names."""
-
-    processor: Mapping[str, bytes]
-    kernels: Mapping[str, Any]
-
-    def write(self, tokenizer: Any, directory: Path) -> None:
-        """Write the processor files to `directory`, and the kernel names to its config.json.
-
-        The processor's old chat template is written only if the tokenizer has no template.
-        """
-        for name, content in self.processor.items():
-            if name != OLD_TEMPLATE or not tokenizer.chat_template:
-                (directory / name).write_bytes(content)
-        path = directory / "config.json"
-        if self.kernels and path.is_file():
-            values = json.loads(path.read_text(encoding="utf-8")) | self.kernels
-            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def read_published_files(settings: RunSettings, config: PreTrainedConfig) -> PublishedFiles:
-    """Read the base model's processor files and its kernel names (xLSTM). All ranks must call."""
+def read_processor_files(settings: RunSettings) -> dict[str, bytes]:
+    """Read the files of the base model's processor, which `final/` keeps. All ranks must call."""
     source = str(stage_of(settings) or settings.model.model_name_or_path or "")
     paths = {name: _published(source, name, settings) for name in PROCESSOR_FILES}
-    found = {name: path.read_bytes() for name, path in paths.items() if path is not None}
-    kernels: dict[str, Any] = {}
-    if config.model_type == "xlstm":
-        given = source or str(settings.model.model_config)
-        values, _ = PreTrainedConfig.get_config_dict(given, revision=settings.model.model_revision)
-        kernels = {name: values[name] for name in NATIVE if name in values}
-    return PublishedFiles(found, kernels)
+    return {name: path.read_bytes() for name, path in paths.items() if path is not None}
+
+
+def write_processor_files(files: Mapping[str, bytes], tokenizer: Any, directory: Path) -> None:
+    """Write the processor's files; its old chat template only if the tokenizer has none."""
+    for name, content in files.items():
+        if name != OLD_TEMPLATE or not tokenizer.chat_template:
+            (directory / name).write_bytes(content)
 
 
 def _published(source: str, name: str, settings: RunSettings) -> Path | None:
@@ -135,9 +112,8 @@ def saved_dtype(
 ) -> torch.dtype:
     """Return the tensor type of `final/`: --save_dtype, or the base model's type.
 
-    A model from random weights keeps `trained`, the type it is trained in. A resumed run with
-    `--init_from` uses the type that its first start recorded, because `config` may then come from
-    the run's own checkpoint instead of the base model.
+    A model from random weights keeps `trained`. A run with `--init_from` keeps the type of its
+    first start, because `config` may come from its own checkpoint.
     """
     model = settings.model
     if model.save_dtype != "auto":

@@ -77,10 +77,7 @@ def token_products(model: Any) -> TokenProducts:
 
 
 def _weights(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return the weights of a module that multiply tokens, each with its number of elements.
-
-    The numbers come from the layer's attributes, because tensors may be shards or packed in 4 bits.
-    """
+    """Return the weights that multiply tokens, with their sizes before sharding or packing."""
     if isinstance(module, nn.Linear):
         return [(module.weight, module.in_features * module.out_features)]
     if isinstance(module, Conv1D):

@@ -210,11 +210,10 @@ def choose_loss_head(
 ) -> LossHeadChoice:
     """Choose how the loss is computed; `requested` is "auto", "fused" or "logits".
 
-    "fused" is chosen only if a small random model of the architecture has the same loss and
-    gradients with "fused" and "logits" in float32, up to rounding. `device` is the device that
-    trains, or None if this host lacks it: the check then runs on the CPU, and is left out if the
-    model does not run there. adapted: LoRA trains the last layer or embedding rows of new tokens.
-    Raises ConfigurationError if "fused" is requested and not possible.
+    "fused" is chosen only if a small random model has the same loss and gradients with both, up to
+    rounding. `device` trains; None: this host lacks it, so the CPU checks if it can. adapted: LoRA
+    trains the last layer or rows of new tokens. Raises ConfigurationError if "fused" is requested
+    and not possible.
     """
     problem = None
     if requested != "logits":
@@ -292,9 +291,9 @@ def router_term(
 ) -> RouterTerm | None:
     """Return the load-balancing term that training adds to the loss, or None.
 
-    Fine-tuning adds it with the coefficient `given`, or like TRL with the configuration's
-    coefficient. Pretraining adds it only if the configuration sets output_router_logits. Raises
-    ConfigurationError if a coefficient is given for a model without such a term.
+    Fine-tuning adds it with the coefficient `given` or the configuration's, like TRL; pretraining
+    if the configuration sets output_router_logits. Raises ConfigurationError if a coefficient is
+    given for a model without such a term.
     """
     text: Any = config.get_text_config()
     own = next((getattr(text, name) for name in COEFFICIENTS if hasattr(text, name)), None)

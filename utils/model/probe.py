@@ -108,10 +108,7 @@ def build_probe_model(
 ) -> PreTrainedModel:
     """Build the model of `probe_config` in eval mode, with the same random weights every time.
 
-    Weights that text does not use (towers for images) are zeros that take no memory. from_config is
-    not used, because it would shard the model under ZeRO-3. The CPU's random state is restored.
-    `probe_config` does not limit every size, so the model may still be large. Raises
-    ConfigurationError if the model does not fit into memory.
+    Weights that text does not use are zeros without memory. The CPU's random state is restored.
     """
     planned = without_weights(config)
     unused = {id(value) for value in outside_text(planned).values()}

@@ -12,7 +12,7 @@ from utils.checkpoints.discovery import (
     DAMAGED,
     DELETING,
     INCOMPLETE,
-    numbered_checkpoints,
+    own_checkpoint,
     resume_point,
 )
 from utils.checkpoints.files import (
@@ -40,25 +40,18 @@ def find_stage(init_from: str) -> Path:
     directory = Path(init_from)
     if (directory / CONFIG).is_file():  # a run's directory
         final = directory / FINAL
-        directory = final if final.is_dir() else own_checkpoint(init_from) or final
+        directory = final if final.is_dir() else own_checkpoint(directory) or final
     if problem := _unfit(directory):
         raise ConfigurationError(f"--init_from {init_from}: {problem}")
     return directory
 
 
-def own_checkpoint(output_dir: str | None) -> Path | None:
-    """Return a run's newest checkpoint that has a manifest, or None. Its files are not verified."""
-    found = numbered_checkpoints(Path(str(output_dir)))
-    return next((directory for _, directory in found if (directory / MANIFEST).is_file()), None)
-
-
 def stage_of(settings: RunSettings) -> Path | None:
     """Return the directory from which a run with `--init_from` reads configuration and tokenizer.
 
-    This is the newest intact checkpoint in --output_dir, so that the earlier run may be deleted.
-    Before the first checkpoint, and always under LoRA (its checkpoints contain only adapters), this
-    is the directory of `--init_from`. Returns None if `--init_from` is not set. All ranks must call
-    this. Raises ConfigurationError, and StorageError if no checkpoint in --output_dir is intact.
+    This is the newest intact checkpoint in --output_dir, so that the earlier run may be deleted;
+    before the first checkpoint, and under LoRA, the directory of `--init_from`. None without
+    `--init_from`. All ranks must call. Raises ConfigurationError, StorageError.
     """
     if settings.model.init_from is None:
         return None
@@ -136,8 +129,7 @@ def weights_origin(
 ) -> dict[str, Any] | None:
     """Return path, run, step and SHA-256 of the weights of `--init_from`, to record in the run.
 
-    Returns None if this start does not load them. Only rank 0 calls this. Raises ConfigurationError
-    if the files differ from their manifest.
+    Raises ConfigurationError if the files differ from their manifest.
     """
     directory = origin_directory(settings, strategy, resume_from)
     if directory is None:

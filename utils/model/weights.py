@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from utils.checkpoints.discovery import how_to_rewrite
+from utils.checkpoints.discovery import how_to_rewrite, own_checkpoint
 from utils.checkpoints.files import cached_digests
 from utils.config.arguments import ModelArguments
 from utils.config.errors import ConfigurationError
@@ -39,8 +39,8 @@ from utils.model.architecture import (
 )
 from utils.model.attention import AttentionChoice
 from utils.model.config import add_rows, read_config_file
-from utils.model.finished_model import generation_settings, read_published_files
-from utils.model.stages import own_checkpoint, weights_directory
+from utils.model.finished_model import generation_settings, read_processor_files
+from utils.model.stages import weights_directory
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,9 @@ class Quantized(NamedTuple):
 
 
 def base_weights(settings: RunSettings) -> dict[str, Any] | None:
-    """Return what identifies a LoRA run's base weights, for provenance.json, or None without LoRA.
+    """Return the digests of a LoRA run's base weights, or their commit on the Hub; on rank 0.
 
-    For a directory: {"sha256": digest of each file by name}. For a model on the Hub: {"commit":
-    ...}. Only rank 0 calls this, because it may read all files. Raises ConfigurationError, OSError.
+    None without LoRA. Raises ConfigurationError, OSError.
     """
     model = settings.model
     if not model.use_peft:
@@ -154,7 +153,7 @@ def model_contents(settings: RunSettings) -> dict[str, Any] | None:
     if model.model_config is not None:
         return read_config_file(Path(model.model_config), model.model_config_overrides)
     continues = model.init_from is not None and not model.use_peft
-    if continues and own_checkpoint(settings.training.output_dir) is not None:
+    if continues and own_checkpoint(Path(str(settings.training.output_dir))) is not None:
         return None
     path = weights_directory(settings) / "config.json"
     if not path.is_file():
@@ -224,7 +223,7 @@ def load_model(
                 # bitsandbytes would pack the weights differently for an evaluation.
                 layer.support_avx512bf16_for_cpu = False
     made.generation_config = generation_settings(settings, config)
-    made.published = read_published_files(settings, config)
+    made.processor_files = read_processor_files(settings)
     add_input_hooks(made)
     if frozen := freeze_unused(made):
         towers = [".".join(name.split(".")[:2]) for name in frozen if gets_gradient(name)]
@@ -237,8 +236,7 @@ def load_model(
 def quantized_layers(model: ModelArguments, config: PreTrainedConfig) -> Quantized | None:
     """Return the layers to load in 4 bits, or None without --load_in_4bit.
 
-    These are the text model's linear layers except the last, with or without adapters. Embeddings,
-    norms and stacked experts are not quantized. `model` must have full names in
+    These are the text model's linear layers except the last. `model` must have full names in
     lora_target_parameters, as in AdapterPlan.
     """
     if not model.load_in_4bit:
@@ -304,11 +302,7 @@ def packed_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def dequantized(layer: Any, packed: torch.Tensor) -> torch.Tensor:
-    """Return a layer's dequantized weight on the CPU, shaped as in the published file.
-
-    `packed` is the layer's 4-bit tensor, gathered from all ranks. The result has the type in which
-    `load_model` loaded the layer.
-    """
+    """Return the weight of `packed`, gathered from all ranks, on the CPU, as it was published."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = layer.quant_state

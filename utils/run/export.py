@@ -22,7 +22,11 @@ from transformers import PreTrainedModel
 from utils.checkpoints.files import FINAL
 from utils.data.tokenizers import without_training_marks
 from utils.model.architecture import is_multimodal
-from utils.model.finished_model import name_of, set_generation_settings
+from utils.model.finished_model import (
+    name_of,
+    set_generation_settings,
+    write_processor_files,
+)
 from utils.model.weights import dequantized, packed_layers
 from utils.publish.hub import ADAPTER, CARD
 from utils.publish.model_card import RunCard, shown_name
@@ -53,7 +57,7 @@ def export_final(trainer: Any, dtype: torch.dtype) -> None:
             _untie(model, state)
         with _directory(output_dir / FINAL, trainer) as partial:
             _save(model, state, partial, dtype)
-            live.published.write(trainer.processing_class, partial)
+            write_processor_files(live.processor_files, trainer.processing_class, partial)
 
 
 def merged_model(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from utils.checkpoints.discovery import own_checkpoint
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
 from utils.config.declarations import shown
@@ -30,7 +31,6 @@ from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
 from utils.launch.slurm import job_times
-from utils.model.stages import own_checkpoint
 from utils.model.weights import base_weights, model_contents
 from utils.plan.run_data import RunData
 
@@ -230,7 +230,7 @@ def accepted_changes(
     # Mask secrets in both, because the first start masked them in config.yaml.
     old = redacted(defaults | settings_in_force(output_dir, starts))
     new = redacted(settings.resolved)
-    resumes |= own_checkpoint(str(output_dir)) is not None
+    resumes |= own_checkpoint(output_dir) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
     before, now = Snapshot(old, _contents(starts[-1])), Snapshot(new, _contents(facts))

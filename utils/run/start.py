@@ -46,7 +46,7 @@ from utils.host.hub import settle_connection, stay_offline
 from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, refuse_if_in_use, run_owners, take_run_lock
-from utils.kernels.cpu_products import keep_freed_memory, products_name, settle_products
+from utils.kernels.cpu_products import choose_products, keep_freed_memory, products_name
 from utils.launch.processes import LaunchFacts, check_connected, check_launch, requested_strategy
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
@@ -108,7 +108,7 @@ def start_process(settings: RunSettings) -> LaunchFacts:
     report_strategy(settings, launch)
     if launch.device == "cpu" and not on_a_login_node(settings, launch):
         keep_freed_memory(os.environ)
-        if line := settle_products():
+        if line := choose_products():
             logger.info("float32 products: %s", line)
     return launch
 

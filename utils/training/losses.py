@@ -83,11 +83,7 @@ class ExpertBalance:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of the load-balancing loss; collective over ranks.
-
-        This is each rank's sum over the steps that are not logged yet, and the number of these
-        steps. Return {} if there are none.
-        """
+        """Return each rank's sum over the steps not logged yet, and their number; collective."""
         return {UNLOGGED_BALANCE: [gathered(float(self.total)), self.steps]} if self.steps else {}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -98,10 +94,7 @@ class ExpertBalance:
     def begin_step(
         self, batches: Sequence[Batch], count_assignments: Callable[[Batch], torch.Tensor]
     ) -> None:
-        """Count the global batch's tokens; collective over ranks.
-
-        If the step has several micro-batches, count the tokens of each expert as well.
-        """
+        """Count the tokens of the global batch; of several micro-batches, also by expert."""
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
         self.tokens = reduce(torch.full((), tokens, device=self.args.device), reduction="sum")

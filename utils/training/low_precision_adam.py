@@ -261,8 +261,8 @@ def compiled_update(
 ) -> Callable[..., None]:
     """Return the compiled step for weights whose tensors have these names and types.
 
-    It is compiled with artificial tensors. The first real weight has accidental properties, such as
-    equal sizes: torch would assume these properties, and compile again for other weights.
+    It is compiled with artificial tensors: torch would assume accidental properties of the first
+    weight, such as equal sizes, and compile again for other weights.
     """
     compiled = torch.compile(_update_periods, dynamic=True)
     device, shape = words.device, (len(words) + 7, words.shape[1])

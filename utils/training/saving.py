@@ -38,7 +38,7 @@ from utils.config.declarations import counted_ranks
 from utils.config.errors import ConfigurationError
 from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
-from utils.model.finished_model import set_generation_settings
+from utils.model.finished_model import set_generation_settings, write_processor_files
 from utils.training.callbacks import Callbacks
 from utils.training.losses import rank_share
 from utils.training.zero_resharding import loadable_checkpoint
@@ -185,11 +185,7 @@ class SavingTrainer(Trainer):
             )  # fmt: skip
 
     def _collect(self) -> dict[str, Any]:
-        """Return the values that we add to a checkpoint, as JSON; collective over ranks.
-
-        The position in the data is not stored, because it follows from the step
-        (utils/data/order.py).
-        """
+        """Return the values that we add to a checkpoint, as JSON; collective over ranks."""
         step = self.state.global_step
         loader: Any = self.callback_handler.train_dataloader
         loader.tokens_seen.count(step)
@@ -231,8 +227,8 @@ class SavingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer, without Trainer's training_args.bin, which is a pickle.
 
-        Tensors are saved under their names in the model, because Trainer loads them by these names.
-        By default save_pretrained would use the published names, with a tensor for each expert.
+        Trainer loads tensors by their names in the model. save_pretrained would use the published
+        names, with a tensor for each expert.
         """
         directory, model = Path(output_dir or str(self.args.output_dir)), self.model
         bare: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -247,7 +243,7 @@ class SavingTrainer(Trainer):
         if not self.args.should_save:
             return
         (directory / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        bare.published.write(self.processing_class, directory)
+        write_processor_files(bare.processor_files, self.processing_class, directory)
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Under FSDP with sharded checkpoints Trainer saves no configuration and no tokenizer.
@@ -318,11 +314,9 @@ class SavingTrainer(Trainer):
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set the learning rate of the next step by this start's schedule.
+    """Set the learning rate of the next step by this start's schedule, not by the checkpoint's.
 
-    Trainer restores the rate that was in force when the checkpoint was saved. If max_steps or
-    another setting of the schedule has changed, the first step would still use the old rate, which
-    is 0 at the end of most schedules. Without a change both rates are equal bit for bit.
+    The two differ only if a setting of the schedule has changed, such as max_steps.
     """
     if isinstance(scheduler, AcceleratedScheduler):  # under DeepSpeed
         scheduler = scheduler.scheduler
@@ -344,8 +338,7 @@ def follow_schedule(scheduler: Any) -> None:
 def save_random_states(directory: Path, args: TrainingArguments) -> None:
     """Save this rank's RNG states as plain numbers and tensors, under Trainer's file name.
 
-    Only the state of the rank's own device is saved. Trainer saves the states of all devices of the
-    node by device number, which is wrong on a node with other devices.
+    Trainer saves all devices of the node by number, which is wrong on a node with other devices.
     """
     kind, words, *rest = np.random.get_state()
     states = {

@@ -88,9 +88,8 @@ def _local(value: Tensor) -> Tensor:
 class EmbeddingNoise:
     """NEFTune: noise on the embeddings in training (Jain et al. 2023, arXiv 2310.05914).
 
-    The noise is uniform between +-alpha / sqrt(length * width). `length` is the length of the
-    token's document, as in the authors' code. transformers' hook uses the length of the packed
-    sequence: with 14 documents in a sequence, the noise would be a quarter as large.
+    The noise is uniform between +-alpha / sqrt(length * width). `length` is that of the token's
+    document, as in the authors' code; transformers' hook uses that of the packed sequence.
     """
 
     def __init__(self, model: Any, alpha: float):

@@ -191,11 +191,7 @@ class PackedTrainer(SavingTrainer):
     def evaluation_loop(  # type: ignore[override] # Trainer gives all but the loader by name
         self, dataloader: Any, metric_key_prefix: str = "eval", **others: Any
     ) -> EvalLoopOutput:
-        """Evaluate a split. Return means over all its loss tokens.
-
-        The means do not depend on ranks and batch size, up to rounding. Trainer would average the
-        means of micro-batches.
-        """
+        """Evaluate a split. Return means over its loss tokens; Trainer's are of micro-batches."""
         self._eval_totals = EvaluationTotals(self.args.device)
         split = metric_key_prefix.removeprefix("eval_")
         self.callbacks.progress.begin_split(split, len(dataloader))
@@ -207,10 +203,7 @@ class PackedTrainer(SavingTrainer):
 
     @override
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate a split. Without `eval_dataset`, generate samples and then evaluate all splits.
-
-        The time for the samples counts as evaluation.
-        """
+        """Evaluate a split; without `eval_dataset`, generate samples and evaluate all splits."""
         if eval_dataset is None:
             self.callbacks.progress.begin(Phase.EVALUATE, self.state.global_step)
             self.callbacks.samples.generate(self)
@@ -273,4 +266,3 @@ class PackedTrainer(SavingTrainer):
             if not logs["total_flos"]:
                 del logs["total_flos"]  # the callback Throughput counts FLOPs instead
         super().log(logs, start_time)
-        self.callbacks.own.state()  # raises, before the hours until a checkpoint
