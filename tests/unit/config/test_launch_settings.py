@@ -23,13 +23,11 @@ HSDP = {"dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 
 WRONG = {
     "tp": (FSDP2 | {"parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallel"),
-    "tp beside hsdp": (FSDP2 | {"parallelism_config": {**HSDP, "tp_size": 4}}, "tp_size 4"),
     "cp": (FSDP2 | {"parallelism_config": {"parallelism_config_cp_size": 2}}, "context parall"),
     "sp": ({"distributed_type": "DEEPSPEED", "parallelism_config": {"sp_size": 8}}, "sequence p"),
     "hsdp of ddp": (DDP | {"parallelism_config": HSDP}, "dp_shard_size 2 needs FSDP2"),
     "hsdp of fsdp1": ({"distributed_type": "FSDP", "parallelism_config": HSDP}, "needs FSDP2"),
     "fp8": (DDP | {"mixed_precision": "fp8"}, "fp8 is not supported: .* bf16: true"),
-    "dynamo, short": (DDP | {"dynamo_config": {"backend": "inductor"}}, "dynamo_backend INDUCT"),
     "dynamo, older": (DDP | {"dynamo_backend": "inductor"}, "dynamo_backend INDUCTOR: it comp"),
     "ignored": (FSDP2 | {"fsdp_config": {"version": 2, "ignored_modules": "lm_head"}}, "summed"),
     "recomputation": (FSDP2 | {"fsdp_config": {"version": 2, "activation_checkpointing": True}},

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planned import GEMMA, LLAMA, MIXTRAL, settings, setup
+from planned import LLAMA, settings, setup
 from transformers import AutoConfig
 
 from benchmarks.cells.shapes import GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_600M
@@ -100,17 +100,11 @@ def test_what_others_measured_on_several_gpus_is_in_the_range(case):
     assert slow == pytest.approx(SEVERAL[0] / SEVERAL[1] * fast, rel=0.05)
 
 
-def test_windows_experts_and_recomputation_are_counted():
-    llama, gemma, mixtral = (planner_of(config, 64) for config in (LLAMA, GEMMA, MIXTRAL))
+def test_recomputation_is_counted():
+    llama = planner_of(LLAMA, 64)
     whole = llama.step_flops("full") - llama.step_flops("none")
     assert whole == 2 * (llama.products.forward - 512 * 64) + 4 * 4 * 64 * 64 / 2
     assert llama.step_flops("selective") == llama.step_flops("none")
-    # Two layers see 16 tokens, two all 64.
-    scores = gemma.step_flops("none") - 6 * gemma.products.forward
-    assert scores == 12 * (2 * 64 * 16 + 2 * 64 * 64) / 2
-    # Two of four experts, each of three products of 64 x 64, in two layers.
-    dense = mixtral.products.forward - 2 * (2 * 3 * 64 * 64)
-    assert dense == 2 * (2 * 64 * 64 + 2 * 64 * 32) + 512 * 64
 
 
 def on_gpus(planner, gpus, strategy, rows, length, accumulation, **changes):
