@@ -11,7 +11,6 @@ OF_EVALUATIONS = (
     "greater_is_better"
 )
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-WITHOUT_MOMENTS = ("adafactor", "adagrad", "rmsprop", "sgd")
 LORA = (
     "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters "
     "lora_modules_to_save use_rslora use_dora"
@@ -53,7 +52,6 @@ MOOT: Rules = (
     # How the same numbers are computed.
     ("use_cpu", _is(True), "tf32"),
     ("optim", _is_not(*ADAMW), "optim_states"),
-    ("optim", _is(*WITHOUT_MOMENTS), "adam_beta1 adam_beta2 adam_epsilon"),
     ("activation_checkpointing", _is_not(True, "full"), "activation_checkpointing_kwargs"),
     ("activation_checkpointing", _is("auto"), "activation_offloading"),
     ("dataloader_num_workers", _is(0), "dataloader_persistent_workers dataloader_prefetch_factor"),

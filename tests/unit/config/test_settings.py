@@ -93,6 +93,11 @@ def test_a_flag_disables_settings_that_it_makes_ineffective(no_accelerator, star
     assert {name for cause, _, moot in RULES for name in (cause, *moot.split())} <= values.keys()
 
 
+def test_a_setting_that_only_the_optimizer_ignores_stays_as_a_run_recorded_it(started):
+    values = started("optim: sgd\nadam_beta1: 0.5\n")
+    assert values["adam_beta1"] == 0.5, "a run begun with both resumes"
+
+
 def test_a_later_recipe_overrules_an_earlier_one_and_no_flag_is_overruled(started, tmp_path):
     (note,) = started(DEMO, "--num_train_epochs", "2").notes
     assert note.startswith("max_steps 140 (")
