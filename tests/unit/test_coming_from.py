@@ -1,7 +1,8 @@
-"""docs/coming-from.md: our settings in its tables exist."""
+"""docs/coming-from.md: our settings in its tables exist, and the importer agrees with them."""
 
 import re
 
+import pytest
 from test_repository import ROOT
 
 from utils.config.arguments import DataArguments, FineTuneConfig, ModelArguments, RunArguments
@@ -12,6 +13,7 @@ from utils.config.preparation import (
     ENTRY_KEYS,
     PreparationArguments,
 )
+from utils.importing.toolkits import LEFT, TOOLKITS
 
 TEXT = (ROOT / "docs" / "coming-from.md").read_text()
 CLASSES = (RunArguments, DataArguments, ModelArguments, OwnCode, FineTuneConfig)
@@ -36,3 +38,20 @@ def test_what_tables_and_refusals_call_ours_is_a_setting():
             advice = other_names().get(name, "")
             assert not advice.isidentifier() or advice in names(here), f"{name}: {advice}, {here}"
     assert {advice for advice in other_names().values() if advice.isidentifier()} <= KNOWN
+
+
+@pytest.mark.parametrize(
+    ("title", "at_least"), [("TRL", 3), ("axolotl", 12), ("LLaMA-Factory", 10)]
+)
+def test_the_importer_agrees_with_the_tables(title, at_least):
+    toolkit = TOOLKITS[title.lower().replace("-", "")]
+    section = TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    compared = 0
+    for theirs, here in rows:
+        for name in names(theirs):
+            ours = toolkit.names.get(name) or other_names().get(name, "")
+            if ours in KNOWN and name not in LEFT:
+                assert ours in names(here), f"{name}: {ours}, {here}"
+                compared += 1
+    assert compared >= at_least

@@ -13,13 +13,15 @@ from utils.config.errors import ConfigurationError, did_you_mean
 logger = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 1.5
+UPLOAD_LIMIT_S = 30.0  # an upload is worth waiting for a slow Hub
 # The cache has a model or a tokenizer if it has one of these files.
 _FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_gave_up = threading.Event()  # stay_offline turned the offline mode on, not the user
 
 
 @functools.cache
-def hub_fault() -> str:
+def hub_fault(limit_s: float | None = None) -> str:
     """Return why the Hub cannot be reached, "" if it can. Only the first call sends a request.
 
     The libraries repeat each request for a minute. HF_HUB_OFFLINE=0 turns this test off.
@@ -30,6 +32,7 @@ def hub_fault() -> str:
         return "this process is offline (HF_HUB_OFFLINE=1, as in Slurm jobs)"
     if "HF_HUB_OFFLINE" in os.environ:
         return ""
+    limit_s = limit_s or PROBE_LIMIT_S
     answer: Future[str] = Future()
     session = get_session()
 
@@ -43,10 +46,24 @@ def hub_fault() -> str:
     # A thread, because no timeout of the HTTP library ends the wait for a name server.
     threading.Thread(target=ask, name="hub", daemon=True).start()
     try:
-        fault = answer.result(PROBE_LIMIT_S)
+        fault = answer.result(limit_s)
     except TimeoutError:
-        fault = f"gave no answer within {PROBE_LIMIT_S:g} s (HF_HUB_OFFLINE=0 waits longer)"
+        fault = f"gave no answer within {limit_s:g} s (HF_HUB_OFFLINE=0 waits longer)"
     return f"{constants.ENDPOINT} {fault}" if fault else ""
+
+
+def upload_fault() -> str:
+    """Return why nothing can be uploaded, "" if the Hub answers.
+
+    Waits longer than hub_fault, and asks again if the Hub did not answer at the start of a run.
+    """
+    from huggingface_hub import constants
+
+    if _gave_up.is_set():
+        _gave_up.clear()
+        os.environ.pop("HF_HUB_OFFLINE", None)
+        constants.HF_HUB_OFFLINE = False
+    return hub_fault(UPLOAD_LIMIT_S)
 
 
 def settle_connection(name: str | None, revision: str | None = None) -> bool:
@@ -68,6 +85,8 @@ def stay_offline() -> None:
     """Set the Hub's libraries offline, in this process and in processes that it starts."""
     from huggingface_hub import constants
 
+    if not constants.HF_HUB_OFFLINE:
+        _gave_up.set()
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True  # the library reads the variable only when it is imported
 

@@ -24,7 +24,7 @@ from utils.checkpoints.files import FINAL, PROCESSOR_FILES, readable
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import foreign, read_object
-from utils.host.hub import hub_fault
+from utils.host.hub import upload_fault
 from utils.host.redaction import load_env_file, redact
 from utils.launch.script import configure_logging, run_script
 
@@ -79,10 +79,12 @@ def files_to_publish(
 ) -> dict[str, Path | bytes]:
     """Return the files to upload (paths or contents) by their names on the Hub, and log them.
 
-    Raises ConfigurationError for an unfinished run, a secret in a file, or an adapter whose base
-    model has no name on the Hub.
+    Raises ConfigurationError for an invalid name, an unfinished run, a secret in a file, or an
+    adapter whose base model has no name on the Hub.
     """
     directory = run / (ADAPTER if adapter else FINAL)
+    for given in filter(None, (name, base_model)):
+        _check_hub_name(given)
     if not directory.is_dir():
         raise ConfigurationError(
             f"{run} has no {directory.name}/ yet, which the end of a run writes: resume it first, "
@@ -133,7 +135,7 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
     token = os.environ.get("HF_WRITE_TOKEN") or get_token()
     if token is None:
         raise ConfigurationError(NO_TOKEN)
-    if fault := hub_fault():
+    if fault := upload_fault():
         raise ConfigurationError(f"{name}: {fault}: nothing was uploaded.")
     api = HfApi(token=token)
     try:
@@ -162,6 +164,17 @@ def upload(files: Mapping[str, Path | bytes], name: str, *, private: bool) -> st
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigurationError(f"{name}: the upload failed: {reason}.") from error
     return str(url)
+
+
+def _check_hub_name(name: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigurationError(
+            f"{name!r} is no name on the Hub, give OWNER/NAME: {error}"
+        ) from error
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig
 
 from utils.checkpoints.discovery import own_checkpoint
 from utils.checkpoints.record import RunRecord, settings_in_force
@@ -31,6 +32,7 @@ from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
 from utils.launch.slurm import job_times
+from utils.model.architecture import causal_lm_class
 from utils.model.weights import base_weights, model_contents
 from utils.plan.run_data import RunData
 
@@ -209,14 +211,16 @@ def accepted_changes(
     output_dir: Path,
     settings: RunSettings,
     facts: Mapping[str, Any],
+    derived: Mapping[str, Any],
     *,
     resumes: bool = False,
 ) -> dict[str, Any]:
     """Log the changes since the last start; return keys `changed`, `accepted` for provenance.json.
 
-    `facts` has the result of `identity_facts` and the script. `resumes`: this start resumes from a
-    checkpoint of another directory. Raises ConfigurationError for a change that the checkpoints do
-    not allow, and for a dangerous one that is not in --accept_changes.
+    `facts` has the result of `identity_facts` and the script. `derived`: the plan's values of
+    settings that may be null. `resumes`: this start resumes from a checkpoint of another directory.
+    Raises ConfigurationError for a change that the checkpoints do not allow, and for a dangerous
+    one that is not in --accept_changes.
     """
     starts = RunRecord(output_dir).starts
     if not starts:
@@ -230,6 +234,8 @@ def accepted_changes(
     # Mask secrets in both, because the first start masked them in config.yaml.
     old = redacted(defaults | settings_in_force(output_dir, starts))
     new = redacted(settings.resolved)
+    same = {name: value for name, value in derived.items() if old[name] == value}
+    new = new | {name: value for name, value in same.items() if new[name] is None}
     resumes |= own_checkpoint(output_dir) is not None
     if settings.run.dry_run and resumes:
         new = new | {name: old[name] for name in LEFT_OPEN if settings.values.rank(name) == 0}
@@ -273,12 +279,31 @@ def compare(before: Snapshot, now: Snapshot, *, resumes: bool) -> Iterator[Chang
     config = weights if now.settings["model_config"] is None else "model_config"
     for kind, held in before.contents.items():
         name = {"model_config": config, "model_name_or_path": weights}.get(kind, kind)
-        holds = now.contents.get(kind, {})
+        holds, impossible = now.contents.get(kind, {}), ""
+        if kind == "model_config" and resumes:
+            impossible = _other_shape(held, holds)
         keys = [key for key in held.keys() | holds.keys() if held.get(key) != holds.get(key)]
-        if held and holds and keys and name not in dangerous:
+        if held and holds and keys and (impossible or name not in dangerous):
             key, note = min(keys), f"and {len(keys) - 1} more" if len(keys) > 1 else ""
             what, ask = f"{name}: {key}", name not in HARMLESS_CONTENTS
-            yield Change(name, what, held.get(key), holds.get(key), note, ask)
+            yield Change(name, what, held.get(key), holds.get(key), note, ask, impossible)
+
+
+def _other_shape(*contents: Mapping[str, Any]) -> str:
+    """Return a text on a tensor whose shape differs between two model configurations, or ""."""
+    if not all(contents) or contents[0] == contents[1]:
+        return ""
+    shapes = []
+    for config in (AutoConfig.for_model(**each) for each in contents):
+        with torch.device("meta"):
+            # Call the class, because from_config would shard the weights under ZeRO-3.
+            model: Any = causal_lm_class(config)(config)
+        shapes.append({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    for name in shapes[0] | shapes[1]:
+        was, is_now = (each.get(name, "not there") for each in shapes)
+        if was != is_now:
+            return f"have other tensors: {name} was {was} and would be {is_now}"
+    return ""
 
 
 def _as_before(name: str, old: Any, new: Any) -> bool:

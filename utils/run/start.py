@@ -294,7 +294,8 @@ def find_run(settings: RunSettings, plan: RunPlan, data: RunData, launch: Launch
     facts: dict[str, Any] = {}
     if known or foreign or not dry_run:
         facts = {"script": settings.script, **identity_facts(settings, data)}
-        facts |= accepted_changes(record, settings, facts, resumes=foreign is not None)
+        derived = {"dataloader_num_workers": plan.data_workers, "compile": plan.compiled}
+        facts |= accepted_changes(record, settings, facts, derived, resumes=foreign is not None)
     run_id = RunRecord(record).run_id or uuid.uuid4().hex
     checkpoint = resume_point(output_dir, run_id, dry_run=dry_run) if known else None
     if foreign is not None:

@@ -18,6 +18,7 @@ def at(monkeypatch, tmp_path):
 
     def settled(url: str) -> None:
         hub.hub_fault.cache_clear()
+        hub._gave_up.clear()
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -25,6 +26,7 @@ def at(monkeypatch, tmp_path):
 
     yield settled
     hub.hub_fault.cache_clear()
+    hub._gave_up.clear()
 
 
 @pytest.fixture
@@ -85,6 +87,26 @@ def answering():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+def test_an_upload_waits_longer_and_asks_again_if_the_start_gave_up(
+    at, answering, listening, monkeypatch
+):
+    monkeypatch.setattr(hub, "PROBE_LIMIT_S", 0.1)
+    monkeypatch.setattr(hub, "UPLOAD_LIMIT_S", 60)
+    at(f"http://127.0.0.1:{listening.getsockname()[1]}")
+    with pytest.raises(ConfigurationError, match="not in the cache"):
+        hub.settle_connection("Qwen/Qwen3-8B")
+    assert constants.is_offline_mode()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{answering.server_port}")
+    assert hub.upload_fault() == ""
+    assert not constants.is_offline_mode()
+    at("http://127.0.0.1:9")
+    assert "cannot be reached" in hub.upload_fault()
+    at("http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # by the user
+    hub.stay_offline()
+    assert "this process is offline" in hub.upload_fault()
 
 
 def test_a_hub_that_answers_anything_is_reached_and_asked_once(at, answering, monkeypatch):

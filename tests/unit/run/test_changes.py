@@ -41,11 +41,11 @@ class Runs:
         self.directory, self.parse = directory, parse
         self.starts: list[dict] = []
 
-    def start(self, accept=(), facts=(), **changes):
+    def start(self, accept=(), facts=(), derived=None, **changes):
         given = {**GIVEN, "output_dir": self.directory, **changes}
         settings = self.parse(tiny.flags(**given, accept_changes=list(accept) or None), "")
         now = {**FACTS, **dict(facts)}
-        record = accepted_changes(self.directory, settings, now)
+        record = accepted_changes(self.directory, settings, now, derived or {})
         if not self.starts:
             (self.directory / "config.yaml").write_text(dump_yaml(settings.resolved))
         self.starts.append(json.loads(json.dumps({**now, **record})))
@@ -163,6 +163,10 @@ def test_tokenizer_and_model_configuration_go_by_their_contents(runs, caplog):
     runs.has_checkpoint()
     runs.start(**copies, facts=other, accept=["model_config"])
     assert runs.start(**copies, facts=other) == {}
+    wider = {"model_config": {**MODEL, "hidden_size": 48}}
+    (problem, *_) = refused(runs, **copies, facts=wider, accept=["model_config"])
+    assert "cannot resume: its model_config: hidden_size is 32, now it is 48" in problem
+    assert "was (128, 32) and would be (128, 48)" in problem
 
 
 def test_another_model_matters_where_its_weights_do(fine_tuning, caplog):
@@ -267,6 +271,18 @@ def test_a_missing_setting_and_a_broken_config(runs):
     path.write_text("seed: [")
     (problem,) = refused(runs)
     assert "config.yaml is not as the first start wrote it" in problem
+
+
+def test_a_setting_that_was_given_a_derived_default_is_no_change_with_the_same_value(runs, caplog):
+    """A run of an older version has the old default in its config.yaml, a later start has null."""
+    file = runs.directory / "config.yaml"
+    older = {name: value for name, (value, _) in load_file(file).items()}
+    file.write_text(dump_yaml(older | {"dataloader_num_workers": 0, "compile": False}))
+    same = {"dataloader_num_workers": 0, "compile": False}
+    assert runs.start(derived=same) == {}
+    assert warned(caplog) == []
+    runs.start(derived={"dataloader_num_workers": 2, "compile": False})
+    assert warned(caplog)[0].endswith(f"in {runs.directory}:\n  dataloader_num_workers: 0 -> null")
 
 
 def test_other_gpus_of_a_shared_node_are_no_change_but_their_number_is(runs, caplog):

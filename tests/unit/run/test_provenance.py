@@ -12,7 +12,7 @@ import requests
 
 from utils.launch.processes import LaunchFacts
 from utils.run.provenance import git_state, write_provenance
-from utils.run.trackers import prepare_trackers, prepare_wandb
+from utils.run.trackers import end_wandb, prepare_trackers, prepare_wandb
 
 LAUNCH = LaunchFacts(0, 3, "fsdp2", hosts=("n1", "n1", "n2"), device="cpu")
 
@@ -106,6 +106,26 @@ def test_what_the_user_set_stays_and_a_secret_is_not_uploaded(tmp_path, wandb):
     prepare_wandb(tmp_path, "a1")
     assert {name: os.environ[f"WANDB_{name}"] for name in chosen} == chosen
     assert os.environ["WANDB_X_DISABLE_META"] == "true"
+
+
+def test_wandb_gets_the_report_and_the_stop_before_the_run_ends(tmp_path, monkeypatch):
+    told = []
+    run = SimpleNamespace(
+        id="a1",
+        log=told.append,
+        log_artifact=lambda *what, **more: told.append((*what, more)),
+        mark_preempting=lambda: told.append("preempting"),
+        finish=lambda **how: told.append(how),
+    )
+    wandb = SimpleNamespace(run=run, Html=lambda path, inject: (path, inject))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    report = tmp_path / "report.html"
+    end_wandb(report, stopped=True)
+    assert told == ["preempting", {"exit_code": 75}]
+    report.touch()
+    end_wandb(report, stopped=False)
+    kept = (str(report), {"name": "report-a1", "type": "report"})
+    assert told[2:] == [{"report": (str(report), False)}, kept]
 
 
 def test_mlflow_finds_its_run_and_keeps_user_settings(tmp_path, monkeypatch):
