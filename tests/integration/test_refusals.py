@@ -369,3 +369,7 @@ def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining)
     assert pretrain.main(argv) == 0
     argv = pretraining(place.run, optim_args="fused=true", dry_run="true")
     assert pretrain.main(argv) == 0
+    argv = pretraining(
+        place.run, optim="ademamix", optim_args="alpha=5.0,beta3=0.9999", dry_run="true"
+    )
+    assert pretrain.main(argv) == 0, "transformers' defaults, which published recipes spell out"

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,11 +28,7 @@ from utils.config.recipes import read_recipes, scalar
 
 CONFIG_FLAG = "config"
 COMMANDS = ("train", "sft", "pretrain", "preprocess")  # as in axolotl train, trl sft
-OF_ANOTHER_TOOLKIT = 4  # unknown settings in recipes
-CONVERT = (
-    "a config of axolotl, LLaMA-Factory or TRL is converted by "
-    "python -m utils.importing FILE --output_dir imported"
-)
+OF_ANOTHER_TOOLKIT = 4  # unknown settings in a recipe
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "f", "n", "0"), False),
@@ -74,10 +71,7 @@ def read_settings(
     entries = dict(without_sections(entries, declared))
     entries |= {name: Given(words, f"--{name}", FLAGS_RANK) for name, words in flags.items()}
     values = _checked_values(entries, declared, problems)
-    unknown = [name for name in values.unusable - declared.keys() if "." not in name]
-    in_recipes = [name for name in unknown if entries[name].rank != FLAGS_RANK]
-    if len(in_recipes) >= OF_ANOTHER_TOOLKIT:  # their configs have no sections
-        problems.insert(0, CONVERT)
+    problems[:0] = _of_another_toolkit(entries, values)
     for settlement in settle:
         with suppress(UnusableSettingError):  # the fault is already in `problems`
             settlement(values)
@@ -92,6 +86,19 @@ def read_settings(
     if printed is not None:
         raise Answer(config_text(values, every=bool(printed)))
     return values
+
+
+def _of_another_toolkit(entries: Mapping[str, Given], values: SettingValues) -> Iterator[str]:
+    """Yield the command that converts a recipe in which several settings are unknown."""
+    names = (name for name in values.unusable - values.declared.keys() if "." not in name)
+    unknown = [entries[name] for name in names]  # their configs have no sections
+    files = Counter(each.source.rpartition(":")[0] for each in unknown if each.rank != FLAGS_RANK)
+    for file, number in files.items():
+        if number >= OF_ANOTHER_TOOLKIT:
+            yield (
+                f"{file}: if it is a config of axolotl, LLaMA-Factory or TRL, convert it with "
+                f"python -m utils.importing {file} --output_dir imported"
+            )
 
 
 def check_required(values: SettingValues) -> Iterator[str]:

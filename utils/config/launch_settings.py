@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from utils.config.declarations import SettingValues, is_true
 
@@ -197,8 +196,21 @@ def launch_for_libraries(values: SettingValues) -> Iterator[None]:
     if values["dry_run"]:
         hidden |= {*LAUNCHER_VARIABLES}
         hidden |= {name for name in values.environment if name.startswith(MPI_VARIABLES)}
-    with mock.patch.dict(os.environ):
-        os.environ.update(values.environment)
-        for name in hidden:
-            os.environ.pop(name, None)
+    new: dict[str, str | None] = {**values.environment, **dict.fromkeys(hidden)}
+    # Other variables stay: accelerate sets some, and threads of NCCL read them.
+    new = {name: value for name, value in new.items() if os.environ.get(name) != value}
+    before = {name: os.environ.get(name) for name in new}
+    _set_variables(new)
+    try:
         yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    """Set environment variables; None removes a variable."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

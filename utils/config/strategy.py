@@ -18,6 +18,7 @@ from utils.config.declarations import Given, SettingValues
 from utils.config.errors import ConfigurationError
 from utils.config.launch_settings import (
     PRECISION_VARIABLE,
+    block,
     launch_faults,
     strategy_variables,
 )
@@ -34,6 +35,7 @@ SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
 # The share of an unknown GPU's nominal memory that torch sees, about.
 VISIBLE_SHARE = 0.95
+_OFFLOADS = ("offload_optimizer_device", "offload_param_device", "fsdp_offload_params")
 _FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:(\w[\w ]*)-)?(\d+)GB", re.IGNORECASE)
 
 
@@ -53,6 +55,13 @@ class StrategyConfig:
         """Return the distributed_type of the config."""
         return self.content.get("distributed_type")
 
+    @property
+    def shards(self) -> bool:
+        """Return whether the config shards over processes, without offload or an own file."""
+        own = block(self.content, "fsdp_config") | block(self.content, "deepspeed_config")
+        offloads = any(own.get(name) not in (None, False, "none") for name in _OFFLOADS)
+        return self.kind in SHARDING and not offloads and "deepspeed_config_file" not in own
+
 
 def choose_config(
     environment: Mapping[str, str], strategy: Given, processes: int, *, on_cpu: bool
@@ -60,7 +69,7 @@ def choose_config(
     """Return the accelerate config for a launch of `processes` processes.
 
     ACCELERATE_CONFIG wins over `strategy`. "auto" depends on the number of processes. A single
-    process gets single_gpu.yaml for each of our strategies for GPUs. Raises ConfigurationError.
+    process gets single_gpu.yaml for a strategy that needs several. Raises ConfigurationError.
     """
     shown = f"strategy {strategy.value} ({strategy.source})"
     alone = FOLDER / "single_gpu.yaml"
@@ -80,7 +89,7 @@ def choose_config(
             "a path"
         )
     config = read_config(strategy_path(strategy.value), shown)
-    if processes == 1 and strategy.value in {*NAMES} - {"single_gpu", "cpu"}:
+    if processes == 1 and (config.shards or strategy.value == "multi_gpu"):
         return read_config(alone, f"{shown}, which has no effect on one process")
     return config
 
@@ -149,14 +158,13 @@ def check_strategy(values: SettingValues) -> Iterator[str]:
         choose_config(environment, given, processes=2, on_cpu=False)
     except ConfigurationError as error:
         yield from error.problems
-    if values["suggest"] and not values["assume"]:
-        yield f"{values.shown('suggest')} has to know the GPUs: add --assume 8xH100-80GB"
+    for name in ("assume", "suggest"):
+        if values[name] and not values["dry_run"]:
+            yield f"{values.shown(name)} is for a dry run: add --dry_run, or leave it out"
     if not values["assume"]:
         return
     shown = values.shown("assume")
-    if not values["dry_run"]:
-        yield f"{shown} is for a dry run: add --dry_run, or leave it out"
-    elif SUBMITTING in os.environ:
+    if values["dry_run"] and SUBMITTING in os.environ:
         yield f"{shown}: the job says which GPUs it has; leave it out"
     try:
         assumed_gpus(values["assume"])

@@ -43,6 +43,10 @@ LIMIT_S = 180.0  # for all checks, which run at once: a busy machine is slow, bu
 SAID_AFTER_S = 10.0
 LEAST_FREE_GIB = 20
 SHARED = "/dev/shm"  # noqa: S108 - only its size is read
+# A line of sinfo about nodes that run jobs. A state with "*" at its end does not answer.
+TAKES_JOBS = re.compile(
+    r"\S+ up \S+ \S+ (idle|mix|mixed|alloc|comp|resv|plnd|boot|pow_up)[^\w* ]* "
+)
 
 
 class Finding(NamedTuple):
@@ -162,7 +166,7 @@ def check_gpus() -> Iterator[Finding]:
     names: list[str] = []
     if shutil.which("nvidia-smi"):
         names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
-    if names:
+    if names and "No devices" not in names[0]:
         mend = "python -c 'import torch; torch.cuda.init()' says why: a driver older than torch's "
         mend += "CUDA, or CUDA_VISIBLE_DEVICES"
         yield Finding("missing", f"{build}, cannot use {', '.join(names)}", mend)
@@ -210,7 +214,11 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_host() -> Iterator[Finding]:
-    """Check the size of shared memory."""
+    """Check cores, memory and shared memory."""
+    from utils.host.machine import memory_room_bytes
+
+    cores, room = len(os.sched_getaffinity(0)), memory_room_bytes() / 2**30
+    yield Finding("ok", f"{cores} core(s) and {room:.0f} GiB of memory for this job")
     shared = shutil.disk_usage(SHARED)
     if shared.total < 2**30:
         what = f"{SHARED} has {shared.total / 2**20:.0f} MiB: NCCL and data workers need more"
@@ -230,8 +238,13 @@ def check_slurm() -> Iterator[Finding]:
         what = "no slurm/cluster.env: jobs take the environment of their shell"
         yield Finding("warning", what, "cp slurm/cluster.env.example slurm/cluster.env")
     lines = output_of("sinfo", "--noheader", "--format=%P %a %l %D %t %G").splitlines()
-    shown = "; ".join(lines[:8])
-    yield Finding("ok", f"Slurm's partitions (limit, nodes, state, GPUs): {shown}")
+    usable = [line for line in lines if TAKES_JOBS.match(line)]
+    shown = "; ".join((usable or lines)[:8])
+    if usable:
+        yield Finding("ok", f"Slurm's partitions (limit, nodes, state, GPUs): {shown}")
+    else:
+        what = f"no partition of Slurm runs jobs now: {shown or 'sinfo shows none'}"
+        yield Finding("warning", what, "sinfo -R says why; a job that is submitted waits")
 
 
 def check_tokens() -> Iterator[Finding]:
@@ -248,8 +261,8 @@ def check_tokens() -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Check the Hub's cache and the connection."""
-    from huggingface_hub import constants
+    """Check the Hub's cache, the connection and the token."""
+    from huggingface_hub import HfApi, constants, get_token
 
     yield from check_disk(Path(constants.HF_HOME), "HF_HOME")
     if constants.HF_HUB_OFFLINE:
@@ -257,8 +270,18 @@ def check_hub() -> Iterator[Finding]:
     elif fault := hub_fault():
         mend = "python prepare_data.py --offline_dir DIR, where it is reached"
         yield Finding("warning", f"the Hub: {fault}: what is needed has to be in HF_HOME", mend)
+    elif get_token() is None:
+        what = f"{constants.ENDPOINT} is reached; no token: gated models need one"
+        yield Finding("option", what, "HF_TOKEN in .env, or hf auth login")
     else:
         yield Finding("ok", f"{constants.ENDPOINT} is reached")
+        try:
+            HfApi().whoami()
+        except Exception as error:  # errors of httpx and of the Hub; their texts may hold a token
+            code = getattr(getattr(error, "response", None), "status_code", None)
+            level = "warning" if code in (401, 403) else "unknown"
+            what = f"the Hub does not take the token ({type(error).__name__} {code})"
+            yield Finding(level, what, "hf auth login, or another HF_TOKEN in .env")
 
 
 def check_disk(directory: Path, name: str) -> Iterator[Finding]:

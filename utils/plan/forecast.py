@@ -7,6 +7,7 @@ layers (benchmarks/results/gpu). A comment marks each constant below that nobody
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,8 +24,10 @@ from utils.plan.memory_plan import (
     MARGIN,
     RESERVED,
     ROWS,
+    VARIABLE,
     changed,
     kept_batch,
+    planned_device,
     possible_checkpointing,
     remedies,
 )
@@ -48,6 +51,7 @@ LINK_SHARE, NETWORK = 0.8, 25e9
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 AS_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
+LISTED = 4  # rows of the table
 # The GPU whose speed orders the candidates if the GPUs' speed is not known.
 USUAL = assumed_gpus("1xH100-80GB")
 
@@ -187,8 +191,16 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def make_planner(setup: Setup, document_tokens: float) -> Planner:
-    """Return the planner of a dry run with --assume. Raises ConfigurationError."""
-    config, gpus = setup.config, assumed_gpus(str(setup.settings.run.assume))
+    """Return the planner of a dry run. Raises ConfigurationError if the GPUs are unknown."""
+    config, assume = setup.config, setup.settings.run.assume
+    _, size = planned_device(assume, os.environ)
+    if size is None:
+        raise ConfigurationError(
+            f"--suggest has to know the GPUs: add --assume 8xH100-80GB, or set {VARIABLE} "
+            "(slurm/cluster.env)"
+        )
+    unnamed = AssumedGpus(f"GPUs of {size / GIB:.0f} GiB", 1, setup.launch.world_size, size / GIB)
+    gpus = assumed_gpus(assume) if assume else unnamed
     try:
         # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
         plain = without_weights(config)
@@ -197,8 +209,8 @@ def make_planner(setup: Setup, document_tokens: float) -> Planner:
             products = token_products(with_adapters(plain, setup.settings.model))
     except MISFITS as error:
         raise ConfigurationError(
-            f"--assume: the FLOPs of {config.model_type} cannot be counted ({first_line(error)}): "
-            "leave it out."
+            f"--assume and --suggest: the FLOPs of {config.model_type} cannot be counted "
+            f"({first_line(error)}): leave them out."
         ) from error
     return Planner(replace(setup, elsewhere=True), gpus, document_tokens, products, experts)
 
@@ -216,15 +228,27 @@ def suggest(planner: Planner, report: Report) -> None:
         return
     best, kept = best_of(fitting), setup.settings.run.global_batch_size
     batch = kept_batch(setup, {ROWS: best.micro_batch})
-    speed = f", {shown_speeds(best.speeds)} tokens/s" if gpus.flops else ""
     lines = [
         f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
         f"  strategy: {FILES.get(best.strategy, best.strategy)}",
         f"  per_device_train_batch_size: {best.micro_batch}",
         *(f"  {name}: {size}" for name, size in batch.items()),
         f"  activation_checkpointing: {best.recomputed}",
-        f"{best.total_bytes / GIB:.1f} GiB a GPU{speed}",
+        "the best of each kind:",
+        f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "
+        f"{'tokens/s':>22}",
     ]
+    kinds: dict[tuple[str, str], Candidate] = {}
+    while fitting:
+        one = best_of(fitting)
+        kinds.setdefault((one.strategy, one.recomputed), one)
+        fitting.remove(one)
+    for one in [*kinds.values()][:LISTED]:
+        speed = shown_speeds(one.speeds) if gpus.flops else "?"
+        lines.append(
+            f"  {FILES.get(one.strategy, one.strategy):<11} {one.micro_batch:>11} "
+            f"{one.recomputed:<13} {one.total_bytes / GIB:>9.1f} {speed:>22}"
+        )
     report.say("\n".join(lines))
 
 

@@ -29,6 +29,7 @@ OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_ep
 MOMENTS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 WITHOUT_MOMENTS = ("adafactor", "adagrad", "rmsprop", "sgd")
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
+OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
 NEARLY_WHOLE = 0.999
 SIDE = 64  # size of the tiny weights: below 64 x 64 bitsandbytes keeps states in 32 bits
@@ -77,6 +78,7 @@ def rehearse(
         built = trainer.create_optimizer()
         if not own_optimizer:
             _check_options(args, model, built.defaults)
+            _report_without_effect(settings, model, report)
         if device is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -138,15 +140,33 @@ def _check_options(args: TrainingArguments, model: PreTrainedModel, built: dict[
         key, value = pair.split("=")
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
             continue  # repeats an option of the built optimizer, as relative_step=false may
-        others = ",".join(each for each in pairs if each != pair)
-        both = args, with_values(args, optim_args=others)
-        used, unused = (repr(Trainer.get_optimizer_cls_and_kwargs(each, model)) for each in both)
+        without = [each for each in pairs if each != pair]
+        other = [f"{key}=x" if each == pair else each for each in pairs]  # the value may be default
+        texts = map(",".join, (pairs, without, other))
+        options = {_options(with_values(args, optim_args=text), model) for text in texts}
         # Trainer sets weight_decay on each group of weights. That overrules optim_args.
-        if used == unused or key == "weight_decay":
+        if len(options) == 1 or key == "weight_decay":
             raise ValueError(
                 f"{key} has no effect in optim_args: leave it out (learning_rate, weight_decay, "
                 "adam_beta1, adam_beta2 and adam_epsilon are settings)"
             )
+
+
+def _report_without_effect(settings: RunSettings, model: PreTrainedModel, report: Report) -> None:
+    """Report settings that the optimizer does not read. They keep their values for a resume."""
+    values, args = settings.values, settings.training
+    for name in OF_SOME_OPTIMIZERS:
+        without = with_values(args, **{name: values.declared[name].default})
+        if values.changed(name) and _options(without, model) == _options(args, model):
+            report.say(f"settings: {values.shown(name)} has no effect: {values.shown('optim')}")
+
+
+def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
+    """Return as text the optimizer's options that Trainer would use, or Trainer's error."""
+    try:
+        return repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
+    except Exception as error:
+        return repr(error)
 
 
 def _try_schedule(

@@ -163,7 +163,7 @@ def plan_run(
             count_parameters(model, config), compiled, elsewhere,
         )  # fmt: skip
         planner = None
-        if run.assume:
+        if run.assume or run.suggest:
             seen = effective_length(data.train.plans, sampler.order.shares())
             planner = make_planner(setup, seen)
             if run.suggest:

@@ -129,6 +129,8 @@ def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
     assert settings.values.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
     with launch_for_libraries(settings.values):
         assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
+        monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
+    assert os.environ["SET_BY_A_LIBRARY"] == "1"
     assert [note for note in settings.values.notes if "accelerate config" in note] == [
         "gradient_accumulation_steps 4 of the accelerate config has no effect: global_batch_size "
         "decides"

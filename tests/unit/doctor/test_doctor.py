@@ -68,7 +68,7 @@ def test_a_laptop_can_train_and_no_secret_is_shown(alone, monkeypatch, capsys):
     for part in (
         "packages are as pyproject.toml has them", "no GPU here: training is on the CPU",
         "attention here: auto takes per-document SDPA", "no g++ here", "no Slurm here", "no .env",
-        "URL cannot be reached (ConnectError)", "HF_HOME",
+        "URL cannot be reached (ConnectError)", "HF_HOME", "core(s) and ",
         "output_dir", "0 missing", "0 not known",
     ):  # fmt: skip
         assert part in out, part
@@ -163,6 +163,14 @@ def test_the_doctor_repeats_sinfo(alone):
     cluster, line = lines_of(doctor.check_slurm)
     assert "cp slurm/cluster.env.example" in cluster
     assert line.startswith("ok Slurm's partitions (limit, nodes, state, GPUs): gpu* up 1-00")
+    down = "gpu* up 1-00:00:00 4 idle* gpu:8\\ncpu up 1-00 4 drain x\\nold down 1-00 4 idle x\\n"
+    stub(alone, "sinfo", down)
+    line = lines_of(doctor.check_slurm)[1]
+    assert line.startswith(
+        "warning no partition of Slurm runs jobs now: gpu* up 1-00:00:00 4 idle*"
+    )
+    stub(alone, "sinfo", down + "gpu* up 1-00:00:00 4 mix~ gpu:8\\n")
+    assert lines_of(doctor.check_slurm)[1].endswith("GPUs): gpu* up 1-00:00:00 4 mix~ gpu:8 -> ")
     (alone / "root/slurm/cluster.env").touch()
     assert lines_of(doctor.check_slurm)[0].startswith("ok slurm/cluster.env")
     stub(alone, "sinfo", code=1)
@@ -175,6 +183,8 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(alone):
     (finding,) = doctor.RunningCheck("GPUs", doctor.check_gpus).wait(600)
     assert finding.level == "unknown"
     assert "nvidia-smi" in finding.what
+    stub(alone, "nvidia-smi", "No devices were found")
+    assert "no GPU here: training is on the CPU" in lines_of(doctor.check_gpus)[0]
 
 
 def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone, monkeypatch):
@@ -191,11 +201,26 @@ def test_a_readable_env_file_is_missing_its_mode_and_a_private_one_is_read(alone
 
 
 def test_the_hub_is_reached_or_not(alone, monkeypatch):
+    import huggingface_hub
     from huggingface_hub import constants
 
     assert "warning the Hub: URL cannot" in lines_of(doctor.check_hub)[1]
     monkeypatch.setattr(doctor, "hub_fault", lambda: "")
-    assert "is reached" in lines_of(doctor.check_hub)[1]
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert "is reached; no token: gated models need one" in lines_of(doctor.check_hub)[1]
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: SECRETS["HF_TOKEN"])
+    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", lambda _: {"name": "ada"})
+    assert lines_of(doctor.check_hub)[1:] == [f"ok {constants.ENDPOINT} is reached -> "]
+
+    def refused(self):
+        error = OSError(SECRETS["HF_TOKEN"])
+        error.response = SimpleNamespace(status_code=401)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "whoami", refused)
+    line = lines_of(doctor.check_hub)[2]
+    assert "warning the Hub does not take the token (OSError 401)" in line
+    assert SECRETS["HF_TOKEN"] not in line
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "offline" in lines_of(doctor.check_hub)[1]
 

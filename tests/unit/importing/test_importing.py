@@ -597,7 +597,7 @@ def test_a_flag_replaces_the_setting_of_a_source(tmp_path, caplog):
         ("text", (("body", "text"),), 2), ("text", (("body", "text"),), 1.0),
     ]  # fmt: skip
     assert "--format text replaces format of sources: alpaca" in caplog.text
-    with pytest.raises(ConfigurationError, match=r"is converted by python -m utils\.importing"):
+    with pytest.raises(ConfigurationError, match=r"with python -m utils\.importing \S+\.yaml"):
         parse_fine_tuning(["--config", _axolotl(tmp_path)], "")
 
 

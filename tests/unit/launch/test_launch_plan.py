@@ -85,6 +85,8 @@ def test_one_process_has_nothing_to_share_but_may_offload(tmp_path):
     own = tmp_path / "offload.yaml"
     own.write_text(text.replace("offload_optimizer_device: none", "offload_optimizer_device: cpu"))
     assert chosen(str(own), ONE).path == own
+    own.write_text(text)
+    assert chosen(str(own), ONE).path.name == "single_gpu.yaml", "it shards, and does not offload"
     own.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: d}\n")
     assert chosen(str(own), ONE).path == own
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import planned
 import pytest
+from planned import LLAMA
 from transformers import AutoConfig
 
-from utils.config.errors import Report
+from utils.config.errors import ConfigurationError, Report
 from utils.config.strategy import AssumedGpus, assumed_gpus
 from utils.plan.forecast import (
     Candidate,
@@ -72,7 +73,9 @@ def test_what_is_suggested_fits_and_keeps_the_global_batch(plan):
         f"  per_device_train_batch_size: {best.micro_batch}",
         f"  activation_checkpointing: {best.recomputed}",
     ]
-    assert re.fullmatch(r"0\.\d GiB a GPU, [\d,]+ to [\d,]+ tokens/s", lines[4])
+    assert lines[4] == "the best of each kind:"
+    row = rf"  fsdp2 +{best.micro_batch} +{best.recomputed} +0\.\d +[\d,]+ to [\d,]+"
+    assert re.fullmatch(row, lines[6])
     assert planner.setup.settings.run.global_batch_size == 16
     _, text = suggested(plan(200, global_batch_size=None, per_device_train_batch_size=4))
     assert text.splitlines()[3] == "  global_batch_size: 16", "the recipe does not have it"
@@ -102,7 +105,16 @@ def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
     assert {one.strategy for one in alone.candidates()} == {"single"}
 
 
-def test_the_speed_of_gpus_may_be_unknown(plan):
+def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
+    run = planned.setup(LLAMA, planned.settings(dry_run="true"), world_size=4, strategy="fsdp2")
+    with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):
+        make_planner(run, 9.0)
+    monkeypatch.setenv("STOKER_GPU_MEMORY_GIB", "40")
+    known = make_planner(run, 9.0)
+    assert (known.gpus.memory_gib, known.gpus.world_size) == (40, 4)
+    text = suggested(known)[1]
+    assert "fits 4 x GPUs of 40 GiB, by forecast" in text
+    assert text.endswith("?")
     planner = plan(40_000)
     assert planner.candidate("ddp", 1, "none").total_bytes > WORKSPACE_BYTES, "that of a GPU"
     line = forecast_line(planner, "none", 100)
@@ -110,7 +122,6 @@ def test_the_speed_of_gpus_may_be_unknown(plan):
         r"forecast: [\d,]+ to [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line
     )
     planner = replace(planner, gpus=assumed_gpus("4x40GB"))
-    assert suggested(planner)[1].endswith("GiB a GPU")
     assert "no speed, only the memory of 4 x 40GB is known" in forecast_line(planner, "none", 10)
 
 
