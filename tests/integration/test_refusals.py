@@ -158,7 +158,7 @@ PRETRAINING = {
         {"pad_embeddings_to_multiple_of": 2**64, "per_device_eval_batch_size": 2**64},
         (
             "(--pad_embeddings_to_multiple_of): it must be at least 1 and below 10**9",
-            "(--per_device_eval_batch_size): it must be at least 1 and below 10**9")),
+            "(--per_device_eval_batch_size): it must be at least 1 and below 2**20")),
     "plateau": (
         lambda place: {
             "eval_data": f"a={place.workspace}/heldout", "metric_for_best_model": "a_loss",
@@ -177,6 +177,7 @@ PRETRAINING = {
         {"optim": "sgd", "optim_args": "nesterov=true,momentum=0.9,rank=8"},
         "rank has no effect in optim_args: leave it out"),
     "no package": ({"optim": "lomo"}, "optim lomo (--optim): You need to install `lomo_optim`"),
+    "unknown tracker": ({"report_to": "a.b"}, "report_to a.b (--report_to): a.b is not supported"),
     "no tracker": ({"report_to": "clearml"}, "report_to clearml (--report_to): ClearMLCallback"),
     "recomputation": (
         {"activation_checkpointing": "full", "activation_checkpointing_kwargs": '{"x": 1}'},
@@ -356,7 +357,7 @@ def test_what_has_no_effect_is_logged(place, pretraining, capsys):
     assert pretrain.main(pretraining(place.run, **moot, dry_run="true")) == 0
     out = capsys.readouterr().out
     assert "ddp_backend gloo (--ddp_backend) has no effect: there is one process" in out
-    assert "adam_beta1 0.5 (--adam_beta1) has no effect: optim sgd (--optim)" in out
+    assert out.count("adam_beta1 0.5 (--adam_beta1) has no effect: optim sgd (--optim)") == 1
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out
     )

@@ -156,8 +156,11 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     # Products of these numbers with the sizes of a model must fit into 64 bits.
     ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9,
      "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
-     "lora_r max_eval_sequences pad_embeddings_to_multiple_of per_device_eval_batch_size "
-     "per_device_train_batch_size sample_max_new_tokens"),
+     "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
+    # The sequences of an evaluation are padded to whole micro-batches.
+    ("at least 1 and below 2**20", lambda value: 1 <= value < 2**20,
+     "per_device_eval_batch_size per_device_train_batch_size"),
+    ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
     ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
     # The newest checkpoint may be damaged, so keep two. A sequence of one token has no target.
     ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),

@@ -26,8 +26,6 @@ from utils.model.architecture import first_line, without_weights
 from utils.model.weights import weights_dtype
 
 OPTIMIZER = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
-MOMENTS = ("adam_beta1", "adam_beta2", "adam_epsilon")
-WITHOUT_MOMENTS = ("adafactor", "adagrad", "rmsprop", "sgd")
 SCHEDULE = "lr_scheduler_type lr_scheduler_kwargs warmup_steps learning_rate"
 OF_SOME_OPTIMIZERS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules")
 NO_REENTRY = {"use_reentrant": False}  # transformers' default; torch warns if it is not given
@@ -62,15 +60,11 @@ def rehearse(
     problems: list[str] = []
     with _judged(values, "activation_checkpointing_kwargs", problems):
         _try_recomputation(args)
-    # Importing an installed tracker takes seconds.
-    missing = [each for each in args.report_to or () if not is_installed(each)]
     with _judged(values, "report_to", problems):
-        for callback in get_reporting_integration_callbacks(missing):
-            callback()
-    if values["optim"] in WITHOUT_MOMENTS:
-        for name in MOMENTS:
-            if values.rank(name) > 0 and values.changed(name):
-                report.say(f"settings: {values.shown(name)} has no effect: {values.shown('optim')}")
+        for name in args.report_to or ():
+            (callback,) = get_reporting_integration_callbacks([name])
+            if not is_installed(name):  # importing an installed tracker takes seconds
+                callback()
     model = _tiny_model(config, weights_dtype(settings.model, config), device)
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)

@@ -37,6 +37,7 @@ CONTRADICTIONS = [
      "greater_is_better true .*: a lower loss or perplexity is better"),
     ({"learning_rate": "nan"}, "learning_rate nan .*: it must be above 0"),
     ({"dataloader_num_workers": "2000000000"}, "_workers 2000000000 .* and at most 1024"),
+    ({"ddp_bucket_cap_mb": "-1"}, "ddp_bucket_cap_mb -1 .*: it must be at least 0 and below 2"),
     ({"max_steps": "0"}, "max_steps 0 .*: it must be at least 1, or -1 to go by num_train"),
     ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: expected one of linear, cosine, .* cosin"),
     ({"accept_changes": ["seed", "sed"]},
