@@ -143,7 +143,7 @@ trap - EXIT INT TERM HUP
 notes=("$root"/.stoker/submitted-*)
 if [[ -f ${notes[0]} ]] && queue=$(squeue --me --noheader --format=%A); then
   for note in "${notes[@]}"; do
-    log=$(sed -n 2p -- "$note")
+    log=$(sed -n 2p -- "$note" 2>/dev/null) || continue # its job ends now
     [[ -f $log || $'\n'$queue$'\n' == *$'\n'"${note##*-}"$'\n'* ]] || rm -f -- "$note"
   done
   find "$root/.stoker" -maxdepth 1 -name 'submitted-*' -mtime +60 -delete || true

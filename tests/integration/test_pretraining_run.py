@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import pretrain
+from utils.callbacks.progress import Progress
 from utils.checkpoints.files import read_manifest
 from utils.data.packing import plan_packing
 from utils.data.token_dataset import open_token_dataset
@@ -110,14 +111,22 @@ def test_packing_does_not_change_the_loss_of_the_same_documents(pretrained, work
 
 
 def test_short_unpacked_documents_are_padded_to_the_longest_of_a_micro_batch(
-    pretrained, tmp_path, capsys
+    pretrained, tmp_path, capsys, monkeypatch
 ):
-    """Then sequence_length changes no bit."""
+    """Then sequence_length changes no bit. The longest possible micro-batch is tried first."""
+    shapes, begin_batch = [], Progress.begin_batch
+    monkeypatch.setattr(
+        Progress,
+        "begin_batch",
+        lambda self, batch: [shapes.append(batch["input_ids"].shape[1]), begin_batch(self, batch)],
+    )
     data = tiny.save(tmp_path / "data", {"input_ids": tiny.documents(40, seed=4)})
     settings = {"train_data": data, "packing": "none", "max_steps": 4, "save_steps": 2}
     short = pretrained(tmp_path / "short", **settings, sequence_length=64)
     whole = pretrained(tmp_path / "whole", **settings, sequence_length=128)
     assert "padding: each micro-batch to its longest document, in steps" in capsys.readouterr().out
+    assert max(shapes) == 128
+    assert shapes.count(128) == 1
     tiny.assert_same_run(whole, short)
     copied = tiny.copied(whole, tmp_path / "run", step=2)
     pretrained(copied, **settings, sequence_length=128)

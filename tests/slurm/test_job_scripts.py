@@ -109,6 +109,7 @@ def test_submit_passes_every_word_and_the_options_of_sbatch_keep_their_meaning(s
     for name, note in notes.items():
         note.write_text(f"/runs/{name}\n{stand_ins.root if name == '5' else ''}/slurm/submit.sh\n")
     os.utime(notes["3"], (0, 0))
+    (stand_ins.root / ".stoker/submitted-6").mkdir()  # unreadable, as one that its job deletes
     (stand_ins.directory / "state").write_text("2\n3\n")
     submit("-t", "9:00", TRAIN)
     left = [name for name, note in notes.items() if note.exists()]

@@ -99,6 +99,17 @@ def redacted(value: Any) -> Any:
     return mask(value)
 
 
+def without_exported(command: str) -> str:
+    """Mask the values of secret variables in the words --export=NAME=VALUE of a command."""
+
+    def masked(pair: re.Match[str]) -> str:
+        return f"{pair[1]}={MASK}" if _SECRET_NAME.search(pair[1]) else pair[0]
+
+    # printf %q escapes commas and other characters by a backslash.
+    value = r"(\w+)=((?:\\[^,]|[^,\\])+)"
+    return re.sub(r"--export[= ](?:\\.|\S)+", lambda word: re.sub(value, masked, word[0]), command)
+
+
 def _secrets() -> tuple[str, ...]:
     """Return the values of secret environment variables, and each line of multi-line values."""
     values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
@@ -145,6 +156,7 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: quote(text, errors="replace"),
     lambda text: quote(text, safe="", errors="replace"),
     lambda text: quote_plus(text, errors="replace"),
+    lambda text: re.sub(r"""([][ !"$&'()*,;<>?\\^`{|}])""", r"\\\1", text),  # bash's printf %q
 )
 
 

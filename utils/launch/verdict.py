@@ -38,9 +38,12 @@ _LOST_PEER = re.compile(
 # (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 # The line that slurm/job_setup.sh writes into a job's log before it requeues the job, and the line
-# of slurmd if Slurm, with its reason, or somebody else ends the job.
+# of slurmd if Slurm, with its reason, or somebody else ends the job. The line of a step without a
+# reason also comes after each failed rank (srun --kill-on-bad-exit).
 _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$", re.MULTILINE)
-_CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .+ CANCELLED AT \S+(?: DUE TO ([A-Z ]*[A-Z]))?")
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) .+ CANCELLED AT \S+ DUE TO ([A-Z ]*[A-Z])|\*\*\* JOB .+ CANCELLED AT"
+)
 CONSEQUENCE = 4  # the value of _likelihood for a rank that ended because another rank had ended
 # If a worker dies on another node, torchrun there ends the other workers within this time, and then
 # the launcher there writes the note with the cause.

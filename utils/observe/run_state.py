@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import re
 import shutil
 import statistics
 import subprocess
@@ -14,6 +15,7 @@ from utils.checkpoints.files import CONFIG, PROVENANCE
 from utils.checkpoints.record import RunRecord, is_run
 from utils.config.errors import ConfigurationError, did_you_mean
 from utils.host.journal_file import FILE_NAME, duration
+from utils.host.redaction import redact
 from utils.launch.slurm import time_limit_s
 from utils.launch.verdict import submitted_runs
 from utils.observe.endings import (
@@ -30,6 +32,8 @@ from utils.observe.history import History, Line, read_run, unix_s
 STATES = ("running", "starting", "waiting", "failed", "stopped", "finished")
 LINES = 5  # the speed is the median of this many training logs
 SQUEUE_S = 5.0
+SHOWN_S = 7 * 24 * 3600  # how long a job that ended before its run began is shown
+LAST_BYTES, LONGEST_LINE = 2**16, 500  # of the log of this job
 
 
 @dataclass(frozen=True)
@@ -106,19 +110,34 @@ def queued_jobs() -> dict[str, Job]:
                 started = datetime.datetime.fromisoformat(start).timestamp()
             shown, output_dir = shown.partition("_[")[0], noted.get(id_, (None,))[0]
             jobs[id_] = Job(shown, state, reason, time_limit_s(left), name, started, output_dir)
-    for id_ in sorted(noted.keys() - jobs.keys(), reverse=True):  # the newest first
+    newest = sorted(noted.keys() - jobs.keys(), key=lambda id_: (len(id_), id_), reverse=True)
+    for id_ in newest:
         output_dir, log = noted[id_]
-        if Path(log).is_file() and not _began(Path(output_dir), id_, Path(log).stat().st_mtime):
-            words = Path(log).read_text(encoding="utf-8", errors="replace").split("\n")
-            last = next((line for line in reversed(words) if line.strip()), "without a word")
-            jobs[id_] = Job(id_, "FAILED", last, None, Path(log).name, None, output_dir, log)
+        with contextlib.suppress(OSError):
+            if last := _last_words(Path(log), Path(output_dir), id_):
+                jobs[id_] = Job(id_, "FAILED", last, None, Path(log).name, None, output_dir, log)
     return jobs
+
+
+def _last_words(log: Path, run: Path, job: str) -> str:
+    """Return the last line of a job's log; "" for an old log, or if the job began its run."""
+    if not log.is_file():
+        return ""
+    ended = log.stat().st_mtime
+    if time.time() - ended > SHOWN_S or _began(run, job, ended):
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
+        text = file.read().decode(errors="replace")
+    lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]
+    return redact(lines[-1])[-LONGEST_LINE:] if lines else "without a word"
 
 
 def _began(run: Path, job: str, ended: float) -> bool:
     """Return whether the run in a directory was started by a job, or after its end."""
     starts = RunRecord(run, lenient=True).starts if is_run(run) else []
-    ours = ((start.get("slurm") or {}).get("job_id") == job for start in starts)
+    slurm = [start.get("slurm") or {} for start in starts]
+    ours = (job in (one.get("job_id"), one.get("array_job_id")) for one in slurm)
     return any(ours) or any((unix_s(start.get("time")) or 0) > ended for start in starts)
 
 

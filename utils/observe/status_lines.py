@@ -44,6 +44,9 @@ def show_runs(
         return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
     known = {run.job.id for run in runs if run.job}
     others = [job for job in jobs.values() if job.id not in known]
+    if all_in is not None:  # the failed jobs of other folders are not asked for
+        below = f"{folder.resolve()}{os.sep}"
+        others = [job for job in others if not job.log or str(job.output_dir).startswith(below)]
     if not runs and not others:
         return Group(Text(f"no runs in {folder}/, and no jobs of yours in Slurm's queue"))
     return _table(runs, names, others)

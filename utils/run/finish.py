@@ -69,7 +69,8 @@ def run_callbacks(
         source_losses = SourceLosses(source_names(sources), settings.training)
     progress = Progress()
     stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
-    memory = MemoryMonitor(plan.memory.sequence_bytes)
+    # The peak of short micro-batches does not tell which batch of long ones would fit.
+    memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
     journal = Journal(
         checkpoints, memory, lambda: stop.reason if stop.stopped else "", stop.limit_s
     )

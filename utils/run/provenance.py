@@ -27,7 +27,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
 from utils.host.environment import inherited, without_indices
-from utils.host.redaction import redacted
+from utils.host.redaction import redacted, without_exported
 from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
@@ -60,6 +60,8 @@ def write_provenance(
     if launch.device == "cuda":
         devices = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
     slurm = slurm_job(os.environ)
+    if slurm and slurm["command"]:
+        slurm["command"] = without_exported(slurm["command"])
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
@@ -235,15 +236,18 @@ class PackedTrainer(SavingTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train all steps: this is Trainer's only epoch."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
-        if isinstance(self.model_wrapped, DistributedDataParallel):
-            self._lay_out_buckets(self.model_wrapped)
+        alone = self.accelerator.distributed_type == DistributedType.NO
+        if isinstance(self.model_wrapped, DistributedDataParallel) or (
+            alone and self.train_sequences.to_longest
+        ):
+            self._try_longest(self.model_wrapped)
         super()._run_epoch(*args, **kwargs)
 
-    def _lay_out_buckets(self, model: DistributedDataParallel) -> None:
-        """Let DDP arrange its gradient buckets, so that a resumed run has the same buckets.
+    def _try_longest(self, model: nn.Module) -> None:
+        """Run a forward and a backward pass on one micro-batch of padding; drop its gradients.
 
-        Run a forward and a backward pass on one micro-batch of padding, and drop its gradients,
-        which are zero. This also shows within seconds whether a micro-batch fits into memory.
+        This shows within seconds whether the longest micro-batch fits into memory. It also lets DDP
+        arrange its gradient buckets, so that a resumed run has the same buckets.
         """
         padding = [PADDING_SEQUENCE] * self.args.per_device_train_batch_size
         batch = self._prepare_inputs(self.train_sequences.__getitems__(padding))

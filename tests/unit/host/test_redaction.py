@@ -2,6 +2,7 @@ import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import urllib.parse
@@ -14,7 +15,7 @@ from launching import ROOT
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import replace_text
 from utils.host.journal_file import strict_json
-from utils.host.redaction import MASK, load_env_file, redact, redacted
+from utils.host.redaction import MASK, load_env_file, redact, redacted, without_exported
 from utils.launch.verdict import NOTES_DIR, VERDICT, leave_note, leave_verdict, read_notes
 
 CANARY = "canary-1234567890abcdef"
@@ -140,6 +141,14 @@ WRITERS = {
     "quote": urllib.parse.quote,
     "quote all": lambda text: urllib.parse.quote(text, safe=""),
     "query": lambda text: urllib.parse.urlencode({"q": text}),
+    "bash": lambda text: (
+        subprocess.run(
+            ["bash", "-c", 'printf %q "$1"', "bash", text],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    ),
     "as it is": str,
 }
 
@@ -148,12 +157,26 @@ WRITERS = {
 @pytest.mark.parametrize("secret", HARD)
 def test_a_secret_is_found_however_it_is_written(secret, writer, monkeypatch):
     monkeypatch.setenv("MY_SECRET", secret)
+    if writer == "bash" and not secret.isprintable():
+        return  # printf %q writes $'...'
     if "yaml" in writer and "\n" in secret:
         return  # YAML breaks and indents the secret, so `redacted` is called before the encoding
     shown = redact(WRITERS[writer](f"before {secret} after"))
     # The quotes around the secret may differ.
-    words = re.findall(r"\w+|\*+", WRITERS[writer](f"before {MASK} after").replace("%2A", "*"))
+    masked = WRITERS[writer](f"before {MASK} after").replace("%2A", "*").replace(r"\*", "*")
+    words = re.findall(r"\w+|\*+", masked)
     assert re.findall(r"\w+|\*+", shown) == words
+
+
+def test_a_secret_that_sbatch_exports_is_masked_by_its_name():
+    """The job's environment may have another value."""
+    words = ["sbatch", "--export=ALL,X=1,DB_PASSWORD=a=b$c d,HF_TOKEN=t,Y=2", "--max_tokens=9", "s"]
+    command = subprocess.run(
+        ["bash", "-c", 'printf "%q " "$@"', "bash", *words], capture_output=True, text=True,
+        check=True,
+    ).stdout  # fmt: skip
+    shown = f"--export=ALL,X=1,DB_PASSWORD={MASK},HF_TOKEN={MASK},Y=2"
+    assert shlex.split(without_exported(command)) == ["sbatch", shown, "--max_tokens=9", "s"]
 
 
 @pytest.mark.parametrize("secret", HARD)

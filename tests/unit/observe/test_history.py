@@ -128,10 +128,15 @@ def test_the_log_tells_a_preemption_from_scancel(made_up_run):
         f"{ended} DUE TO JOB REQUEUE ***\n"
         f"12:20:00  job 77, start 2: 1 node(s) n1, in /r\n{ended} DUE TO PREEMPTION ***\n"
         f"12:30:00  job 77, start 3: 1 node(s) n1, in /r\n{ended} ***\n"
+        "slurmstepd-n1: error: *** STEP 77.0 ON n1 CANCELLED AT 2026-11-27T09:00:00 ***\n"
     )
     told = ["", "ended by Slurm: preemption", "ended by scancel"]
     assert [start.by_slurm for start in read_run(made_up_run).starts] == told
     assert second() == "ended by Slurm: preemption"
+    log = made_up_run.parent / "train-77.log"
+    log.write_text(log.read_text().replace(f"{ended} ***\n", ""))
+    # Slurm ends the step after each rank that fails.
+    assert read_run(made_up_run).starts[2].by_slurm == ""
 
 
 def test_a_restart_on_a_node_with_another_clock_has_its_own_lock(made_up_run):

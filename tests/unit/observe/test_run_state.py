@@ -413,6 +413,12 @@ def test_jobs_are_read_from_squeue_which_may_be_absent_or_fail(tmp_path, monkeyp
     assert queued_jobs() == {}
 
 
+def read_status_error(run):
+    with pytest.raises(ConfigurationError) as refused:
+        read_status(run, queued_jobs())
+    return refused.value.problems[0]
+
+
 def test_a_job_that_failed_before_its_run_began_is_shown_with_its_last_line(
     tmp_path, monkeypatch, capsys
 ):
@@ -434,12 +440,29 @@ def test_a_job_that_failed_before_its_run_began_is_shown_with_its_last_line(
     assert "failed 7" in shown_lines
     assert "no python on PATH" in shown_lines
     assert "cancelled before" not in shown_lines
+    assert status.main(["--all", str(tmp_path / "bin")]) == 0
+    assert "python" not in capsys.readouterr().out, "of another folder"
+    log.write_text(
+        "x" * 10**6 + f"\n{'y' * 10**6}\n 99%\rno space left; HF_TOKEN hf_{'a' * 30}\r\n"
+    )
+    assert queued_jobs()["7"].reason == "no space left; HF_TOKEN ***"
+    os.utime(log, (0, 0))
+    assert "7" not in queued_jobs(), "long ago"
+    log.write_text("job 7, start 1\nn1: there is no python on PATH\n\n")
+    os.utime(log, (old, old))
+    verdict.note_submitted("10", run, str(log))
+    assert read_status_error(run).startswith(f"{run} is no run directory: job 10 "), "the newest"
+    (tmp_path / ".stoker/submitted-10").unlink()
     make_run(run)  # its start is older than the log of job 7
     os.utime(log)
     assert read_status(run, queued_jobs()).refused == said
     make_run(tmp_path / "runs" / "b", slurm=SLURM)
     (run / "provenance.json").write_bytes((run.parent / "b" / "provenance.json").read_bytes())
     assert "7" not in queued_jobs(), "it has started the run"
+    array = {**SLURM, "job_id": "11", "array_job_id": "7"}
+    make_run(tmp_path / "runs" / "c", slurm=array)
+    (run / "provenance.json").write_bytes((run.parent / "c" / "provenance.json").read_bytes())
+    assert "7" not in queued_jobs(), "its array has started the run"
 
 
 def test_the_command_shows_a_table_one_run_or_json(tmp_path, monkeypatch, capsys):
