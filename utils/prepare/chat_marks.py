@@ -10,23 +10,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 from utils.prepare.chat_templates import REASONING_NAMES, ChatTemplate
 from utils.prepare.rows import ChatDocument, Message
 from utils.prepare.values import UnusableRowError
 
-# Settings with which some templates print reasoning that they leave out by default.
-THINKING_ON = ({"thinking": True}, {"enable_thinking": True}, {"preserve_thinking": True})
 # Kinds of marked texts. The name of a tool call is marked only if none of its arguments is marked.
 CONTENT, REASONING, CALL, NAME = range(4)
 KINDS = 4
 NO_MESSAGE = -1
-# Letters that are rare in chats and that Python prints unescaped: Tangut, rare Chinese letters.
-RARE = (range(0x17000, 0x187F8), range(0x20000, 0x2A6D7))
+RARE = range(0x20000, 0x2A6D7)  # letters that are rare in chats and that Python prints unescaped
 # Templates search texts for tags and split them there, so marks surround the text between tags.
 TAGS = re.compile(r"(<\|?/?[^<>\s]{1,40}>|\[/?[A-Z_]{3,30}\])")
 THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning)>")
@@ -55,8 +50,7 @@ class MarkedChat:
         self.chat = chat
         self._template = template
         count = KINDS * len(chat.messages)
-        starts = (range(letters.start, letters.stop - count, count) for letters in RARE)
-        for self._first in chain(*starts):
+        for self._first in range(RARE.start, RARE.stop - count, count):
             self._pattern = re.compile(f"[{chr(self._first)}-{chr(self._first + count - 1)}]")
             if not self._pattern.search(text):
                 break
@@ -191,8 +185,6 @@ class MarkedChat:
         before = self.expected[index, CALL]
         function["arguments"] = self._value(function["arguments"], index)
         if self.expected[index, CALL] == before:
-            if call.get("id") and self._template.prints_ids:
-                return {**call, "id": self._surrounded(call["id"], index, NAME)}
             function["name"] = self._surrounded(function["name"], index, NAME)
         return {**call, "function": function}
 
@@ -238,8 +230,6 @@ class MarkedChat:
             if kind != REASONING or not is_past:
                 what = {CONTENT: "content", REASONING: "reasoning"}.get(kind, "tool calls")
                 problem = LEFT_OUT.format(f"its {what}")
-                if kind == REASONING and (setting := self._setting_that_prints(index, kind)):
-                    problem += f"; or set chat_template_kwargs: {setting}, which prints it"
                 raise self.refused(index, problem, f"{what.replace(' ', '_')}_left_out")
         for index, message in enumerate(self.chat.messages):
             for word in words_of_calls(message):
@@ -252,16 +242,6 @@ class MarkedChat:
                 problem = LEFT_OUT.format(f"the tool {name!r}")
                 raise UnusableRowError("tools_left_out", problem)
         return {index for index, _ in left_out}
-
-    def _setting_that_prints(self, index: int, kind: int) -> str:
-        """Return a setting of THINKING_ON with which the template prints a text; "" if none is."""
-        for setting in THINKING_ON:
-            options = {**(self.chat.template_options or {}), **setting}
-            chat = replace(self.chat, messages=self.messages, template_options=options)
-            with suppress(Exception):  # the template refuses the setting
-                if self._mark(index, kind) in self._template.render(chat):
-                    return json.dumps(setting)
-        return ""
 
 
 def words_of_calls(message: Message) -> Iterator[str]:

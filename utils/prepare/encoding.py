@@ -216,15 +216,15 @@ PROBES = (
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
     """Return "gigatoken" or "tokenizers". For `auto` this is gigatoken if it can be used.
 
-    Gigatoken cannot tokenize chats, and must give the tokenizer's ids on difficult texts. Logs a
+    Gigatoken tokenizes plain texts, and must give the tokenizer's ids on difficult ones. Logs a
     hint if it is not installed. Raises ConfigurationError if it is required and cannot be used.
     """
     if wanted == "tokenizers":
         return wanted
     advice = "pip install gigatoken"
     try:
-        if document_format == "messages":
-            raise ValueError("the mask of a chat needs the offsets of characters")
+        if document_format != "text":
+            raise ValueError("loss masks need the offsets of characters")
         added = [str(token) for token in tokenizer.get_added_vocab()]
         texts = [*PROBES, *added, *(f"a{token}b {token} c{token}" for token in added)]
         found = GigatokenEncoder(tokenizer)(texts)
@@ -247,11 +247,7 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
 
 
 class GigatokenEncoder:
-    """An encoder with gigatoken (optional: pip install gigatoken).
-
-    The constructor raises ImportError if gigatoken is not installed, and any Exception if gigatoken
-    does not know the tokenizer.
-    """
+    """An encoder with gigatoken; any Exception if gigatoken does not know the tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         import gigatoken

@@ -63,9 +63,8 @@ class Download(NamedTuple):
 def fetch(arguments: PreparationArguments) -> dict[str, Path]:
     """Download the files that the settings name and the cache lacks; do nothing when offline.
 
-    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer. Logs
-    the size and the free space before the download begins. Raises ConfigurationError for datasets
-    and models that cannot be downloaded, and StorageError if the disk has too little space.
+    Returns {name in the settings: folder in the cache} of datasets, models and the tokenizer.
+    Raises ConfigurationError for names that cannot be downloaded, and StorageError without room.
     """
     from huggingface_hub import is_offline_mode
 
@@ -192,10 +191,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def describe_fault(error: Exception) -> str:
-    """Return the message of an error of the Hub's client or of `datasets`, with advice.
-
-    Re-raises an error of any other type.
-    """
+    """Return an error of the Hub's client or of `datasets` with advice; re-raise any other."""
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import errors
 
@@ -218,11 +214,9 @@ def describe_fault(error: Exception) -> str:
 
 
 def fill_offline_dir(arguments: PreparationArguments) -> None:
-    """Download into `offline_dir`, and check that a job without a network can work with the folder.
+    """Download into `offline_dir`, and check that tokenizer and configurations load from there.
 
-    Loads the tokenizer and the models' configurations from the folder, without a request to the
-    Hub. Raises ConfigurationError for a download that fails, and for a file that is missing or does
-    not load.
+    Raises ConfigurationError for a download that fails, and for a file that does not load.
     """
     from huggingface_hub import is_offline_mode
     from transformers import AutoConfig

@@ -29,7 +29,6 @@ Splits = dict[str, list[str]]  # the files of each split
 
 PARQUET_BRANCH = "refs/convert/parquet"
 _DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)")
-_CHOOSE_SUBSET = "choose one in a recipe: sources: [{path: OWNER/NAME, subset: SUBSET}]"
 _DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 
 
@@ -102,10 +101,7 @@ class HubCache:
     def resolve(
         self, kind: Kind, name: str, revision: str | None, *, ask: bool
     ) -> "ResolvedRevision":
-        """Return the commit of a revision: from the Hub if `ask`, else from the cache.
-
-        Raises ConnectionError if the Hub does not answer.
-        """
+        """Return the commit of a revision: from the Hub if `ask`, else from the cache."""
         from huggingface_hub import HfApi
 
         if ask and (fault := hub_fault()):
@@ -156,8 +152,7 @@ def files_of_split(
 ) -> tuple[str, Sequence[str]]:
     """Return the split of a dataset that a source reads, and its first `max_files` files.
 
-    The split is `source.from_split` if given, else the split with the name `source.split` or a
-    synonym (validation: dev), else the only split. Raises ValueError if there is no such split.
+    Raises ValueError if the dataset has several splits, and none of that name.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -248,15 +243,9 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
     # With an empty cache the library asks the Hub instead of answering from an older download.
     with tempfile.TemporaryDirectory() as empty:
-        try:
-            builder = load_dataset_builder(
-                dataset.name, dataset.subset, revision=commit, cache_dir=empty
-            )
-        except ValueError as error:
-            if "onfig" not in str(error):  # Config name is missing, BuilderConfig not found
-                raise
-            problem = str(error).partition("Example of usage")[0].strip()
-            raise ValueError(f"{problem}: {_CHOOSE_SUBSET}") from error
+        builder = load_dataset_builder(
+            dataset.name, dataset.subset, revision=commit, cache_dir=empty
+        )
     prefix = f"hf://datasets/{dataset.name}@{commit}/"
     files = builder.config.data_files or {}
     if any(not file.startswith(prefix) for split in files.values() for file in split):
@@ -278,5 +267,5 @@ def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[st
         found.setdefault(subset, {}).setdefault(split.removeprefix("partial-"), []).append(file)
     chosen = dataset.subset or (next(iter(found)) if len(found) == 1 else "")
     if chosen not in found:
-        raise ValueError(f"its subsets are {', '.join(found)}: {_CHOOSE_SUBSET}")
+        raise ValueError(f"name one as subset in a recipe: {', '.join(found)}")
     return chosen, list(found), found[chosen]

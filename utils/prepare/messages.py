@@ -359,26 +359,20 @@ def tool_calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 def _with_weight(where: str, message: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
     """Remove the training flags of an answer; add `weight: 0` if they exclude it from training."""
-    flags = [key for key in message if _ABOUT_TRAINING.search(key)]
+    flags = _flags(message)
     if message["role"] != ASSISTANT:  # a key that asks for training stays
         idle = [k for k in flags if k.lower() in _MASKED or not message[k]]
         return {key: value for key, value in message.items() if key not in idle}
     said = [_is_trained(where, key, message.pop(key)) for key in flags]
-    of_parts = [
-        [
-            _is_trained(where, key, part[key])
-            for key in (*_TRAINED, *_MASKED)
-            if isinstance(part, Mapping) and part.get(key) is not None
-        ]
-        for part in parts
-    ]
-    if any(False in flags for flags in of_parts):
-        of_parts = [flags or [True] for flags in of_parts]  # a part without a flag is trained on
-    said += [flag for flags in of_parts for flag in flags]
-    if len(set(said)) > 1:
-        problem = f"{where}: keys or parts contradict each other: give it one 'weight', 0 or 1"
-        raise UnusableRowError("unclear_weight", problem)
+    of_parts = [part for part in parts if isinstance(part, Mapping)]
+    if len(set(said)) > 1 or any(_flags(part) for part in of_parts):
+        problem = f"{where}: its parts have flags, or its keys contradict each other: give it one "
+        raise UnusableRowError("unclear_weight", problem + "'weight', 0 or 1")
     return message | ({"weight": 0} if False in said else {})
+
+
+def _flags(message: Mapping[str, Any]) -> list[str]:
+    return [key for key in message if message[key] is not None and _ABOUT_TRAINING.search(key)]
 
 
 def _is_trained(where: str, key: str, value: Any) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +31,6 @@ from utils.prepare.workspace import (
     TRAINED_WRONGLY,
     UnitCounts,
     Workspace,
-    list_unread,
     partial_name,
 )
 
@@ -47,10 +47,8 @@ EXAMPLE_TOKENS = 256
 def prepare(arguments: PreparationArguments) -> None:
     """Tokenize the work units of this shard; assemble the datasets when all shards are complete.
 
-    A work unit is a group of file parts; finished units are not repeated. With --shard outside a
-    Slurm job array, a last run with --merge assembles. Raises ConfigurationError for unusable
-    settings, sources, tokenizer, chat template or output directory, and for a bad row if
-    on_bad_row is "error".
+    Finished units are not repeated. With --shard outside a Slurm job array, a last run with --merge
+    assembles. Raises ConfigurationError for unusable settings, sources, tokenizer and rows.
     """
     plan, tokenizer, workspace = begin_preparation(arguments)
     if workspace.is_prepared():
@@ -113,6 +111,7 @@ def finish_preparation(
             logger.info("when all are, run the same settings with --merge %d, not --shard", shards)
         if not array or not workspace.is_last_of_array(array, shard, shards):
             return None
+        logger.info("all %d shards are complete: merging", shards)
     counts = finished_counts(plan, workspace, arguments.merge or shards)
     log_counts(plan, counts, tokenizer)
     total = sum(counts.values(), UnitCounts())
@@ -154,14 +153,19 @@ def log_counts(
 ) -> None:
     """Log the documents and tokens of each source, and the rows and columns left out."""
     template = tokenizer.get_chat_template() if plan.needs_chat_template else ""
+    words = set(re.findall(r"\w+", template))  # the template may read a message key of this name
     sources = [list(group) for _, group in groupby(plan.units, lambda unit: unit.source)]
-    totals = [sum((counts[unit.index] for unit in units), UnitCounts()) for units in sources]
-    feeding = Counter(split for own in totals for split in own.documents)
-    for units, own in zip(sources, totals, strict=True):
+    for units in sources:
+        own = sum((counts[unit.index] for unit in units), UnitCounts())
         path = from_here(units[0].parts[0].file.path)
-        if unread := list_unread(own.unread, template):
-            logger.info("from %s: not read: %s", path, unread)
-        if any(feeding[split] > 1 for split in own.documents):  # else it is the split's own line
+        unread = [
+            f"{label} ({number:,})"
+            for label, number in sorted(own.unread.items())
+            if not (label.startswith("message key ") and label.split()[-1] in words)
+        ]
+        if unread:
+            logger.info("from %s: not read: %s", path, ", ".join(unread))
+        if len(sources) > 1:
             written = [
                 f"{split} {number:,} documents, {own.tokens[split]:,} tokens"
                 for split, number in own.documents.items()

@@ -46,10 +46,7 @@ Records = Iterator[Record | BadRow]
 
 
 def cut_file(file: SourceFile, part_bytes: int) -> Iterator[FilePart]:
-    """Cut a file into parts of about `part_bytes`, as far as its kind allows.
-
-    Raises ArrowException, OSError or ValueError when the file cannot be opened.
-    """
+    """Cut a file into parts of about `part_bytes`, as far as its kind allows."""
     if file.kind == "parquet":
         metadata = pq.read_metadata(file.path)
         start = size = 0
@@ -185,11 +182,9 @@ def _read_json(part: FilePart, _: Sequence[str] | None) -> Records:
 
 
 def _records_of(path: str, value: Any) -> list[Any]:
-    """Return the records in a JSON value: an array, table, object with an array, or one record."""
+    """Return the records in a JSON value: an array, an object with an array, or one record."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
-    if isinstance(value, dict) and (rows := _rows_of_a_table(path, value)):
-        return rows
     if not isinstance(value, dict) or detect_formats(value):
         return [value]
     arrays = [
@@ -206,31 +201,6 @@ def _records_of(path: str, value: Any) -> list[Any]:
             "list to a file of its own"
         )
     return value["data" if "data" in arrays else arrays[0]] if arrays else [value]
-
-
-def _rows_of_a_table(path: str, table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a table that pandas wrote as one object; [] for another object.
-
-    pandas has three forms: {"columns": names, "data": rows}; {row number: row}; {name: column}. A
-    column is an object with the keys "0", "1" and so on, or a list with one string per row.
-    """
-    if isinstance(table.get("columns"), list) and isinstance(table.get("data"), list):
-        return [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
-    are_objects = all(isinstance(item, dict) for item in table.values())
-    if are_objects and all(key.isdigit() for key in table):
-        return [*table.values()]
-    columns = [[*item.values()] if isinstance(item, dict) else item for item in table.values()]
-    are_indexed = are_objects and all("0" in item for item in table.values())
-    are_texts = {"text", "output", "completion"} & table.keys() and all(
-        isinstance(column, list) and all(isinstance(cell, str) for cell in column)
-        for column in columns
-    )
-    if not are_indexed and not are_texts:
-        return []
-    if len(set(map(len, columns))) > 1:
-        lengths = ", ".join(f"{name} {len(c):,}" for name, c in zip(table, columns, strict=True))
-        raise ConfigurationError(f"{path}: its columns have different numbers of rows ({lengths})")
-    return [dict(zip(table, cells, strict=True)) for cells in zip(*columns, strict=True)]
 
 
 def _read_csv(part: FilePart, _: Sequence[str] | None) -> Records:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
-import zstandard
 
 from utils.config.errors import ConfigurationError, Report, did_you_mean
 from utils.prepare.messages import are_messages
@@ -146,48 +145,7 @@ def open_source(path: str, compression: Compression | None) -> IO[bytes]:
     """Open a file and decompress it while it is read. Only an uncompressed file supports seek."""
     if compression is None:
         return Path(path).open("rb")
-    if compression == "zstd":
-        return io.BufferedReader(_ZstdStream(path), 1 << 16)
     return cast(IO[bytes], io.BufferedReader(pa.input_stream(path, compression=compression)))
-
-
-class _ZstdStream(io.RawIOBase):
-    """A reader of zstd files with windows up to 2 GiB (pyarrow: 128 MiB), from `zstd --long=31`."""
-
-    def __init__(self, path: str):
-        self._blocks = _zstd_blocks(path)
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._left:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._left = memoryview(block)
-        size = min(len(buffer), len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
-        return size
-
-
-def _zstd_blocks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes; raises OSError for a file that is damaged or cut short."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
-    with Path(path).open("rb") as file:
-        while compressed := file.read(1 << 17):
-            while compressed:
-                frame = frame or decompressor.decompressobj()
-                try:
-                    yield frame.decompress(compressed)
-                except zstandard.ZstdError as error:
-                    raise OSError(str(error)) from error
-                compressed = frame.unused_data
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise OSError("the compressed stream is incomplete")
 
 
 # --- paths to files
@@ -261,7 +219,10 @@ def _files_of_one_split(
                 f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
                 f"another: --eval_sources NAME={given}"
             )
-        return _files_of_one_format(given, by_split[wanted], remarks)
+        formats = {Path(path).name.partition(".")[2] for path in by_split[wanted]}
+        if len(formats) > 1:
+            raise ValueError(f"has {wanted} in several formats ({', '.join(formats)}): name files")
+        return by_split[wanted]
     if is_named or not glob.has_magic(given):
         raise ValueError(
             f"has no split {split!r}; its files are of {', '.join(named) or 'no split'}: name "
@@ -289,28 +250,11 @@ def _split_name(path: str, given: str) -> str:
     return ""
 
 
-def _files_of_one_format(given: str, paths: list[str], remarks: Remarks) -> list[str]:
-    """Return the paths of one format, if there are several formats: Parquet, else the first."""
-    by_suffix: dict[str, list[str]] = {}
-    for path in paths:
-        by_suffix.setdefault(Path(path).name.partition(".")[2], []).append(path)
-    chosen = "parquet" if "parquet" in by_suffix else next(iter(by_suffix))
-    if len(by_suffix) > 1:
-        remarks.lines.warn(
-            f"{given}: of the same split in several formats (.{', .'.join(by_suffix)}) .{chosen} "
-            "is taken; name files to choose another"
-        )
-    return by_suffix[chosen]
-
-
 # --- the kind of a file
 
 
 def _source_file(path: str, any_suffix: bool, *, is_given: bool) -> SourceFile | None:
-    """Return a readable file; None for a file of unknown kind that the user did not name.
-
-    Raises ValueError for any other file that cannot be read.
-    """
+    """Return a readable file; None for a file of unknown kind that the user did not name."""
     files = sorted(Path(path).glob("*.arrow")) if Path(path).is_dir() else [Path(path)]
     if not all(file.is_file() for file in files):
         raise ValueError("not a regular file, or a broken link")

@@ -102,7 +102,6 @@ class DocumentTokenizer:
     ):
         self.tokenizer = tokenizer
         self.id_type = id_type(tokenizer)
-        self._is_exact = backend == "tokenizers" and tokenizer.is_fast
         self._encode = (
             GigatokenEncoder(tokenizer) if backend == "gigatoken" else partial(encode, tokenizer)
         )
@@ -163,8 +162,11 @@ class DocumentTokenizer:
     def _completions(
         self, documents: list[CompletionDocument]
     ) -> Iterator[TokenizedDocument | BadRow]:
-        pairs = [(document.prompt, document.completion) for document in documents]
-        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
+        texts = [document.prompt + document.completion for document in documents]
+        encoded = encode_with_offsets(self.tokenizer, texts)
+        for document, text, (ids, offsets) in zip(documents, texts, encoded, strict=True):
+            # held: the end of the prompt, if the completion's first token has it.
+            start, held = first_token(text, len(document.prompt), len(text), offsets)
             if self._special.are_all(ids[start:]):
                 yield _empty(document)
                 continue
@@ -175,52 +177,16 @@ class DocumentTokenizer:
             yield self._with_target(document, whole, mask, notes)
 
     def _pieces(self, documents: list[PiecesDocument]) -> Iterator[TokenizedDocument | BadRow]:
-        pieces = [piece for document in documents for piece, _ in document.pieces]
-        found = iter(self._encode([piece for piece in pieces if isinstance(piece, str)]))
+        found = iter(self._encode([text for each in documents for text, _ in each.pieces]))
         for document in documents:
-            given = [next(found) if isinstance(p, str) else np.array(p) for p, _ in document.pieces]
+            given = [next(found) for _ in document.pieces]
             ids = np.concatenate(given)
             mask = np.repeat([mark for _, mark in document.pieces], list(map(len, given)))
             if document.special_tokens:
                 before, behind = self._special.around(ids)
                 ids = np.concatenate([before, ids, behind])
                 mask = np.pad(mask, (len(before), len(behind)), "edge")
-            if not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
-                wrong = min(ids.min(), 0) or ids.max()
-                fault = f"token id {wrong}: the tokenizer has {len(self.tokenizer)} tokens"
-                yield BadRow("other_tokenizer", fault, document.location)
-                continue
             yield self._with_target(document, ids, mask, Counter())
-
-    def _joined_ids(
-        self, pairs: Sequence[tuple[str, str]]
-    ) -> Iterator[tuple[np.ndarray, int, str]]:
-        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
-
-        start: the index of the completion's first token. held: the end of the prompt, if it is in
-        the same token as the first characters of the completion; else "".
-        """
-        if self._is_exact:
-            yield from self._joined_ids_by_offsets(pairs)
-            return
-        wholes = self._encode([before + behind for before, behind in pairs])
-        prompts = self._encode([before for before, _ in pairs])
-        for pair, whole, prompt in zip(pairs, wholes, prompts, strict=True):
-            if np.array_equal(whole[: len(prompt)], prompt):
-                yield whole, len(prompt), ""
-            elif self.tokenizer.is_fast:
-                yield from self._joined_ids_by_offsets([pair])
-            else:  # no offsets: the completion begins at the first token that differs
-                alike = whole[: len(prompt)] == prompt[: len(whole)]
-                yield whole, int(np.argmin([*alike, False])), pair[0][-1]
-
-    def _joined_ids_by_offsets(
-        self, pairs: Sequence[tuple[str, str]]
-    ) -> Iterator[tuple[np.ndarray, int, str]]:
-        texts = [before + behind for before, behind in pairs]
-        encoded = encode_with_offsets(self.tokenizer, texts)
-        for (before, _), text, (ids, offsets) in zip(pairs, texts, encoded, strict=True):
-            yield ids, *first_token(text, len(before), len(text), offsets)
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
         """Render chats one by one, then tokenize all renderings in one call."""
@@ -286,13 +252,10 @@ class DocumentTokenizer:
         found = self._tokenized(ids, mask.astype(np.int8), notes)
         if found.has_target:
             return found
-        message = "no assistant token: nothing after the first token is trained on"
-        if isinstance(document, ChatDocument) and all(
-            message.get("weight") == 0
-            for message in document.messages[document.first_trained :]
-            if message["role"] == ASSISTANT
-        ):
-            message = "every answer is marked as not trained on (weight 0, train false, ...)"
+        message = (
+            "nothing after the first token is trained on: no assistant token, or its message is "
+            "marked as not trained on (weight 0, train false, ...)"
+        )
         return BadRow("no_assistant_tokens", message, document.location)
 
     def _tokenized(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import PreparationArguments
 from utils.data.tokenizers import load_tokenizer
-from utils.host.foreign import RENDERING_BYTES, foreign, limits, reason
+from utils.host.foreign import foreign, reason
 from utils.prepare.chat_templates import GENERATION, PROBE, TOOL
 from utils.prepare.rows import ChatDocument
 from utils.prepare.tokenization import DocumentTokenizer, TokenizedDocument
@@ -76,12 +76,9 @@ def attach_template(
     ConfigurationError if the template is missing or invalid, if no chat of PROBES can be trained on
     with the template, or if the tokenizer is not fast.
     """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     if template_file is not None:
-        with foreign(template_file, "not valid Jinja"), limits(template_file, RENDERING_BYTES):
+        with foreign(template_file, "cannot be read"):
             tokenizer.chat_template = Path(template_file).read_text(encoding="utf-8")
-            _compile_jinja_template(tokenizer.chat_template)
     if tokenizer.chat_template is None:
         raise ConfigurationError(
             "the tokenizer has no chat template: give --chat_template FILE, for example "

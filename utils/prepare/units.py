@@ -59,11 +59,8 @@ def run_units(
 ) -> None:
     """Prepare all work units, in up to `num_proc` worker processes if there is enough work.
 
-    With `apart` there is at least one worker process.
-
-    Raises ConfigurationError with the first faulty rows and the number of all. A unit of bad rows
-    alone ends the work. If a worker is killed, raises OutOfMemoryError or LostProcessError.
-    The files of finished units are kept.
+    With `apart` there is at least one worker process. Raises ConfigurationError with the first
+    faulty rows and the number of all. A unit of bad rows alone ends the work.
     """
     total_bytes = sum(unit.size for unit in units)
     workers = min(num_proc, len(units), total_bytes // LEAST_BYTES_A_WORKER[worker.backend])
@@ -262,14 +259,10 @@ class UnitWorker:
     def _within_length(
         self, document: Document, tokenized: TokenizedDocument | BadRow, counts: UnitCounts
     ) -> TokenizedDocument | BadRow:
-        """Return the document's tokens, or a BadRow to drop.
-
-        A document above sequence_length is cut or is a BadRow, as on_overlong says. A plain text
-        stays whole, because training splits it.
-        """
+        """Return the document's tokens, cut if on_overlong says so, or a BadRow to drop."""
         limit = self.settings.sequence_length
         if isinstance(tokenized, BadRow) or limit is None or isinstance(document, TextDocument):
-            return tokenized
+            return tokenized  # training splits a plain text
         length = len(tokenized.ids)
         if length <= limit:
             return tokenized
@@ -344,7 +337,7 @@ def texts_of(document: Document) -> list[str]:
     if isinstance(document, CompletionDocument):
         return [document.prompt, document.completion]
     if isinstance(document, PiecesDocument):
-        return [piece for piece, _ in document.pieces if isinstance(piece, str)]
+        return [text for text, _ in document.pieces]
     texts: list[str] = []
     for message in document.messages:
         texts += [message["content"], message.get("reasoning_content") or ""]

@@ -5,7 +5,6 @@ temporary names, and renamed when they are complete. So a preparation may be kil
 and several shards may write at the same time.
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -59,12 +58,6 @@ NOTES = {
     "all (docs/data.md, Thoughts), or give such a chat once for every answer, each time up to that "
     "answer and with weight: 0 in the answers before it",
 }
-# Lookups in a chat template: `message.key`, `messages[0]['key']`, `message.get('key')`.
-_LOOKED_UP = re.compile(
-    r"""(\w+)(?=(?:\[[^\]'"]*\])?\s*(?:\.get\(['"]([^'"]+)|\.(\w+)|\[['"]([^'"]+)))"""
-)
-# Variables of a template with these words in their names are tool calls or tools, not messages.
-_OF_CALLS = re.compile("tool|func|call|tc|param|arg|spec|prop|schema")
 # The notes to log as warnings: answers that think although they should not, or the opposite.
 TRAINED_WRONGLY = {"thoughts_after_closed_prompts", "without_earlier_thinking"}
 
@@ -163,8 +156,8 @@ class Workspace:
     def overwriting(self) -> "Workspace":
         """Return a workspace beside output_dir if that holds finished datasets of other settings.
 
-        Changes nothing on disk. Raises ConfigurationError if output_dir has other files, or if a
-        process reads it.
+        Changes nothing on disk. Raises ConfigurationError if output_dir has other files, or is in
+        a run directory in use.
         """
         folder = self.output_dir.resolve()
         old, new = beside(folder, "old"), beside(folder, "new")
@@ -174,11 +167,12 @@ class Workspace:
             return self
         for each in (folder, old, new):
             refuse_foreign_files(each)
-        if users := readers(folder):
-            raise ConfigurationError(
-                f"output_dir: {folder}: is in use by {'; '.join(users)}: wait for the end, or "
-                "choose another --output_dir"
-            )
+        for owner in run_owners(folder.parent):  # the folder may be data/ of a run
+            if owner.alive and owner.pid != os.getpid():
+                raise ConfigurationError(
+                    f"output_dir: {folder}: is in use by {owner}: wait for the end, or choose "
+                    "another --output_dir"
+                )
         return replace(self, output_dir=new, replaced=folder)
 
     def publish(self) -> Path:
@@ -189,12 +183,8 @@ class Workspace:
         old = beside(folder, "old")
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
-        if exchange(folder, self.output_dir):
-            self.output_dir.replace(old)
-        else:  # NFS: for a moment there is no folder
-            if folder.exists():
-                folder.replace(old)
-            self.output_dir.replace(folder)
+            folder.replace(old)
+        self.output_dir.replace(folder)
         shutil.rmtree(old, ignore_errors=True)
         logger.info("%s: the datasets of other settings are replaced", folder)
         return folder
@@ -257,19 +247,14 @@ class Workspace:
             finished.mkdir(exist_ok=True)
             (finished / str(shard)).touch()
             # List the folder: NFS may answer for a single file from a stale cache.
-            left = shards - len(list(finished.iterdir()))
-            if left:
-                logger.info("%d of %d shards are left; the last one merges", left, shards)
+            if len(list(finished.iterdir())) < shards:
                 return False
             claim.symlink_to(str(shard))  # atomic, also on network file systems
-            is_last = True
         except FileNotFoundError:  # another task has merged, and removed the folder
-            is_last = False
+            return False
         except FileExistsError:
-            is_last = str(claim.readlink()) == str(shard)
-        does = "merging" if is_last else "another task merges them"
-        logger.info("all %d shards are complete: %s", shards, does)
-        return is_last
+            return str(claim.readlink()) == str(shard)
+        return True
 
     def remove(self) -> None:
         """Delete the workspace, after its files were moved to the splits."""
@@ -284,17 +269,6 @@ def beside(folder: str | Path, state: str) -> Path:
     """Return the hidden path beside a folder that holds its "new" or "old" datasets."""
     resolved = Path(folder).resolve()
     return resolved.with_name(f".{resolved.name}.{state}")
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders at once. Returns False where the system cannot do that."""
-    at_fdcwd, rename_exchange = -100, 2  # from linux/fcntl.h and linux/fs.h
-    names = os.fsencode(one), os.fsencode(other)
-    try:
-        renameat2 = ctypes.CDLL(None).renameat2
-    except AttributeError:  # an old C library
-        return False
-    return bool(renameat2(at_fdcwd, names[0], at_fdcwd, names[1], rename_exchange) == 0)
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -316,34 +290,6 @@ def refuse_foreign_files(folder: Path) -> None:
         )
 
 
-def readers(folder: Path) -> list[str]:
-    """Return the other processes that have files of a folder mapped, or train in its parent.
-
-    Mappings by other users and on other hosts are not seen.
-    """
-    found = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            is_other = maps.parent.name != str(os.getpid())
-            if is_other and f" {folder}/" in maps.read_text(errors="replace"):
-                found.append(f"process {maps.parent.name} on {host_name()}")
-    owners = run_owners(folder.parent)  # the folder may be data/ of a run
-    return found or [str(owner) for owner in owners if owner.alive and owner.pid != os.getpid()]
-
-
 def partial_name(path: Path) -> Path:
     """Return a temporary path in the folder of `path` that no other process uses."""
     return path.with_name(f".{path.name}.{host_name()}.{os.getpid()}.partial")
-
-
-# --- columns and keys that are not read
-
-
-def list_unread(counts: Mapping[str, int], template: str) -> str:
-    """Return a text of all labels with their counts, except keys that the chat template reads."""
-    read = set()
-    for holder, *keys in _LOOKED_UP.findall(template):
-        if not _OF_CALLS.search(holder.lower()):
-            read |= {f"message key {key}" for key in keys}
-    unread = sorted(counts.keys() - read)
-    return ", ".join(f"{label} ({counts[label]:,})" for label in unread)

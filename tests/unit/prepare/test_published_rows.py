@@ -139,12 +139,6 @@ TAKEN = {
     "axolotl input_output": (
         {"segments": [{"label": False, "text": "<s>q "}, {"label": True, "text": "a</s>"}]},
         [("<s>q ", False), ("a</s>", True)]),
-    "axolotl pre-tokenized": (
-        {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]},
-        [([5], False), ([6, 7], True)]),
-    "TRL pre-tokenized": (
-        {"input_ids": [5, 6], "completion_mask": [0, 1]}, [([5], False), ([6], True)]),
-    "ids alone": ({"input_ids": [5, 6]}, [([5, 6], True)]),
     "a transcript with segments": ({"text": "a", "segments": [{"start": 0}]}, "a"),
     "FastChat": (shared(("human", "q"), ("gpt", "a"), id="0"), [Q, A]),
     "Magpie":
@@ -207,85 +201,58 @@ TAKEN = {
     "C4": ({"text": "t", "timestamp": "2019", "url": "u"}, "t"),
     "web page with a picture": ({"text": "t", "image": "http://a/b.png"}, "t"),
 }
-PAIR = [[Q, A], ["q", "a"]]
 NAMED = {
-    "GSM8K": ({"question": "q", "answer": "a"}, PAIR),
-    "MetaMath": ({"query": "q", "response": "a", "type": "t"}, PAIR),
+    "GSM8K": ({"question": "q", "answer": "a"}, [Q, A]),
+    "MetaMath": ({"query": "q", "response": "a", "type": "t"}, [Q, A]),
     "Dolly":
         ({"instruction": "q", "context": "c", "response": "a", "category": "x"},
-         [[("user", "q\nc"), A]]),
-    "OpenOrca":
-        ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [[S, Q, A]]),
-    "GPTeacher": ({"instruction": "q", "input": "i", "response": "a"}, [[("user", "q\ni"), A]]),
-    "Firefly": ({"kind": "k", "input": "q", "target": "a"}, PAIR),
-    "input and output": ({"input": "q", "output": "a"}, PAIR),
+         [("user", "q\nc"), A]),
+    "OpenOrca": ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [S, Q, A]),
+    "GPTeacher": ({"instruction": "q", "input": "i", "response": "a"}, [("user", "q\ni"), A]),
+    "Firefly": ({"kind": "k", "input": "q", "target": "a"}, [Q, A]),
     "Nemotron":
-        ({"input": turns(Q), "output": "a", "system_prompt": "s", "category": "c"}, [[S, Q, A]]),
-    "OASST words": ({"INSTRUCTION": "q", "RESPONSE": "a"}, PAIR),
+        ({"input": turns(Q), "output": "a", "system_prompt": "s", "category": "c"}, [S, Q, A]),
+    "OASST words": ({"INSTRUCTION": "q", "RESPONSE": "a"}, [Q, A]),
     "ms-swift query":
-        ({"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]},
-         [[S, Q, A, Q, A]]),
+        ({"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]}, [S, Q, A, Q, A]),
     "ms-swift ShareGPT":
-        ({"system": "s", "conversation": [{"human": "q", "assistant": "a"}]}, [[S, Q, A]]),
-    "Capybara": ({"source": "x", "conversation": [{"input": "q", "output": "a"}]}, [[Q, A]]),
-    "XTuner": ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, [[S, Q, A]]),
-    "history of messages":
-        ({"query": "q", "response": "a", "history": turns(Q, A)}, [[Q, A, Q, A]]),
-    "messages and chosen": (chat(Q, chosen="a", rejected="b"), [[Q, A]]),
-    "WildChat": ({"conversation": [t | {"language": "en"} for t in turns(Q, A)]}, [[Q, A]]),
-    "chat": ({"chat": turns(Q, A)}, [[Q, A]]),
-    "turns": ({"turns": ["q", "a"]}, [[Q, A]]),
-    "UltraChat": ({"id": "0", "data": ["q", "a", "q", "a"]}, [[Q, A, Q, A]]),
+        ({"system": "s", "conversation": [{"human": "q", "assistant": "a"}]}, [S, Q, A]),
+    "Capybara": ({"source": "x", "conversation": [{"input": "q", "output": "a"}]}, [Q, A]),
+    "XTuner": ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, [S, Q, A]),
+    "messages and chosen": (chat(Q, chosen="a", rejected="b"), [Q, A]),
+    "WildChat": ({"conversation": [t | {"language": "en"} for t in turns(Q, A)]}, [Q, A]),
+    "turns": ({"turns": ["q", "a"]}, [Q, A]),
+    "UltraChat": ({"id": "0", "data": ["q", "a", "q", "a"]}, [Q, A, Q, A]),
     "Gemini": (
         {"systemInstruction": {"role": "system", "parts": [{"text": "s"}]},
          "contents": [{"role": "user", "parts": [{"text": "q"}]},
                       {"role": "model", "parts": [{"text": "a"}]}]},
-        [[S, Q, A]],
+        [S, Q, A],
     ),
     "xLAM":
         ({"id": 1, "query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([CALL])},
-         [[Q, CALLING]]),
+         [Q, CALLING]),
     "Glaive v2":
-        ({"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"}, ["USER: q ASSISTANT: a"]),
-    "Baize":
-        ({"topic": "t", "input": "[|Human|]q[|AI|]a"},
-         ["[|Human|]q[|AI|]a", ["t", "[|Human|]q[|AI|]a"]]),
-    "Prosocial": ({"context": "q", "response": "a"}, PAIR),
-    "P3": ({"inputs_pretokenized": "q", "targets_pretokenized": "a"}, PAIR),
-    "ms-swift pretraining": ({"response": "t"}, ["t"]),
-    "one unknown column": ({"sentence": "t", "n": 1}, ["t"]),
-    "pairs": ({"conversation": [["q", "a"], ["q", "a"]]}, [[Q, A, Q, A]]),
-    "roles and texts": ({"dialog": [["user", "q"], ["assistant", "a"]]}, [[Q, A]]),
+        ({"system": "SYSTEM: s", "chat": "USER: q ASSISTANT: a"}, "USER: q ASSISTANT: a"),
+    "one unknown column": ({"sentence": "t", "n": 1}, "t"),
+    "roles and texts": ({"dialog": [["user", "q"], ["assistant", "a"]]}, [Q, A]),
     "OpenAI responses": (
         {"input": turns(Q),
          "output": [says([{"type": "output_text", "text": "a"}], type="message")]},
-        [[Q, A]],
+        [Q, A],
     ),
-    "HH-RLHF": ({"chosen": "Human: q Assistant: a", "rejected": "b"}, ["Human: q Assistant: a"]),
-    "Orca DPO": ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, [[S, Q, A]]),
-    "DPO texts": ({"prompt": "q", "chosen": "a", "rejected": "b"}, PAIR),
-    "DPO messages": ({"prompt": "q", "chosen": turns(Q, A), "rejected": turns(Q, A)}, [[Q, A]]),
-    "ORPO": ({"prompt": turns(Q), "chosen": turns(A), "rejected": turns(A)}, [[Q, A]]),
+    "HH-RLHF": ({"chosen": "Human: q Assistant: a", "rejected": "b"}, "Human: q Assistant: a"),
+    "Orca DPO": ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, [S, Q, A]),
+    "DPO messages": ({"prompt": "q", "chosen": turns(Q, A), "rejected": turns(Q, A)}, [Q, A]),
+    "ORPO": ({"prompt": turns(Q), "chosen": turns(A), "rejected": turns(A)}, [Q, A]),
     "LLaMA-Factory DPO": (
         shared(("human", "q"), chosen={"from": "gpt", "value": "a"},
                rejected={"from": "gpt", "value": "b"}),
-        [[Q, A]],
+        [Q, A],
     ),
-    "LLaMA-Factory v1 DPO":
-        ({"chosen_messages": turns(Q, A), "rejected_messages": turns(Q, A)}, [[Q, A]]),
-    "The Stack": ({"hexsha": "x", "content": "print()", "ext": "py"}, ["print()"]),
-    "RedPajama 2": ({"raw_content": "t", "doc_id": "x"}, ["t"]),
-    "body": ({"title": "x", "body": "text"}, ["text"]),
-    "CNN": ({"article": "q", "highlights": "a", "id": "x"}, PAIR),
-    "Flan": ({"inputs": "q", "targets": "a", "task": "x"}, PAIR),
-    "spaces": ({"Question ": "x", "Instruction": "q", "Response": "a"}, PAIR),
-    "alpaca with text":
-        ({"instruction": "q", "input": "", "output": "a", "text": "t"}, ["t", [Q, A]]),
-    "sql-create-context":
-        ({"question": "q", "context": "c", "answer": "a"}, [[("user", "q\nc"), A]]),
-    "messages under any name": ({"trajectory": turns(Q, A), "reward": 1.0}, [[Q, A]]),
-    "identifiers beside texts":
-        ({"instance_id": "12", "statement": "q", "patch": "abc"}, ["abc", ["q", "abc"]]),
+    "The Stack": ({"hexsha": "x", "content": "print()", "ext": "py"}, "print()"),
+    "CNN": ({"article": "q", "highlights": "a", "id": "x"}, [Q, A]),
+    "messages under any name": ({"trajectory": turns(Q, A), "reward": 1.0}, [Q, A]),
 }
 REFUSED = {
     "KTO": ({"prompt": "q", "completion": "a", "label": True}, "filter {label: true}"),
@@ -306,7 +273,7 @@ REFUSED = {
          "'train_detail': .* write 'weight': 0"),
     "axolotl parts":
         (chat(Q, says([part("t", train=False), part("a", train=True)])),
-         "keys or parts contradict each other"),
+         "its parts have flags"),
     "Python calls":
         (chat(Q, says(None, function_calls="f(x)")), "a call without 'name' and 'arguments': 'f"),
     "calls under another key":
@@ -319,34 +286,17 @@ REFUSED = {
         (chat(Q, says(tool_calls=CALLED, function_call=CALL)),
          "'tool_calls' and 'function_call': keep one"),
     "prompt with system": ({"prompt": "q", "completion": "a", "system": "s"}, "'system' go with"),
-    "SQuAD":
-        ({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}},
-         "'answers' must be a string, found dict"),
-    "HC3":
-        ({"question": "q", "human_answers": ["a"], "chatgpt_answers": ["b"]},
-         "'chatgpt_answers' must be a string, found list"),
-    "MMLU": ({"question": "q", "choices": ["a", "b"], "answer": 1}, "'answer' must be a string"),
-    "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "no column can be read"),
-    "translation": ({"translation": {"en": "a", "de": "b"}}, "no column can be read"),
+    "MMLU": ({"question": "q", "choices": ["a", "b"], "answer": 1}, "no column has a text"),
+    "translation": ({"translation": {"en": "a", "de": "b"}}, "no column has a text"),
     "numbered columns": ({f"c{i:02}": i for i in range(40)}, r"c19, \.\.\.\): no column"),
-    "question alone": ({"instruction": "q", "input": "i"}, "no column can be read"),
-    "datasets-server": ({"row_idx": 0, "row": {"text": "a"}}, "no column can be read"),
+    "question alone": ({"instruction": "q", "input": "i"}, "no column has a text"),
     "segments": ({"segments": [{"label": False, "text": "a"}]}, "no segment of 'segments'"),
     "segment of another kind": ({"segments": [{"start": 0, "text": "a"}]}, "must be {label: true"),
-    "MOSS":
-        ({"meta_instruction": "s", "chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
-         "'chat' must be a list of messages, found dict"),
     "oasst1":
         ({"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"},
          "each row is one message of a tree"),
     "a message a row": ({"role": "user", "content": "q"}, "each row is one message"),
-    "labels of other tokens": ({"input_ids": [1, 2], "labels": [-100, 1]}, "'labels' must be -100"),
-    "padded": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "take the padding out"),
-    "a mask of another name": ({"input_ids": [1], "loss_mask": [1]}, "'loss_mask' looks like"),
-    "packed rows": ({"input_ids": [1], "position_ids": [0]}, "its rows are packed already"),
-    "two masks":
-        ({"input_ids": [1], "completion_mask": [1], "labels": [1]}, "several loss masks"),
-    "labels cut short": ({"input_ids": [1, 2], "labels": [1]}, "equally long"),
+    "tokenized": ({"input_ids": [1, 2], "labels": [-100, 1]}, "its rows are tokenized: name a"),
     "arguments cut short":
         (chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "arguments are no JSON"),
     "two thoughts":
@@ -377,26 +327,23 @@ def test_a_published_row_is_taken_as_it_is(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_every_flag_that_is_named_for_a_published_row_reads_it(tmp_path, kind):
+def test_the_flag_that_is_named_for_a_published_row_reads_it(tmp_path, kind):
     row, expected = NAMED[kind]
     path = samples.write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(ConfigurationError) as refused:
         documents(path)
-    advice = str(refused.value).partition(". Without")[0]
-    flags = re.findall(r"--(columns|format) (.+?)(?=, for |, choose|, |$| or )", advice)
-    assert len(flags) == len(expected), advice
-    settings = [
-        {"columns": shlex.split(value)} if name == "columns" else {"format": value}
-        for name, value in flags
-    ]
-    assert [documents(path, **one) for one in settings] == [[document] for document in expected]
+    columns = re.search(r"--columns (.+?)\. Without|--columns (.+)", str(refused.value))
+    assert documents(path, columns=shlex.split(columns[1] or columns[2])) == [expected]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_taken_says_why(tmp_path, kind):
     row, reason = REFUSED[kind]
-    with pytest.raises(ConfigurationError, match=reason):
-        documents(samples.write_jsonl(tmp_path / "a.jsonl", [row]))
+    try:
+        found = documents(samples.write_jsonl(tmp_path / "a.jsonl", [row]))
+    except ConfigurationError as error:
+        found = error
+    assert re.search(reason, str(found))
 
 
 def test_names_of_keys_do_not_concern_an_answer_that_is_a_text(tmp_path):
@@ -446,25 +393,10 @@ FILES = {
         ("a.csv", "prompt, completion,,\nq,a,,\n", [["q", "a"]]),
     "JSON in cells":
         ("a.csv", 'prompt,completion\n"[{""role"": ""user"", ""content"": ""q""}]",a\n', [[Q, A]]),
-    "columns of pandas":
-        ("a.json", json.dumps({"prompt": {"0": "q", "2": "r"}, "completion": {"0": "a", "2": "b"}}),
-         [["q", "a"], ["r", "b"]]),
-    "names and rows of pandas": (
-        "a.json",
-        json.dumps({"columns": ["prompt", "completion"], "index": [0], "data": [["q", "a"]]}),
-        [["q", "a"]],
-    ),
-    "numbered rows of pandas":
-        ("a.json", json.dumps({"0": {"text": "a"}, "5": {"text": "b"}}), ["a", "b"]),
-    "lists of columns":
-        ("a.json", json.dumps({"prompt": ["q", "r"], "completion": ["a", "b"]}, indent=1),
-         [["q", "a"], ["r", "b"]]),
 }
 LOSING = [
     ("a.csv", "prompt,prompt,completion\nq,r,a\n", "'prompt' twice"),
     ("a.csv", "prompt,completion\ncafé,a\n", r"not UTF-8 .* iconv"),
-    ("a.json", json.dumps({"prompt": ["q", "r"], "completion": ["a"]}),
-     r"different .* \(prompt 2, completion 1\)"),
     ("a.json", json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}),
      r"several lists of records \(train, test\)"),
 ]
@@ -480,12 +412,11 @@ def test_names_inside_messages_and_of_roles_are_given_by_columns(tmp_path):
     ]
     path = samples.write_jsonl(tmp_path / "a.jsonl", [{"dialog": dialog}])
     columns = ["dialog=messages", "speaker=role", "text=content", "customer=user", "use=weight"]
-    with pytest.raises(ConfigurationError, match="if agent is: --columns agent=assistant"):
-        documents(path, columns=columns)
+    assert "if agent is: --columns agent=assistant" in str(documents(path, columns=columns))
     names = [*columns, "agent=assistant", "bot=assistant", "policy=system"]
     assert documents(path, columns=names) == [[Q, IDLE, Q, A]]
-    with pytest.raises(ConfigurationError, match="as in --columns speaker=role text=content"):
-        documents(path, columns=["dialog=messages"])
+    told = str(documents(path, columns=["dialog=messages"]))
+    assert "as in --columns speaker=role text=content" in told
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -531,24 +462,3 @@ def test_a_file_of_another_format_is_sent_to_an_entry_of_its_own(tmp_path):
     first, second = documents(chats, sources=[str(chats), str(pairs)])
     assert first == [Q, A]
     assert "a row of the format alpaca: files of different formats go into a recipe" in second
-
-
-def test_flags_that_other_messages_name_are_taken(tmp_path):
-    pairs = samples.write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "completion": "a"}])
-    chats = samples.write_jsonl(tmp_path / "b.jsonl", [chat(Q, A)])
-    columns = {"query": "prompt"}
-    with pytest.raises(ConfigurationError) as refused:
-        documents(chats, sources=[str(chats), {"path": str(pairs), "columns": columns}])
-    named = re.search(r"columns (\S+)=instruction (\S+)=output", str(refused.value)).groups()
-    columns = dict(zip(named, ("instruction", "output"), strict=True))
-    both = [str(chats), {"path": str(pairs), "columns": columns}]
-    assert documents(chats, sources=both) == [[Q, A], [Q, A]]
-    with pytest.raises(ConfigurationError, match="--format messages"):
-        documents(chats, format="text")
-    row = {"question": "q", "answer": "a", "system": "s"}
-    path = samples.write_jsonl(tmp_path / "c.jsonl", [row])
-    with pytest.raises(ConfigurationError) as refused:
-        documents(path, columns=["question=prompt", "answer=completion"])
-    asked, answer = re.search(r"'(\w+)' instruction and '(\w+)' out", str(refused.value)).groups()
-    columns = [f"{asked}=instruction", f"{answer}=output"]
-    assert documents(path, columns=columns) == [[S, Q, A]]
