@@ -19,13 +19,17 @@ from utils.config.own_code import load_own
 from utils.data.arrow_columns import STATE_FILE
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import read_object
-from utils.prepare.hints import CHATS
 from utils.prepare.messages import are_messages
 from utils.prepare.rows import detect_formats
 from utils.prepare.source_files import SourceFile, open_source
 from utils.prepare.values import FILTERED, BadRow, Location, Record
 
 ROWS_PER_READ = 64
+# Columns of one chat: their list is no list of records.
+CHATS = (
+    *("messages", "conversation", "conversations", "dialog", "dialogue", "chat", "turns"),
+    *("contents", "history"),
+)
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ def _records_of(path: str, value: Any) -> list[Any]:
     arrays = [
         key
         for key, item in value.items()
-        if key not in {*CHATS, "history"}
+        if key not in CHATS
         and isinstance(item, list)
         and item
         and (isinstance(item[0], dict) or are_messages(item[0]))

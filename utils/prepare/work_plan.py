@@ -19,20 +19,31 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import sha256_of
-from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, sources_of
+from utils.config.preparation import (
+    MESSAGE_ROLES,
+    TRAIN,
+    VALIDATION,
+    PreparationArguments,
+    Source,
+    sources_of,
+)
 from utils.host.atomic_files import from_here
-from utils.prepare.hints import absent_columns, misreading, naming_hint
 from utils.prepare.hub_datasets import HubCache, cached_files
+from utils.prepare.messages import ROLES, are_messages, role_word
 from utils.prepare.records import FilePart, converter, cut_file, read_records
 from utils.prepare.rows import DOCUMENT_FORMATS, NEEDED, RowSettings, detect_formats, holds_chats
 from utils.prepare.source_files import Remarks, SourceFile, list_sources
-from utils.prepare.values import FILTERED, MEDIA, REPAIR, Record, renamed
+from utils.prepare.values import FILTERED, MEDIA, REPAIR, Record, decoded, renamed
 
 logger = logging.getLogger(__name__)
 
 # Increase when a code change gives other output for the same sources and settings.
 OUTPUT_VERSION = 3
 COLUMNS_SHOWN = 20
+NAMING = (
+    "name its columns: --columns question=instruction answer=output (or chosen=output), "
+    "conversation=messages or body=text, with its own names on the left"
+)
 
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
@@ -251,7 +262,7 @@ def _decide_formats(
         wanted = _documents_of(rows[0]) if rows else ""
         try:
             record = _first_record(parts, source)
-            if absent := absent_columns(record.fields, source.columns):
+            if absent := _absent_columns(record.fields, source.columns):
                 remarks.lines.warn(
                     f"{record.location}: --columns names {', '.join(absent)}, which the first "
                     f"record does not have (columns: {', '.join(sorted(record.fields))})"
@@ -317,11 +328,14 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
         )
     columns = sorted(record.fields)
     shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
-    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
-    raise ConfigurationError(
-        f"{where}: no known format (columns: {shown or 'none'}): {naming_hint(record.fields)}. "
-        f"Without --columns a record needs: {formats}"
-    )
+    if "input_ids" in record.fields:
+        advice = "its rows are tokenized: name a folder of save_to_disk with them as train_data"
+    elif are_messages([record.fields]):
+        advice = "each row is one message: put the messages of a chat into one row, as 'messages'"
+    else:
+        formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
+        advice = f"{NAMING}. A record needs: {formats}"
+    raise ConfigurationError(f"{where}: no known format (columns: {shown or 'none'}): {advice}")
 
 
 def _check_first_record(
@@ -329,10 +343,10 @@ def _check_first_record(
 ) -> None:
     """List the used and unused columns of a source's first record in `remarks`.
 
-    Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`).
+    Raises ConfigurationError for a row that would be trained on wrongly (see `_misreading`).
     """
     path = record.location.path
-    problems = list(filter(None, [misreading(record.fields, source)]))
+    problems = list(filter(None, [_misreading(record.fields, source)]))
     systems = [name for name, ours in source.columns if ours == "system" and name in record.fields]
     if len(systems) > 1:  # as a role, `system` may have several names
         problems.append(f"columns: {' and '.join(systems)} are both system: give one")
@@ -344,3 +358,34 @@ def _check_first_record(
         f"{source.split}: {from_here(path)}: {read.row_format}, from {', '.join(used)}"
         + (f"; not used: {', '.join(unused)}" if unused else "")
     )
+
+
+def _absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the names in `columns` that neither the row nor its messages have, except roles."""
+    text = str(fields).replace('"', "'")  # messages may be JSON
+    absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
+    return [name for name, ours in absent if ours not in MESSAGE_ROLES or ours == "system"]
+
+
+def _misreading(given: Mapping[str, Any], source: Source) -> str:
+    """Return why a row with known columns would be trained on wrongly; "" if the row is fine."""
+    fields = renamed(given, source.columns)
+    filtered = [name for name, _ in source.filters]
+    one_message = "role" in fields and "text" in fields and "parent_id" in fields
+    if one_message and "role" not in filtered:
+        return (
+            "each row is one message of a tree (OpenAssistant): put the messages of a chat into "
+            "one row, or filter on role to train on each as a text"
+        )
+    label = str(fields.get("label")).lower()
+    if label in ("true", "false") and "label" not in filtered and "text" not in fields:
+        return (
+            "its label says which answers are good (KTO): in a recipe give the source the filter "
+            "{label: true}, or {label: [true, false]} to train on all"
+        )
+    if "chosen" in fields and "completion" not in fields:
+        for name in ("messages", "conversations"):
+            chat = decoded(fields.get(name))
+            if are_messages(chat) and ROLES.get(role_word(chat[-1])) == "user":
+                return f"its answers are apart: give --columns {name}=prompt chosen=completion"
+    return ""
