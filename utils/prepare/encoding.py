@@ -1,7 +1,6 @@
 """Token ids of texts and prompts: from the tokenizer, or from gigatoken (optional, much faster)."""
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from utils.prepare.rows import ChatDocument, document_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FAILS = "it does not turn text into tokens"
 # verbose=False: no warning about texts above the model's maximum length; packing splits them.
@@ -216,12 +213,11 @@ PROBES = (
 def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_format: str) -> str:
     """Return "gigatoken" or "tokenizers". For `auto` this is gigatoken if it can be used.
 
-    Gigatoken tokenizes plain texts, and must give the tokenizer's ids on difficult ones. Logs a
-    hint if it is not installed. Raises ConfigurationError if it is required and cannot be used.
+    Gigatoken tokenizes plain texts, and must give the tokenizer's ids on difficult ones. Raises
+    ConfigurationError if it is required and cannot be used.
     """
     if wanted == "tokenizers":
         return wanted
-    advice = "pip install gigatoken"
     try:
         if document_format != "text":
             raise ValueError("loss masks need the offsets of characters")
@@ -231,19 +227,14 @@ def choose_backend(wanted: str, tokenizer: "PreTrainedTokenizerBase", document_f
         for text, ids, exact in zip(texts, found, encode(tokenizer, texts), strict=True):
             if not np.array_equal(ids, exact):
                 raise ValueError(f"gigatoken gives other ids for the text {text[:80]!r}")
-    except ImportError:
-        problem = f"gigatoken, which is many times faster, is not installed ({advice})"
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        problem = f"gigatoken cannot be used: {str(error).splitlines()[0]}"
-    else:
-        return "gigatoken"
-    if wanted == "gigatoken":
+    except (ImportError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        if wanted == "auto":
+            return "tokenizers"
         raise ConfigurationError(
-            f"tokenizer_backend: {problem}; use --tokenizer_backend tokenizers"
-        )
-    if advice in problem:
-        logger.info("tokenizing with the tokenizer itself: %s", problem)
-    return "tokenizers"
+            f"tokenizer_backend: gigatoken cannot be used: {str(error).splitlines()[0]}; use "
+            "--tokenizer_backend tokenizers"
+        ) from error
+    return "gigatoken"
 
 
 class GigatokenEncoder:

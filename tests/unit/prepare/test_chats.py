@@ -316,7 +316,7 @@ def test_empty_thoughts_are_known_as_templates_print_them():
 @pytest.mark.parametrize("beginning", ["", "\n", "  ", "\n  {% if x %}{% endif %}\n "])
 def test_defaults_change_nothing_else_of_a_template(beginning):
     template = beginning + "{{ x }}|{{ y }}|{{ z }}"
-    values = {"x": "a\"b\n%} 'ß", "y": {"k": [1, None, True]}, "z": None, "unread": 1}
+    values = {"x": "a\"b\n%} 'ß", "y": {"k": [1, 2.5, True]}, "z": None, "unread": 1}
     tokenizer = samples.tiny_tokenizer(template)
     asked = [{"role": "user", "content": "q"}]
     expected = tokenizer.apply_chat_template(asked, tokenize=False, **values)

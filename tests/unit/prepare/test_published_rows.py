@@ -172,7 +172,7 @@ TAKEN = {
          [Q, A, (*B, "untrained")]),
     "LIMA": ({"conversations": ["q", "a"], "source": "x"}, [Q, A]),
     "Bedrock":
-        (chat(("user", [{"text": "q"}]), says([{"text": "a"}]), system=[{"text": "s"}]), [S, Q, A]),
+        (chat(("user", [{"text": "q"}]), says([{"text": "a"}])), [Q, A]),
     "Vertex": (
         chat({"role": "user", "parts": [{"text": "q"}]},
              {"role": "model", "parts": [{"text": "a"}]}),
@@ -213,22 +213,10 @@ NAMED = {  # rows of unknown format, and the names with which they are read
     "ms-swift query":
         ({"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]},
          "query=instruction response=output", [S, Q, A, Q, A]),
-    "ms-swift ShareGPT":
-        ({"system": "s", "conversation": [{"human": "q", "assistant": "a"}]},
-         "conversation=messages", [S, Q, A]),
-    "XTuner":
-        ({"conversation": [{"system": "s", "input": "q", "output": "a"}]},
-         "conversation=messages", [S, Q, A]),
     "WildChat":
         ({"conversation": [t | {"language": "en"} for t in turns(Q, A)]},
          "conversation=messages", [Q, A]),
     "UltraChat": ({"id": "0", "data": ["q", "a", "q", "a"]}, "data=messages", [Q, A, Q, A]),
-    "Gemini": (
-        {"systemInstruction": {"role": "system", "parts": [{"text": "s"}]},
-         "contents": [{"role": "user", "parts": [{"text": "q"}]},
-                      {"role": "model", "parts": [{"text": "a"}]}]},
-        "systemInstruction=system contents=messages", [S, Q, A],
-    ),
     "xLAM":
         ({"id": 1, "query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([CALL])},
          "query=instruction answers=output", [Q, CALLING]),
