@@ -438,22 +438,6 @@ def test_batch_size_of_axolotl_is_the_total_in_either_order(made):
     assert any("gradient_accumulation_steps" in keys for keys in found.notes.values())
 
 
-@pytest.mark.parametrize(
-    ("extra", "held_out"),
-    [
-        ({"eval_strategy": "epoch", "dataset_test_split": "valid"}, "valid"),
-        ({"dataset_test_split": "test"}, None),
-        ({}, None),
-    ],
-)
-def test_trl_evaluates_on_test_where_it_evaluates(extra, held_out, made):
-    found = convert(
-        made({"dataset_name": "d", "max_length": 64, "model_name_or_path": "m", **extra})
-    )
-    splits = [each["split"] for each in found.data.get("eval_sources", [])]
-    assert splits == ([held_out] if held_out else [])
-
-
 # Datasets and other keys, then lines of the data recipe and keys of `changes`.
 CHAT = {"path": "a", "type": "chat_template"}
 DIFFERING = {

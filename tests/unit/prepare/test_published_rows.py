@@ -93,7 +93,6 @@ def documents(path, **settings):
 # fmt: off
 TAKEN = {
     "OpenAI chat": (chat(S, Q, A), [S, Q, A]),
-    "OpenAI weight": (chat(Q, A, Q, says("b", weight=1)), [Q, A, Q, B]),
     "OpenAI weight 0": (chat(Q, says("a", weight=0), Q, A), [Q, IDLE, Q, A]),
     "OpenAI function_call": (
         chat(Q, says(None, function_call={"name": "find", "arguments": '{"city": "Bonn"}'}),
@@ -102,9 +101,6 @@ TAKEN = {
         [Q, CALLING, ("tool", "r"), A],
     ),
     "calls in plural": (chat(Q, says(function_calls=json.dumps([CALL]))), [Q, CALLING]),
-    "Llama calls":
-        (chat(Q, says(tool_calls=[{"name": "find", "parameters": {"city": "Bonn"}}])),
-         [Q, CALLING]),
     "one call under its own key": (chat(Q, says(tool_call=CALL)), [Q, CALLING]),
     "LLaMA-Factory v1": (
         chat({"role": "user", "content": [part("q", "value")], "loss_weight": 0.0},
@@ -117,7 +113,6 @@ TAKEN = {
              ("tool_response", "r"), ("tool_response", "r2"), A, tools=json.dumps(TOOLS)),
         [Q, (*CALLING, {"name": "go", "arguments": {}}), ("tool", "r"), ("tool", "r2"), A],
     ),
-    "ms-swift loss": (chat(Q, says("a", loss=False), Q, A), [Q, IDLE, Q, A]),
     "ms-swift DPO": (chat(Q, A, rejected_response="b"), [Q, A]),
     "Anthropic": (
         chat(Q, says([part("a"), {"type": "tool_use", "id": "1", "name": "find",
@@ -139,19 +134,13 @@ TAKEN = {
         {"segments": [{"label": False, "text": "<s>q "}, {"label": True, "text": "a</s>"}]},
         [("<s>q ", False), ("a</s>", True)]),
     "a transcript with segments": ({"text": "a", "segments": [{"start": 0}]}, "a"),
-    "FastChat": (shared(("human", "q"), ("gpt", "a"), id="0"), [Q, A]),
     "Magpie":
         (shared(("human", "q"), ("gpt", "a"), uuid="u", instruction="q", response="a"), [Q, A]),
-    "ToolACE":
-        (shared(("user", "q"), ("assistant", "[f()]"), ("tool", "r"), system="s"),
-         [S, Q, ("assistant", "[f()]"), ("tool", "r")]),
     "APIGen": (
         shared(("human", "q"), ("function_call", TEXT_CALL), ("observation", "r"), ("gpt", "a"),
                system="s", tools=json.dumps([CALL])),
         [S, Q, CALLING, ("tool", "r"), A],
     ),
-    "Hermes":
-        (shared(S, ("human", "q"), ("gpt", "a"), ("tool", "r")), [S, Q, A, ("tool", "r")]),
     "NeMo": (
         shared({"from": "User", "value": "q", "label": None},
                {"from": "Assistant", "value": "a", "label": "quality:4"}, mask="User", system="s"),
@@ -162,11 +151,7 @@ TAKEN = {
                {"from": "gpt", "value": "a", "weight": 1.0}),
         [Q, A],
     ),
-    "OpenAssistant words": (shared(("prompter", "q"), A), [Q, A]),
-    "LangChain words": (chat(("Human", "q"), ("AI", "a")), [Q, A]),
     "Cohere": (chat(("System", "s"), ("User", "q"), ("Chatbot", "a")), [S, Q, A]),
-    "upper case":
-        (chat((" USER ", "q"), ("ASSISTANT", "a"), ("tool-response", "r")), [Q, A, ("tool", "r")]),
     "capitals and colons":
         (chat(("User:", "q"), A, {"role": "Bot", "content": "b", "Loss": False}),
          [Q, A, (*B, "untrained")]),
@@ -181,23 +166,17 @@ TAKEN = {
     "system_prompt": (shared(("human", "q"), ("gpt", "a"), system_prompt="s"), [S, Q, A]),
     "pandas in CSV": ({"messages": str(turns(Q, A))}, [Q, A]),
     "messages as JSON texts": ({"messages": [json.dumps(t) for t in turns(Q, A)]}, [Q, A]),
-    "ChatGLM": ({"conversations": turns(Q, A)}, [Q, A]),
     "old datasets": ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, [Q, A]),
     "R1 distilled": (chat(Q, says("a", reasoning_content="t")), [Q, A]),
-    "think tags": (chat(Q, says("<think>t</think>a")), [Q, ("assistant", "<think>t</think>a")]),
-    "no_robots": (chat(Q, A, prompt="q", prompt_id="i", category="c"), [Q, A]),
     "ultrafeedback":
         (chat(Q, A, prompt="q", chosen=turns(Q, A), rejected=turns(Q, B)), [Q, A]),
     "alpaca": ({"instruction": "q", "input": "", "output": "a"}, [Q, A]),
     "alpaca with history":
         ({"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"},
          [S, Q, A, ("user", "q\ni"), A]),
-    "alpaca without input": ({"instruction": "q", "input": None, "output": "a"}, [Q, A]),
-    "BELLE": ({"instruction": "q\n", "input": "", "output": "a"}, [("user", "q\n"), A]),
     "TRL prompt": ({"prompt": "q", "completion": "a"}, ["q", "a"]),
     "TRL messages": ({"prompt": turns(Q), "completion": turns(A)}, [Q, A]),
     "text": ({"text": "### Human: q### Assistant: a"}, "### Human: q### Assistant: a"),
-    "C4": ({"text": "t", "timestamp": "2019", "url": "u"}, "t"),
     "web page with a picture": ({"text": "t", "image": "http://a/b.png"}, "t"),
 }
 NAMED = {  # rows of unknown format, and the names with which they are read
@@ -245,9 +224,6 @@ REFUSED = {
     "KTO chats": (chat(Q, A, label=False), "filter {label: true}"),
     "LLaVA":
         (shared(("human", "<image>\nq"), ("gpt", "a"), image="a.jpg"), "the row has 'image': text"),
-    "LLaMA-Factory pictures":
-        (chat(("user", "<image>q"), A, images=["a.jpg"]), "the row has 'images': text alone"),
-    "sound": (chat(("user", "<audio>q"), A, audios=["a.mp3"]), "the row has 'audios': text alone"),
     "text with a picture": ({"text": "see <image>", "images": ["a"]}, "the row has 'images'"),
     "Ollama pictures":
         (chat({"role": "user", "content": "q", "images": ["a"]}, A),
@@ -265,15 +241,12 @@ REFUSED = {
     "calls under another key":
         (chat(Q, says("", actions="f(x)")),
          "message 1 of 'messages' has no 'content', and 'actions' is not read"),
-    "OpenAI refusal":
-        (chat(Q, says(None, refusal="no")), "has no 'content', and 'refusal' is not read"),
     "empty answer": (chat(Q, says(" \n")), "answer 1 of 'messages' has no text"),
     "two calls keys":
         (chat(Q, says(tool_calls=CALLED, function_call=CALL)),
          "'tool_calls' and 'function_call': keep one"),
     "prompt with system": ({"prompt": "q", "completion": "a", "system": "s"}, "'system' go with"),
     "MMLU": ({"question": "q", "choices": ["a", "b"], "answer": 1}, "name its columns"),
-    "translation": ({"translation": {"en": "a", "de": "b"}}, "name its columns"),
     "numbered columns": ({f"c{i:02}": i for i in range(40)}, r"c19, \.\.\.\): name its"),
     "question alone": ({"instruction": "q", "input": "i"}, "name its columns"),
     "segments": ({"segments": [{"label": False, "text": "a"}]}, "no segment of 'segments'"),
@@ -285,9 +258,6 @@ REFUSED = {
     "tokenized": ({"input_ids": [1, 2], "labels": [-100, 1]}, "its rows are tokenized: name a"),
     "arguments cut short":
         (chat(Q, says(tool_calls=[CALL | {"arguments": '{"a'}])), "arguments are no JSON"),
-    "two thoughts":
-        (chat(Q, says("a", reasoning="t", reasoning_content="u")),
-         "'reasoning_content' and 'reasoning': keep one"),
     "a thought that is no text": (chat(Q, says("a", thinking=True)), "a string, found bool"),
     "an answer twice":
         (shared(Q, {"from": "gpt", "value": "a", "content": "b"}), "has 'value' and 'content'"),
@@ -295,9 +265,6 @@ REFUSED = {
         (chat(Q, A, tools=TOOLS, functions=[{"name": "other"}]), "'tools' and 'functions' differ"),
     "tools among the variables":
         (chat(Q, A, chat_template_kwargs={"tools": TOOLS}), "tools is given with each chat"),
-    "texts in a completion":
-        ({"prompt": ["q", "q2"], "completion": ["a", "a2"]},
-         "'completion' must be a text, or messages"),
     "nobody answers": (chat(Q, ("agent", "a")), r"is the assistant's \(roles: user, agent\)"),
     "other keys of messages":
         ({"messages": [{"speaker": "human", "text": "q"}]},

@@ -99,23 +99,14 @@ SAID_OF_TRAINING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row_format", ["messages", "sharegpt", "prompt_completion"])
 @pytest.mark.parametrize(("keys", "is_trained"), SAID_OF_TRAINING, ids=repr)
-def test_every_way_to_say_what_is_trained_on_is_read_or_refused(row_format, keys, is_trained):
-    answer = ANSWER | keys
-    row = {
-        "messages": {"messages": [QUESTION, answer]},
-        "sharegpt": {"conversations": [QUESTION, {"from": "gpt", "value": "a", **keys}]},
-        "prompt_completion": {"prompt": [QUESTION], "completion": [answer]},
-    }[row_format]
+def test_every_way_to_say_what_is_trained_on_is_read_or_refused(keys, is_trained):
     if is_trained is None:
         with pytest.raises(UnusableRowError, match="'weight'") as refused:
-            document_fields(row, row_format)
+            message(**ANSWER, **keys)
         assert refused.value.reason == "unclear_weight"
-        return
-    found = document_fields(row, row_format)
-    (*_, last) = found.get("messages") or found["completion"]
-    assert last == ANSWER | ({} if is_trained else {"weight": 0})
+    else:
+        assert message(**ANSWER, **keys) == ANSWER | ({} if is_trained else {"weight": 0})
 
 
 def test_what_others_than_the_assistant_say_of_training_is_dropped_or_left_to_be_counted():
