@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -113,7 +112,7 @@ def finish_preparation(
             return None
         logger.info("all %d shards are complete: merging", shards)
     counts = finished_counts(plan, workspace, arguments.merge or shards)
-    log_counts(plan, counts, tokenizer)
+    log_counts(plan, counts)
     total = sum(counts.values(), UnitCounts())
     if empty := [split for split in plan.splits if not total.documents[split]]:
         raise ConfigurationError(
@@ -148,23 +147,16 @@ def finished_counts(
     return counts
 
 
-def log_counts(
-    plan: PreparationPlan, counts: Mapping[int, UnitCounts], tokenizer: "PreTrainedTokenizerBase"
-) -> None:
+def log_counts(plan: PreparationPlan, counts: Mapping[int, UnitCounts]) -> None:
     """Log the documents and tokens of each source, and the rows and columns left out."""
-    template = tokenizer.get_chat_template() if plan.needs_chat_template else ""
-    words = set(re.findall(r"\w+", template))  # the template may read a message key of this name
     sources = [list(group) for _, group in groupby(plan.units, lambda unit: unit.source)]
     for units in sources:
         own = sum((counts[unit.index] for unit in units), UnitCounts())
         path = from_here(units[0].parts[0].file.path)
-        unread = [
-            f"{label} ({number:,})"
-            for label, number in sorted(own.unread.items())
-            if not (label.startswith("message key ") and label.split()[-1] in words)
-        ]
+        unread = [f"{label} ({number:,})" for label, number in sorted(own.unread.items())]
         if unread:
-            logger.info("from %s: not read: %s", path, ", ".join(unread))
+            line = "from %s: not read, unless by the chat template: %s"
+            logger.info(line, path, ", ".join(unread))
         if len(sources) > 1:
             written = [
                 f"{split} {number:,} documents, {own.tokens[split]:,} tokens"

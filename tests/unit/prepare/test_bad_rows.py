@@ -108,8 +108,8 @@ def test_what_is_not_read_and_chats_that_end_unanswered_are_counted(
     folder = prepare("out", sources=[path], tokenizer_name_or_path=tokenizer, num_proc=2)
     unanswered = 63 if suffix == "parquet" else 60  # Parquet: nulls count, the column is not read
     assert (
-        f"a.{suffix}: not read: column language ({unanswered}), column score (63), "
-        "message key info (60)"
+        f"a.{suffix}: not read, unless by the chat template: column language ({unanswered}), "
+        "column score (63), message key info (60), message key name (60)"
     ) in caplog.text
     assert "3 chats end with a message that is not the assistant's" in caplog.text
     notes = samples.description(folder / "train")["preparation"]["sources"]
