@@ -44,10 +44,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "segments": ("special_tokens",),  # true: add BOS and EOS
 }
 # {row format: the format of its documents}, if they differ.
-DOCUMENT_FORMATS = {
-    "sharegpt": "messages", "alpaca": "messages",
-    "segments": "prompt_completion",
-}  # fmt: skip
+DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages", "segments": "prompt_completion"}
 _MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
 
 Message = Mapping[str, Any]
