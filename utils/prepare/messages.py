@@ -146,8 +146,11 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
     if isinstance(message, list) and len(message) == 2:  # role and content, or two turns
         for text in message:
             check_text(where, text)
-        keys = ("role", "content") if message[0].lower() in ROLES else ("user", ASSISTANT)
-        message = dict(zip(keys, message, strict=True))
+        if message[0].lower() not in ROLES:
+            yield {"role": "user", "content": message[0]}
+            yield {"role": ASSISTANT, "content": message[1]}
+            return
+        message = {"role": message[0], "content": message[1]}
     if not isinstance(message, Mapping):
         raise wrong_type(where, "an object", message)
     # JSON writers and Arrow write null for a key without a value.

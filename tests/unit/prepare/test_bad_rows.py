@@ -162,7 +162,6 @@ CASES = [
     (*CHAT, {"dialog": turn(role="sytem", content="x")}, "role 'sytem'; known are system"),
     (*CHAT, {"dialog": turn(content="x")}, "message 1 of 'dialog' has no 'role'"),
     (*CHAT, {"dialog": turn(role="user", content="x")}, "no message of 'dialog' is the assistant"),
-    (*CHAT, {"dialog": [{"user": "q", "bot": "x"}]}, "message 0 of 'dialog' has no 'role'"),
     (*CHAT, {"dialog": calls(of="function_call")}, "message 2 of 'dialog'"),
     (*CHAT, {"persona": 7}, "'persona' must be a string"),
     (*CHAT, {"dialog": [{"role": "system", "content": "x"}, *TURNS], "persona": "y"},
