@@ -226,6 +226,18 @@ class TurnDelimiter:
                 f"comes {shown((continued or ended)[-80:])}; --chat_template takes a template that "
                 "ends turns with a token)",
             )
+        length, closing = found
+        left = printed[length:]
+        # Special tokens may follow the end, or a text that the template prints after questions.
+        if (
+            not closing
+            and continued.startswith(ended[:length])
+            and self._specials.sub("", left.replace(self.stop, "")).strip()
+        ):
+            question, _ = self._endings(chat, [self._question]) or ("", "")
+            if not question.rstrip().endswith(left.strip()):
+                problem = f"the template prints {shown(left)} behind the token that ends it"
+                raise chat.refused(turn, problem, "mask_incomplete")
         return found
 
     def _end_after_calls(
