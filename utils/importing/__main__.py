@@ -20,13 +20,20 @@ CHANGED = "This changes the training, or may:"
 
 
 def recipe_texts(given: "Conversion", folder: Path) -> dict[Path, str]:
-    """Return {file: text}: the two recipes, and a chat template of the config.
+    """Return {file: text}: the two recipes, a chat template of the config, functions of formats.
 
     The data recipe is the last but one, the training recipe the last.
     """
     source, script = given.path, "pretrain.py" if given.pretraining else "sft_train.py"
     data, run = folder / f"{source.stem}_data.yaml", folder / f"{source.stem}.yaml"
     texts = {}
+    if given.functions:
+        code = folder / f"{source.stem}_format.py"
+        texts[code] = f"# Prompts of {source.name!r}, as {given.kind} makes them.\n"
+        texts[code] += "".join(given.functions.values())
+        for entry in (*given.data["sources"], *given.data.get("eval_sources", ())):
+            if isinstance(entry, dict) and entry.get("format") in given.functions:
+                entry["format"] = f"{code}:{entry['format']}"
     if given.template:
         template = folder / f"{source.stem}.jinja"
         texts[template] = given.template

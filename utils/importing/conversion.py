@@ -16,7 +16,7 @@ from utils.importing.toolkits import BY_DEFAULT, CHANGES, EMPTY, LEFT, TOOLKITS,
 EIGHT_BIT = re.compile(r"adamw.*(8|4)_?bit", re.I)
 PLAIN_ADAMW = re.compile(r"(paged_)?adamw(_hf|_torch\w*|_apex\w*|_32bit)?")
 EIGHT_BITS = "the frozen weights are bfloat16 here, or of 4 bits with load_in_4bit: true"
-TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full")}
+TRAINABLE = {"stage": ("sft", "pt"), "adapter": ("lora", "qlora", "full", "freeze")}
 # Keys of configs for another kind of training, or for no training.
 OTHER_METHODS = (
     "reward_model", "process_reward_model", "export_dir", "do_predict", "diffusion", "beta",
@@ -41,14 +41,14 @@ def convert(path: Path, kind: str | None = None, gpus: int = 1) -> Conversion:
     _check_method(given)
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", path.stem)
     try:
-        given.move("output_dir")
-        given.run.setdefault("output_dir", (f"runs/{name}", ""))
+        _convert_output_dir(given, name)
         given.move("model_name_or_path")
         convert_data(given, f"data/{name}")
         _convert_batch(given)
         _convert_times(given)
         _convert_optimizer(given)
         _convert_adapter(given)
+        _convert_frozen(given)
         _convert_precision(given)
         _convert_strategy(given)
         for ours, entry in list(given.given.items()):
@@ -69,6 +69,8 @@ def _check_method(given: Conversion) -> None:
         if (value := given.value(name)) is not None and value not in possible:
             problems.append(f"{given.given[name].source}: {value}: {only}")
     problems += [f"{key}: {only}" for key in OTHER_METHODS if given.value(key)]
+    if given.value("adapter") == "freeze" and given.value("use_llama_pro"):
+        problems.append("use_llama_pro: new layers between those of a model cannot be added here")
     if given.pretraining and given.value("adapter") in ("lora", "qlora"):
         problems.append("pretraining with LoRA: pretrain.py trains every weight")
     if not given.value("sources"):
@@ -76,6 +78,17 @@ def _check_method(given: Conversion) -> None:
     if problems:
         raise ConfigurationError(problems)
     given.take("stage")
+
+
+def _convert_output_dir(given: Conversion, name: str) -> None:
+    """Convert the run's folder. The folder of many examples, such as outputs/out, gets a name."""
+    folder = str(given.value("output_dir") or f"runs/{name}")
+    if re.fullmatch(r"(.*/)?(\w*-?out|outputs?|saves)/?", folder):
+        given.take("output_dir")
+        why = f"{folder} there, where other configs write as well"
+        given.run["output_dir"] = (f"outputs/{name}", why)
+    given.move("output_dir")
+    given.run.setdefault("output_dir", (folder, ""))
 
 
 def _convert_batch(given: Conversion) -> None:
@@ -166,7 +179,7 @@ def _convert_optimizer(given: Conversion) -> None:
 
 def _convert_adapter(given: Conversion) -> None:
     """Convert the settings of LoRA and of 4-bit and 8-bit loading."""
-    adapter, four = given.take("adapter"), given.value("load_in_4bit")
+    adapter, four = given.value("adapter"), given.value("load_in_4bit")
     if not isinstance(four, bool) and four not in (None, 4):  # LLaMA-Factory's quantization_bit
         given.change(given.given["load_in_4bit"].source, EIGHT_BITS)
         given.take("load_in_4bit")
@@ -196,6 +209,32 @@ def _convert_adapter(given: Conversion) -> None:
         given.put("lora_target_modules", listed(targets), key=source)
 
 
+def _convert_frozen(given: Conversion) -> None:
+    """Convert axolotl's patterns of trained weights, and LLaMA-Factory's number of trained layers.
+
+    The config does not tell how many layers the model has. The last ones become LAST, which the
+    training script refuses until the user writes their numbers.
+    """
+    if patterns := given.take("train_only"):
+        plain = [re.sub(r"\[\d*:?\d*\]$", "", str(each)) for each in listed(patterns)]
+        if plain != listed(patterns):
+            given.note("unfrozen_parameters", "ranges of rows: here whole weights are trained")
+        # Both anchor at the start of a name. There, a point is a point unless + follows it.
+        exact = [re.sub(r"\.(?!\+)", r"\.", each.removeprefix("^")) for each in plain]
+        ours = [each.removesuffix("$") if each.endswith("$") else f"{each}.*" for each in exact]
+        given.put("train_only", ours, "unfrozen_parameters", "unfrozen_parameters")
+    if given.take("adapter") != "freeze":
+        return
+    number = given.take("freeze_trainable_layers", 2)
+    layers = [f"layers.{n}" for n in range(-number)] or ["layers.LAST"]
+    modules = listed(given.take("freeze_trainable_modules", "all"))
+    inside = [each if name == "all" else f"{each}.{name}" for each in layers for name in modules]
+    extra = listed(given.take("freeze_extra_modules") or [])
+    why = f"freeze_trainable_layers: {number}"
+    why += f": write each of the model's last {number} layers for LAST" if number > 0 else ""
+    given.put("train_only", inside + extra, why)
+
+
 def _convert_precision(given: Conversion) -> None:
     """Convert dtypes and activation checkpointing. With LoRA and bf16, the base is bfloat16."""
     source = given.given["bf16"].source if "bf16" in given.given else "bf16"
@@ -218,6 +257,8 @@ def _convert_precision(given: Conversion) -> None:
         given.put("bf16", False, key=source)
     if bf16:
         given.drop("fp16", "bf16 decides")
+    if given.take("resize_token_embeddings_to_32x"):
+        given.put("pad_embeddings_to_multiple_of", 32, "resize_token_embeddings_to_32x")
     checkpointing = given.take("gradient_checkpointing")
     if checkpointing and not given.take("disable_gradient_checkpointing"):
         offloaded = "; activations are not offloaded here" if checkpointing == "offload" else ""
@@ -246,6 +287,8 @@ def _convert_strategy(given: Conversion) -> None:
             given.put("activation_checkpointing", "full", "fsdp_config: activation_checkpointing")
         for key in [f"{name}.{each}" for each in inner] or [name]:
             given.note(key, "strategy says how: accelerate_configs/, docs/parallelism.md")
+    if re.search(r"offload(?!_params': False)", f"{deepspeed} {sharding}"):
+        given.note("offload", "weights and states stay on the GPUs: docs/parallelism.md")
 
 
 def _remove_lines_that_cannot_stay(given: Conversion) -> None:

@@ -4,16 +4,16 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import Given
 from utils.config.preparation import MESSAGE_KEYS, MESSAGE_ROLES
-from utils.importing.toolkits import DATA, Conversion, is_off, listed
+from utils.importing.toolkits import BY_DEFAULT, DATA, Conversion, is_off, listed
 
 # Models whose template prints an empty thought, which axolotl does not train on.
 EMPTY_THOUGHTS = re.compile(r"qwen-?3(?!.*(2507|coder|vl|omni|next|embedding))", re.IGNORECASE)
-OWN_PROMPT = "write a function, and name it as format of the source (docs/own-code.md)"
 NO_LIMIT = 8192  # tokens, where a toolkit has no limit
 Entries = list[dict[str, Any]]
 
@@ -25,6 +25,9 @@ def convert_data(given: Conversion, folder: str) -> None:
     ]
     given.run["train_data"] = ([f"{folder}/train"], "")
     _hold_out(given, folder)
+    formats = [each.get("format") for each in given.data["sources"] if isinstance(each, dict)]
+    if len(given.data["sources"]) == sum(each in given.functions for each in formats):
+        given.drop("train_on_inputs", BY_DEFAULT)
     length, overlong = given.value("sequence_length"), given.take("overlong")
     if length is None:
         length, overlong = NO_LIMIT, "error"
@@ -107,9 +110,14 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
         path, kind = str(entry.pop("path", None)), entry.pop("type", None) or ""
         made = {ours: entry.pop(theirs, None) for ours, theirs in (
             ("subset", "name"), ("split", "split"), ("revision", "revision"))}  # fmt: skip
-        kind = "{...}" if isinstance(kind, Mapping) else kind
-        made["columns"] = _axolotl_columns(given, source, entry, kind)
-        made["format"] = _axolotl_format(given, f"{source}.type", kind)
+        if name := _prompt(given, source, entry, kind):
+            made["format"] = name
+        else:
+            made["columns"] = _axolotl_columns(given, source, entry, kind)
+            made["format"] = _axolotl_format(given, f"{source}.type", kind)
+        if shards := entry.pop("shards", None):
+            made["weight"] = round(1 / shards, 6)
+            given.change(f"{source}.shards", f"{shards}: a share of 1/{shards}, of other rows")
         is_builder = path in ("json", "csv", "parquet", "text")
         for file in listed(entry.pop("data_files", None)):
             if file and not is_builder:
@@ -119,7 +127,7 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
         thinks |= bool(entry.get("split_thinking"))
         given.leave_all(source, entry)
     columns = [ours for entry in found for ours in entry.get("columns", {}).values()]
-    are_chats = any(entry["format"] in (None, "sharegpt", "alpaca") for entry in found)
+    are_chats = any(entry["format"] in (None, "sharegpt") for entry in found)
     if are_chats and not thinks and "reasoning_content" not in columns:
         _leave_thoughts_out(given)
     return found
@@ -128,18 +136,55 @@ def _axolotl(given: Conversion, source: str, entries: Any) -> Entries:
 def _axolotl_format(given: Conversion, key: str, kind: str) -> str | None:
     """Return our format for a type of axolotl, with a note where the documents may differ."""
     if not kind:
-        given.change(key, "empty: its rows are tokenized: name a folder of save_to_disk with them "
-                     "as train_data")  # fmt: skip
-        return None
+        given.note(key, "empty: the rows have input_ids and labels")
+        return "tokens"
     formats = [form for start, form in DATA["formats"].items() if kind.startswith(start)]
     if not formats:
-        given.change(key, f"{kind}: its prompt is not known here: {OWN_PROMPT}")
-    elif formats[0] == "alpaca":
-        given.change(key, f"{kind}: the chat template prints the prompt here; for axolotl's own "
-                     f"{OWN_PROMPT}")  # fmt: skip
+        given.change(key, f"{kind}: its prompt is not known here: write it as a function, and name "
+                     "that as format of the source (docs/own-code.md)")  # fmt: skip
     elif not formats[0]:
         given.note(key, f"{kind}: the columns tell the format")
     return formats[0] if formats else None
+
+
+def _prompt(given: Conversion, source: str, entry: dict[str, Any], kind: Any) -> str:
+    """Add the function that makes axolotl's prompt of a type; return its name, "" for none.
+
+    Removes the keys that name columns from `entry`.
+    """
+    custom = dict(kind) if isinstance(kind, Mapping) else {}
+    base, _, style = ("" if custom else str(kind)).partition(":")
+    known = DATA["prompts"].get(base.removesuffix(".load"))
+    if base.startswith("alpaca_chat"):
+        style = style or entry.pop("conversation", "")
+    if not custom and (not known or style not in {"", *DATA["styles"]}):
+        return ""
+    known = known or {"columns": ["instruction", "input", "output"], "style": "", "system": None}
+    names = dict(zip(("instruction", "input", "output"), known["columns"], strict=True))
+    names["system"] = "system"
+    for fields in (custom, entry):
+        names |= {
+            part: fields.pop(f"field_{part}") for part in names if fields.get(f"field_{part}")
+        }
+    formats = DATA["styles"].get(style or known["style"]) or [
+        custom.pop("system_format", None) or "{system}",
+        custom.pop("format", None) or "{instruction} {input} ",
+        custom.pop("no_input_format", None) or "{instruction} ",
+    ]
+    system = f"row.get({names['system']!r}, {custom.pop('system_prompt', None) or ''!r})"
+    if known["system"]:
+        system = "{!r} if given else {!r}".format(*known["system"])
+    name = re.sub(r"\W", "_", str(kind)) if base else f"prompt_{len(given.functions) + 1}"
+    given.leave_all(f"{source}.type", custom)
+    text = partial(
+        DATA["function"].format,
+        kind=kind if base else "{...}", system=system, system_format=formats[0], turn=formats[1],
+        alone=formats[2], trained=bool(given.value("train_on_inputs")), input=names["input"],
+        instruction=names["instruction"], output=names["output"],
+    )  # fmt: skip
+    while given.functions.setdefault(name, text(name=name)) != text(name=name):
+        name += "_"  # the same type with other columns
+    return name
 
 
 def _leave_thoughts_out(given: Conversion) -> None:

@@ -54,7 +54,7 @@ TOOLKITS = {kind: Toolkit(**table) for kind, table in _TABLES["toolkits"].items(
 LEFT = by_name(_TABLES["left"])
 # {key: how the training differs without it}, and {key: its values that change nothing}.
 CHANGES, SAME = by_name(_TABLES["changes"]), _TABLES["same"]
-DATA = _TABLES["data"]  # names of datasets' formats, keys and roles
+DATA = _TABLES["data"]  # names and prompts of datasets
 
 
 class Conversion:
@@ -62,7 +62,7 @@ class Conversion:
 
     given: {our name: value} that is not converted yet. run: {setting: (value, comment)} of the
     training recipe. data: values of the data recipe. changes: {how the training differs: keys}.
-    notes: {reason: other keys without a counterpart}.
+    notes: {reason: other keys without a counterpart}. functions: {name: Python text of a format}.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, tuple[Any, int]], path: Path, gpus: int):
@@ -73,6 +73,7 @@ class Conversion:
         self.data: dict[str, Any] = {}
         self.changes: dict[str, list[str]] = {}
         self.notes: dict[str, list[str]] = {}
+        self.functions: dict[str, str] = {}
         self.template = ""  # text of a chat template inside the config
         self.given: dict[str, Given] = {}
         toolkit = TOOLKITS[kind]

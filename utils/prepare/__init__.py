@@ -3,7 +3,8 @@
 fetch       hub_datasets.py lists the Hub's datasets and reads its cache, fetch.py fills the cache
 plan        source_files.py lists files, work_plan.py decides the format and cuts files into units
 read        records.py reads the rows of any kind of file, rows.py converts rows to documents;
-            messages.py reads messages, values.py checks single values
+            messages.py reads messages, hints.py suggests flags for unknown columns, values.py
+            checks single values
 chats       chat_templates.py renders chats, chat_marks.py marks their texts, chat_turns.py finds
             where turns start and end, chat_masks.py checks which text is trained on
 tokenize    tokenizer.py loads the tokenizer, tokenization.py and encoding.py give ids and masks and

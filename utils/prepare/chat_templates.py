@@ -118,15 +118,23 @@ class ChatTemplate:
     @cached_property
     def _reads_objects(self) -> bool:
         """Whether the template reads arguments of calls as objects. If not, it reads strings."""
-        function = {"name": "look_up", "arguments": {"stoker": "probe"}}
-        given = {"type": "function", "id": PROBE_ID, "function": function}
         for as_object in (True, False):
-            call = _adapted_call(given, as_object)
-            text = self._render_reply({"content": "", "tool_calls": [call]})
+            text = self._render_call({"stoker": "probe"}, as_object)
             # The wrong form is visible: an object in Python's notation, or a string encoded twice.
             if "stoker" in text and "{'stoker" not in text and '\\"stoker' not in text:
                 return as_object
         return True
+
+    @cached_property
+    def prints_ids(self) -> bool:
+        """Whether the template prints a call's id in place of its name (Kimi: functions.NAME:0)."""
+        text = self._render_call({}, self._reads_objects)
+        return "look_up" not in text and PROBE_ID in text
+
+    def _render_call(self, arguments: Mapping[str, Any], as_object: bool) -> str:
+        function = {"name": "look_up", "arguments": arguments}
+        call = _adapted_call({"type": "function", "id": PROBE_ID, "function": function}, as_object)
+        return self._render_reply({"content": "", "tool_calls": [call]})
 
     def _render_reply(self, reply: Message) -> str:
         contents = "x", [{"type": "text", "text": "x"}]

@@ -110,6 +110,13 @@ class TurnDelimiter:
         header = self._header_like_prompt(chat, turn, gap, *endings) if endings else -1
         if header >= 0:
             return header
+        # Compare with the generation prompt after a question.
+        bare, prompt = self._endings(chat, [self._question]) or ("", "")
+        opening = prompt.removeprefix(_common_prefix(prompt, bare))
+        role = re.sub(r"(?:\s*</?think>\s*)+$", "", opening) + "\n"
+        for known in (opening, role):
+            if known.strip() and known in gap:
+                return gap.rindex(known) + len(known)
         problem = (
             f"the chat template opens it with {shown(gap[-80:])}, and its generation prompt is "
             f"{shown(endings[1][-80:] if endings else '')} (--chat_template takes a template in "
@@ -294,6 +301,9 @@ class TurnDelimiter:
             # the special token that ends them or opens the next message.
             closing = continued[len(ended) : two.end()] if is_last else ""
             return len(ended) if is_last else two.end(), closing
+        before, stop, _ = (ended if is_last else continued).partition(self.stop)
+        if stop and not before.strip():  # the template prints something else behind a last turn
+            return len(before) + len(stop), ""
         has_no_end = one is None and two is None and is_last and not ended.strip()
         return (len(ended), self.stop) if has_no_end else None
 

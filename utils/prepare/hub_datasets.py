@@ -29,6 +29,7 @@ Splits = dict[str, list[str]]  # the files of each split
 
 PARQUET_BRANCH = "refs/convert/parquet"
 _DATASET = re.compile(r"(hf://datasets/)?(\w[\w.-]*/[\w.-]+)(?(1)(?:@(.+?))?/?|)")
+_CHOOSE_SUBSET = "choose one in a recipe: sources: [{path: OWNER/NAME, subset: SUBSET}]"
 _DATED_FILES = 100  # ask the Hub for the dates of at most this many files
 
 
@@ -152,7 +153,8 @@ def files_of_split(
 ) -> tuple[str, Sequence[str]]:
     """Return the split of a dataset that a source reads, and its first `max_files` files.
 
-    Raises ValueError if the dataset has several splits, and none of that name.
+    The split is `source.from_split` if given, else the split with the name `source.split` or a
+    synonym (validation: dev), else the only split. Raises ValueError if there is no such split.
     """
     wanted = source.from_split or source.split
     by_meaning = {SPLIT_NAMES.get(name, name): name for name in listing.splits}
@@ -243,9 +245,15 @@ def _read_card(dataset: HubDataset, commit: str) -> tuple[str, list[str], Splits
 
     # With an empty cache the library asks the Hub instead of answering from an older download.
     with tempfile.TemporaryDirectory() as empty:
-        builder = load_dataset_builder(
-            dataset.name, dataset.subset, revision=commit, cache_dir=empty
-        )
+        try:
+            builder = load_dataset_builder(
+                dataset.name, dataset.subset, revision=commit, cache_dir=empty
+            )
+        except ValueError as error:
+            if "onfig" not in str(error):  # Config name is missing, BuilderConfig not found
+                raise
+            problem = str(error).partition("Example of usage")[0].strip()
+            raise ValueError(f"{problem}: {_CHOOSE_SUBSET}") from error
     prefix = f"hf://datasets/{dataset.name}@{commit}/"
     files = builder.config.data_files or {}
     if any(not file.startswith(prefix) for split in files.values() for file in split):
@@ -267,5 +275,5 @@ def _read_parquet_branch(dataset: HubDataset, commit: str) -> tuple[str, list[st
         found.setdefault(subset, {}).setdefault(split.removeprefix("partial-"), []).append(file)
     chosen = dataset.subset or (next(iter(found)) if len(found) == 1 else "")
     if chosen not in found:
-        raise ValueError(f"name one as subset in a recipe: {', '.join(found)}")
+        raise ValueError(f"its subsets are {', '.join(found)}: {_CHOOSE_SUBSET}")
     return chosen, list(found), found[chosen]

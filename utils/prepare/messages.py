@@ -32,6 +32,10 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the content is a call
 OWN_ROLES = {*ROLES.values(), "developer"}  # the roles that templates know
+# Keys of an object with a question and its answer, as in ShareAI, Capybara and MOSS.
+_ASKED = ("human", "user", "input", "prompt", "question", "query", "instruction")
+_ANSWERED = ("gpt", "assistant", "bot", "output", "response", "answer", "completion", "moss")
+
 _CALL_KEYS = ("tool_calls", "tool_call", "function_call", "function_calls")
 _ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _ABOUT_A_CALL = {"name", "id", "type", "index", "description", "strict"}
@@ -146,21 +150,16 @@ def _single_messages(where: str, given: Any, turn: int) -> Iterator[dict[str, An
     if isinstance(message, list) and len(message) == 2:  # role and content, or two turns
         for text in message:
             check_text(where, text)
-        if message[0].lower() not in ROLES:
-            yield {"role": "user", "content": message[0]}
-            yield {"role": ASSISTANT, "content": message[1]}
-            return
-        message = {"role": message[0], "content": message[1]}
+        keys = ("role", "content") if message[0].lower() in ROLES else ("user", ASSISTANT)
+        message = dict(zip(keys, message, strict=True))
     if not isinstance(message, Mapping):
         raise wrong_type(where, "an object", message)
     # JSON writers and Arrow write null for a key without a value.
     message = {key: value for key, value in message.items() if value is not None}
-    if "role" not in message and "from" not in message:
-        keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
-        problem = f"{where} has no {role!r} (keys: {keys})"
-        problem += ": name them, as in --columns speaker=role text=content"
-        raise UnusableRowError("missing_field", problem)
-    yield from _split_tool_results(message)
+    if "role" in message or "from" in message:
+        yield from _split_tool_results(message)
+    else:
+        yield from _question_and_answer(where, message)
 
 
 def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -183,6 +182,27 @@ def _split_tool_results(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _is_tool_result(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "tool_result"
+
+
+def _question_and_answer(where: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of an object that holds a question and its answer."""
+    spelled = {key.lower(): key for key in message}
+    asked = next((spelled[key] for key in _ASKED if key in spelled), None)
+    answered = next((spelled[key] for key in _ANSWERED if key in spelled), None)
+    if asked is None or answered is None:
+        keys, role = ", ".join(message) or "none", "from" if "value" in message else "role"
+        problem = f"{where} has no {role!r} (keys: {keys})"
+        if len(message) > 1:
+            problem += ": name them, as in --columns {}=role {}=content".format(*message)
+        raise UnusableRowError("missing_field", problem)
+    for key in (asked, answered):
+        if not isinstance(message[key], list | Mapping):  # _message checks lists and objects
+            check_text(f"{key!r} of {where}", message[key])
+    others = {k: v for k, v in message.items() if k not in (asked, answered, "system")}
+    if message.get("system"):  # as in XTuner's
+        yield {"role": "system", "content": message["system"]}
+    yield {"role": "user", "content": message[asked]}
+    yield {"role": ASSISTANT, "content": message[answered], **others}
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:

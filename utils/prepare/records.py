@@ -19,17 +19,13 @@ from utils.config.own_code import load_own
 from utils.data.arrow_columns import STATE_FILE
 from utils.host.atomic_files import paths_inside
 from utils.host.foreign import read_object
+from utils.prepare.hints import CHATS
 from utils.prepare.messages import are_messages
 from utils.prepare.rows import detect_formats
 from utils.prepare.source_files import SourceFile, open_source
 from utils.prepare.values import FILTERED, BadRow, Location, Record
 
 ROWS_PER_READ = 64
-# Columns of one chat: their list is no list of records.
-CHATS = (
-    *("messages", "conversation", "conversations", "dialog", "dialogue", "chat", "turns"),
-    *("contents", "history"),
-)
 
 
 @dataclass(frozen=True)
@@ -189,12 +185,14 @@ def _records_of(path: str, value: Any) -> list[Any]:
     """Return the records in a JSON value: an array, an object with an array, or one record."""
     if isinstance(value, list):
         return [value] if are_messages(value) else value
+    if isinstance(value, dict) and {"columns", "data"} <= value.keys():
+        raise ConfigurationError(f'{path}: a table of pandas: write it with orient="records"')
     if not isinstance(value, dict) or detect_formats(value):
         return [value]
     arrays = [
         key
         for key, item in value.items()
-        if key not in CHATS
+        if key not in {*CHATS, "history"}
         and isinstance(item, list)
         and item
         and (isinstance(item[0], dict) or are_messages(item[0]))

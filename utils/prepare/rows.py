@@ -11,6 +11,7 @@ from utils.prepare.messages import are_messages, check_answers, messages_of, too
 from utils.prepare.values import (
     ASSISTANT,
     FILTERED,
+    MASKS,
     MEDIA,
     BadRow,
     Location,
@@ -20,6 +21,7 @@ from utils.prepare.values import (
     check_text,
     decoded,
     read_segments,
+    read_tokens,
     refuse_media,
     renamed,
     wrong_type,
@@ -33,6 +35,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),  # Stanford Alpaca
     "prompt_completion": ("prompt", "completion"),  # both texts, or both messages (TRL)
     "segments": ("segments",),  # of label and text (axolotl's input_output)
+    "tokens": ("input_ids",),  # token ids, with labels or a mask
 }
 _OF_CHATS = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs", *MEDIA)
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -42,9 +45,14 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "history", *_OF_CHATS),
     "prompt_completion": ("history", *_OF_CHATS),
     "segments": ("special_tokens",),  # true: add BOS and EOS
+    "tokens": ("labels", "attention_mask", *MASKS),
 }
 # {row format: the format of its documents}, if they differ.
-DOCUMENT_FORMATS = {"sharegpt": "messages", "alpaca": "messages", "segments": "prompt_completion"}
+DOCUMENT_FORMATS = {
+    "sharegpt": "messages", "alpaca": "messages",
+    "segments": "prompt_completion", "tokens": "prompt_completion",
+}  # fmt: skip
+PIECES = {"segments": read_segments, "tokens": read_tokens}  # formats of a PiecesDocument
 _MEDIA_TAGS = re.compile("<(image|video|audio)>")  # as LLaMA-Factory and others write them
 
 Message = Mapping[str, Any]
@@ -88,7 +96,7 @@ class CompletionDocument:
 
 @dataclass(frozen=True)
 class PiecesDocument:
-    """Texts that are tokenized apart, and whether each is trained on.
+    """Texts or token ids that are tokenized apart, and whether each piece is trained on.
 
     special_tokens: add BOS and EOS, unless the texts have them.
     """
@@ -172,7 +180,7 @@ def parse_document(record: Record, rows: RowSettings) -> Document | BadRow:
         fields = document_fields(record.fields, rows.row_format, rows.columns)
         if rows.row_format == "text":
             return TextDocument(fields["text"], place, column)
-        if rows.row_format == "segments":
+        if rows.row_format in PIECES:
             return PiecesDocument(fields["pieces"], place, fields["special_tokens"])
         prompt = fields.get("prompt", [])
         if isinstance(prompt, str):
@@ -214,9 +222,12 @@ class _Row(dict[str, Any]):
 
 
 def detect_formats(fields: Mapping[str, Any]) -> list[str]:
-    """Return every row format whose NEEDED columns the row has; segments only if no other fits."""
+    """Return every row format whose NEEDED columns the row has.
+
+    The formats of PIECES are returned only if there is no other: a transcript has segments as well.
+    """
     found = [name for name, needed in NEEDED.items() if all(column in fields for column in needed)]
-    return [name for name in found if name != "segments"] or found  # a transcript has them as well
+    return [name for name in found if name not in PIECES] or found
 
 
 def holds_chats(fields: Mapping[str, Any], row_format: str) -> bool:
@@ -246,8 +257,9 @@ def document_fields(
         if _MEDIA_TAGS.search(fields["text"]):
             refuse_media("the row", fields)
         return fields
-    if row_format == "segments":
-        pieces = read_segments(fields.shown("segments"), fields)
+    if row_format in PIECES:
+        column = NEEDED[row_format][0]
+        pieces = PIECES[row_format](fields.shown(column), fields)
         return {"pieces": pieces, "special_tokens": fields.get("special_tokens") is True}
     refuse_media("the row", fields)
     extras = {"tools": _tools(fields), "chat_template_kwargs": _template_kwargs(fields)}

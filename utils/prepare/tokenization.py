@@ -162,11 +162,8 @@ class DocumentTokenizer:
     def _completions(
         self, documents: list[CompletionDocument]
     ) -> Iterator[TokenizedDocument | BadRow]:
-        texts = [document.prompt + document.completion for document in documents]
-        encoded = encode_with_offsets(self.tokenizer, texts)
-        for document, text, (ids, offsets) in zip(documents, texts, encoded, strict=True):
-            # held: the end of the prompt, if the completion's first token has it.
-            start, held = first_token(text, len(document.prompt), len(text), offsets)
+        pairs = [(document.prompt, document.completion) for document in documents]
+        for document, (ids, start, held) in zip(documents, self._joined_ids(pairs), strict=True):
             if self._special.are_all(ids[start:]):
                 yield _empty(document)
                 continue
@@ -177,16 +174,43 @@ class DocumentTokenizer:
             yield self._with_target(document, whole, mask, notes)
 
     def _pieces(self, documents: list[PiecesDocument]) -> Iterator[TokenizedDocument | BadRow]:
-        found = iter(self._encode([text for each in documents for text, _ in each.pieces]))
+        pieces = [piece for document in documents for piece, _ in document.pieces]
+        found = iter(self._encode([piece for piece in pieces if isinstance(piece, str)]))
         for document in documents:
-            given = [next(found) for _ in document.pieces]
+            given = [next(found) if isinstance(p, str) else np.array(p) for p, _ in document.pieces]
             ids = np.concatenate(given)
             mask = np.repeat([mark for _, mark in document.pieces], list(map(len, given)))
             if document.special_tokens:
                 before, behind = self._special.around(ids)
                 ids = np.concatenate([before, ids, behind])
                 mask = np.pad(mask, (len(before), len(behind)), "edge")
+            if not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
+                wrong = min(ids.min(), 0) or ids.max()
+                fault = f"token id {wrong}: the tokenizer has {len(self.tokenizer)} tokens"
+                yield BadRow("other_tokenizer", fault, document.location)
+                continue
             yield self._with_target(document, ids, mask, Counter())
+
+    def _joined_ids(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> Iterator[tuple[np.ndarray, int, str]]:
+        """Yield (ids, start, held) of each prompt and completion, tokenized as one text.
+
+        start: the index of the completion's first token. held: the end of the prompt, if it is in
+        the same token as the first characters of the completion; else "".
+        """
+        texts = [before + behind for before, behind in pairs]
+        if self.tokenizer.is_fast:
+            encoded = encode_with_offsets(self.tokenizer, texts)
+            for (before, _), text, (ids, offsets) in zip(pairs, texts, encoded, strict=True):
+                yield ids, *first_token(text, len(before), len(text), offsets)
+            return
+        # Without offsets the completion begins at the first token that differs from the prompt's.
+        prompts = self._encode([before for before, _ in pairs])
+        for (before, _), whole, prompt in zip(pairs, self._encode(texts), prompts, strict=True):
+            alike = [*(whole[: len(prompt)] == prompt[: len(whole)]), False]
+            start = alike.index(False)
+            yield whole, start, "" if start == len(prompt) else before[-1]
 
     def _chats(self, documents: list[ChatDocument]) -> Iterator[TokenizedDocument | BadRow]:
         """Render chats one by one, then tokenize all renderings in one call."""
@@ -252,10 +276,13 @@ class DocumentTokenizer:
         found = self._tokenized(ids, mask.astype(np.int8), notes)
         if found.has_target:
             return found
-        message = (
-            "nothing after the first token is trained on: no assistant token, or its message is "
-            "marked as not trained on (weight 0, train false, ...)"
-        )
+        message = "no assistant token: nothing after the first token is trained on"
+        if isinstance(document, ChatDocument) and all(
+            message.get("weight") == 0
+            for message in document.messages[document.first_trained :]
+            if message["role"] == ASSISTANT
+        ):
+            message = "every answer is marked as not trained on (weight 0, train false, ...)"
         return BadRow("no_assistant_tokens", message, document.location)
 
     def _tokenized(

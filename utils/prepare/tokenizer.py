@@ -118,17 +118,23 @@ def template_with_defaults(template: str, defaults: Mapping[str, Any]) -> str:
     Samples, chat.py, benchmarks and servers then render the saved template as training did. A
     variable that the template does not read is left out.
     """
-    texts = {
-        name: json.dumps(value, ensure_ascii=False)
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
         for name, value in defaults.items()
         if value is not None and _reads(template, name)
-    }
-    lines = [
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {text} %}}{{%- endif %}}"
-        for name, text in texts.items()
     ]
     # Jinja does not print the line end after a block, so the template's first line is unchanged.
     return "".join(line + "\n" for line in lines) + template
+
+
+def _jinja(value: Any) -> str:
+    """Return a JSON value in Jinja's notation, which differs for null."""
+    if isinstance(value, Mapping):
+        items = (f"{json.dumps(str(key))}: {_jinja(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _reads(template: str, name: str) -> bool:

@@ -337,7 +337,7 @@ def texts_of(document: Document) -> list[str]:
     if isinstance(document, CompletionDocument):
         return [document.prompt, document.completion]
     if isinstance(document, PiecesDocument):
-        return [text for text, _ in document.pieces]
+        return [piece for piece, _ in document.pieces if isinstance(piece, str)]
     texts: list[str] = []
     for message in document.messages:
         texts += [message["content"], message.get("reasoning_content") or ""]

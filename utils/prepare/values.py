@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ MEDIA = tuple(
     kind + suffix for kind in MEDIA_KINDS for suffix in ("", "s", "_path", "_paths", "_file")
 )
 NOTHING: tuple[Any, ...] = (None, "", [], {})
+MASKS = ("assistant_masks", "completion_mask")
 
-Pieces = list[tuple[str, bool]]  # texts of a document in order, and whether each is trained on
+# Texts or token ids of a document in order, and whether each piece is trained on.
+Pieces = list[tuple[str | list[int], bool]]
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,31 @@ def read_segments(column: str, fields: Mapping[str, Any]) -> Pieces:
         problem = f"empty document: no segment of {column} with label true has a text"
         raise UnusableRowError("empty", problem)
     return [(each["text"], each["label"]) for each in segments]
+
+
+def read_tokens(column: str, fields: Mapping[str, Any]) -> Pieces:
+    """Return the ids of a tokenized row, cut where its loss mask changes.
+
+    Raises UnusableRowError for padding, and for labels that are neither -100 nor the token's id.
+    """
+    ids = fields["input_ids"]
+    given = {name: fields[name] for name in ("labels", *MASKS) if fields.get(name) is not None}
+    for row in (ids, *given.values()):
+        are_integers = isinstance(row, list) and all(isinstance(each, int) for each in row)
+        if not are_integers or len(row) != len(ids) or not ids:
+            what = " and ".join(map(repr, (column.strip("'"), *given)))
+            message = f"{what} must be lists of whole numbers, equally long"
+            raise UnusableRowError("wrong_type", message)
+    if 0 in (fields.get("attention_mask") or ()):
+        raise UnusableRowError("wrong_type", "'attention_mask' has a 0: take the padding out")
+    labels = given.get("labels", ids)
+    if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+        message = "'labels' must be -100, or the token's id at the same index"
+        raise UnusableRowError("wrong_type", message)
+    masks = [given[name] for name in MASKS if name in given]
+    mask = masks[0] if masks else [label != -100 for label in labels]
+    runs = groupby(zip(mask, ids, strict=True), lambda pair: bool(pair[0]))
+    return [([token for _, token in run], is_trained) for is_trained, run in runs]
 
 
 def decoded(value: Any) -> Any:

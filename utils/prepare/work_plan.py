@@ -8,10 +8,11 @@ Arrow file per split, so the output has the same bytes for any number of process
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,30 @@ import pyarrow as pa
 
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import sha256_of
-from utils.config.preparation import (
-    MESSAGE_ROLES,
-    TRAIN,
-    VALIDATION,
-    PreparationArguments,
-    Source,
-    sources_of,
-)
+from utils.config.preparation import TRAIN, VALIDATION, PreparationArguments, Source, sources_of
+from utils.data.arrow_columns import schema_problems
 from utils.host.atomic_files import from_here
+from utils.prepare.hints import absent_columns, misreading, naming_hint
 from utils.prepare.hub_datasets import HubCache, cached_files
-from utils.prepare.messages import ROLES, are_messages, role_word
 from utils.prepare.records import FilePart, converter, cut_file, read_records
-from utils.prepare.rows import DOCUMENT_FORMATS, NEEDED, RowSettings, detect_formats, holds_chats
+from utils.prepare.rows import (
+    DOCUMENT_FORMATS,
+    NEEDED,
+    RowSettings,
+    detect_formats,
+    holds_chats,
+    parse_document,
+)
 from utils.prepare.source_files import Remarks, SourceFile, list_sources
-from utils.prepare.values import FILTERED, MEDIA, REPAIR, Record, decoded, renamed
+from utils.prepare.values import FILTERED, MEDIA, REPAIR, BadRow, Record, renamed
 
 logger = logging.getLogger(__name__)
 
 # Increase when a code change gives other output for the same sources and settings.
 OUTPUT_VERSION = 3
 COLUMNS_SHOWN = 20
-NAMING = (
-    "name its columns: --columns question=instruction answer=output (or chosen=output), "
-    "conversation=messages or body=text, with its own names on the left"
-)
+# A source is refused before the work begins if the first rows are all faulty.
+ROWS_TRIED = 100
 
 SMALLEST_UNIT_BYTES = 1 << 20
 LARGEST_UNIT_BYTES = 64 << 20
@@ -140,7 +140,7 @@ def _plan(arguments: PreparationArguments, remarks: Remarks) -> PreparationPlan:
     given = _find_sources(arguments, cache, remarks)
     remarks.refuse()
     units = cut_into_units(given)
-    rows, is_chat = _decide_formats(given, units, remarks)
+    rows, is_chat = _decide_formats(given, units, arguments.on_bad_row, remarks)
     remarks.refuse()
     sources: dict[str, list[SourceFile]] = {}
     for source, files in given:
@@ -248,7 +248,7 @@ def _documents_of(rows: RowSettings) -> str:
 
 
 def _decide_formats(
-    sources: SourceFiles, units: Sequence[WorkUnit], remarks: Remarks
+    sources: SourceFiles, units: Sequence[WorkUnit], on_bad_row: str, remarks: Remarks
 ) -> tuple[list[RowSettings], bool]:
     """Return the settings to read each source with, and whether any source has chats.
 
@@ -261,18 +261,16 @@ def _decide_formats(
         parts = [part for unit in units if unit.source == number for part in unit.parts]
         wanted = _documents_of(rows[0]) if rows else ""
         try:
-            record = _first_record(parts, source)
-            if absent := _absent_columns(record.fields, source.columns):
-                remarks.lines.warn(
-                    f"{record.location}: --columns names {', '.join(absent)}, which the first "
-                    f"record does not have (columns: {', '.join(sorted(record.fields))})"
-                )
+            records = _records(parts, source)
+            record = _first_record(records, source, on_bad_row)
             read = RowSettings(
                 _row_format(record, source, wanted), source.columns, source.filters,
                 source.weight, source.max_tokens, source.chat_template_kwargs, source.own_format,
                 sha256_of(source.own_format),
             )  # fmt: skip
             _check_first_record(record, read, source, remarks)
+            if on_bad_row == "error":
+                _check_first_rows(record, records, read)
         except ConfigurationError as error:
             remarks.problems.extend(error.problems)
             continue
@@ -286,26 +284,54 @@ def _decide_formats(
                 f"{read.row_format}: leave them out"
             )
         if wanted and _documents_of(read) != wanted:
-            remarks.problems.append(
+            fault = (
                 f"{record.location}: the format {read.row_format} makes {_documents_of(read)}, but "
                 f"{decided_by} makes {wanted}, and one dataset holds one kind: prepare them apart"
             )
+            if read.row_format == "prompt_completion":
+                prompt, completion = read.read_columns[:2]
+                columns = f"columns {prompt}=instruction {completion}=output"
+                fault += f", or make chats of these rows: {columns}"
+            remarks.problems.append(fault)
     return rows, is_chat
 
 
-def _first_record(parts: Sequence[FilePart], source: Source) -> Record:
-    """Return the first record that can be read; ConfigurationError if there are no such records."""
+def _records(parts: Sequence[FilePart], source: Source) -> Iterator[Record | BadRow]:
+    """Yield the records of a source, with all their columns."""
     text_column = RowSettings("text", source.columns).read_columns
     convert = converter(source.own_format)
-    fault = ""
     for part in parts:
-        for given in read_records(part, text_column if part.file.kind == "text" else None):
-            record = convert(given) if isinstance(given, Record) else given
-            if isinstance(record, Record):
-                return record
-            if record.reason != FILTERED:
-                fault = fault or f"{record}; {REPAIR}"
+        for record in read_records(part, text_column if part.file.kind == "text" else None):
+            yield convert(record) if isinstance(record, Record) else record
+
+
+def _first_record(records: Iterator[Record | BadRow], source: Source, on_bad_row: str) -> Record:
+    """Return the first record that can be read; ConfigurationError if there are no such records."""
+    fault, faults = "", 0
+    for record in records:
+        if isinstance(record, Record):
+            return record
+        if on_bad_row == "error" and record.reason != FILTERED:
+            fault, faults = fault or f"{record}; {REPAIR}", faults + 1
+        if faults == ROWS_TRIED:
+            break
     raise ConfigurationError(fault or f"{source.split}: empty source: no record in its files")
+
+
+def _check_first_rows(first: Record, others: Iterator[Record | BadRow], read: RowSettings) -> None:
+    """Raise ConfigurationError with the first row, if none of the first ROWS_TRIED can be used."""
+    fault = ""
+    for record in islice(chain([first], others), ROWS_TRIED):
+        row = parse_document(record, read) if isinstance(record, Record) else record
+        if not isinstance(row, BadRow) or row.reason == FILTERED:
+            return
+        fault = fault or f"{row}; {REPAIR}"
+    found = detect_formats(renamed(first.fields, read.columns))
+    if found and read.row_format not in found:
+        needed = " and ".join(map(read.name_of, NEEDED[read.row_format]))
+        fault = f"{first.location}: the format {read.row_format} needs {needed}; it looks like "
+        fault += f"{found[0]}: --format {found[0]}"
+    raise ConfigurationError(fault)
 
 
 def _row_format(record: Record, source: Source, wanted: str) -> str:
@@ -328,14 +354,16 @@ def _row_format(record: Record, source: Source, wanted: str) -> str:
         )
     columns = sorted(record.fields)
     shown = ", ".join(columns[:COLUMNS_SHOWN]) + (", ..." if len(columns) > COLUMNS_SHOWN else "")
-    if "input_ids" in record.fields:
-        advice = "its rows are tokenized: name a folder of save_to_disk with them as train_data"
-    elif are_messages([record.fields]):
-        advice = "each row is one message: put the messages of a chat into one row, as 'messages'"
-    else:
-        formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
-        advice = f"{NAMING}. A record needs: {formats}"
-    raise ConfigurationError(f"{where}: no known format (columns: {shown or 'none'}): {advice}")
+    if absent := absent_columns(record.fields, source.columns):
+        raise ConfigurationError(
+            f"{where}: --columns names {', '.join(absent)}, which this record does not have "
+            f"(columns: {shown})"
+        )
+    formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
+    raise ConfigurationError(
+        f"{where}: no known format (columns: {shown or 'none'}): {naming_hint(record.fields)}. "
+        f"Without --columns a record needs: {formats}"
+    )
 
 
 def _check_first_record(
@@ -343,49 +371,25 @@ def _check_first_record(
 ) -> None:
     """List the used and unused columns of a source's first record in `remarks`.
 
-    Raises ConfigurationError for a row that would be trained on wrongly (see `_misreading`).
+    Raises ConfigurationError for a row that would be trained on wrongly (see `misreading`).
     """
     path = record.location.path
-    problems = list(filter(None, [_misreading(record.fields, source)]))
+    problems = list(filter(None, [misreading(record.fields, source)]))
+    if read.row_format == "tokens":
+        problems += schema_problems(renamed(record.fields, source.columns))
     systems = [name for name, ours in source.columns if ours == "system" and name in record.fields]
     if len(systems) > 1:  # as a role, `system` may have several names
         problems.append(f"columns: {' and '.join(systems)} are both system: give one")
     if problems:
         raise ConfigurationError([f"{record.location}: {problem}" for problem in problems])
+    if absent := absent_columns(record.fields, source.columns):
+        remarks.lines.warn(
+            f"{path}: --columns names {', '.join(absent)}, which the first record does not have "
+            f"(columns: {', '.join(sorted(record.fields))})"
+        )
     used = [name for name in read.read_columns if name in record.fields and name not in MEDIA]
     unused = sorted(record.fields.keys() - used)
     remarks.lines.say(
         f"{source.split}: {from_here(path)}: {read.row_format}, from {', '.join(used)}"
         + (f"; not used: {', '.join(unused)}" if unused else "")
     )
-
-
-def _absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the names in `columns` that neither the row nor its messages have, except roles."""
-    text = str(fields).replace('"', "'")  # messages may be JSON
-    absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
-    return [name for name, ours in absent if ours not in MESSAGE_ROLES or ours == "system"]
-
-
-def _misreading(given: Mapping[str, Any], source: Source) -> str:
-    """Return why a row with known columns would be trained on wrongly; "" if the row is fine."""
-    fields = renamed(given, source.columns)
-    filtered = [name for name, _ in source.filters]
-    one_message = "role" in fields and "text" in fields and "parent_id" in fields
-    if one_message and "role" not in filtered:
-        return (
-            "each row is one message of a tree (OpenAssistant): put the messages of a chat into "
-            "one row, or filter on role to train on each as a text"
-        )
-    label = str(fields.get("label")).lower()
-    if label in ("true", "false") and "label" not in filtered and "text" not in fields:
-        return (
-            "its label says which answers are good (KTO): in a recipe give the source the filter "
-            "{label: true}, or {label: [true, false]} to train on all"
-        )
-    if "chosen" in fields and "completion" not in fields:
-        for name in ("messages", "conversations"):
-            chat = decoded(fields.get(name))
-            if are_messages(chat) and ROLES.get(role_word(chat[-1])) == "user":
-                return f"its answers are apart: give --columns {name}=prompt chosen=completion"
-    return ""

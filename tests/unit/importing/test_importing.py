@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import operator
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from utils.config.declarations import declared_settings
 from utils.config.errors import ConfigurationError
+from utils.config.own_code import load_own
 from utils.config.preparation import (
     PreparationArguments,
     check_preparation,
@@ -67,7 +69,7 @@ PUBLISHED = {
          "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 4.0,
          "eval_data": ["data/made/validation"], "report_to": None},
         {"sources": [
-            {"path": "tatsu-lab/alpaca", "format": "alpaca", "weight": 0.2}],
+            {"path": "tatsu-lab/alpaca", "format": "made_format.py:alpaca", "weight": 0.2}],
          "validation_fraction": 0.05, "sequence_length": 4096, "on_overlong": "drop"},
     ),
     "axolotl lora": (
@@ -160,7 +162,8 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatc
     for file, text in texts.items():
         file.write_text(text)
         if file.suffix == ".yaml":
-            recipes[file.stem] = yaml.safe_load(text)
+            plain = text.replace(f"{tmp_path}/ours/made_format.py:", "made_format.py:")
+            recipes[file.stem] = yaml.safe_load(plain)
     for recipe, expected in ((recipes["made"], run), (recipes["made_data"], data)):
         assert {key: recipe.get(key) for key in expected} == expected
     path = str(tmp_path / "ours/made_data.yaml")
@@ -186,7 +189,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert reasons["off_here"] == OFF
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
     assert reasons["qat"] == "another method: this run trains without it"
-    assert {"lora_target_linear", "special_tokens", "tokens"} <= reasons.keys()
+    assert {"lora_target_linear", "special_tokens", "tokens", "offload"} <= reasons.keys()
     text = recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
     assert f"#   made_up: {UNKNOWN}\n" in text
     assert "global_batch_size: 8 " in text
@@ -226,6 +229,38 @@ def test_llamafactorys_own_templates_are_written(name, alone, with_system, train
         assert [text[slice(*span)] for span in spans] == [trained]
 
 
+# unfrozen_parameters of axolotl's examples/mistral4/fft-text.yml, mixtral.yml and dbrx, and of the
+# documentation of freeze_layers_except; LLaMA-Factory's examples/train_freeze of v1.
+@pytest.mark.parametrize(
+    ("config", "trained", "frozen", "said"),
+    [
+        (["model.language_model.*", "lm_head.*"], "model.language_model.norm.weight lm_head.weight",
+         "model.vision_tower.norm.weight", "unfrozen_parameters"),
+        (["^lm_head.weight$", "model.layers.4[4-9]+.block_sparse_moe.gate"],
+         "lm_head.weight model.layers.45.block_sparse_moe.gate.weight",
+         "model.lm_head.weight model.layers.4.block_sparse_moe.gate.weight lm_headXweight", ""),
+        (["^model.embed_tokens.weight$[:32000]"], "model.embed_tokens.weight",
+         "model.embed_tokens.bias", "whole weights are trained"),
+        ({"freeze_trainable_layers": -2, "freeze_trainable_modules": "self_attn,mlp"},
+         "layers.0.mlp layers.1.self_attn", "layers.2.mlp layers.0", ""),
+        ({}, "layers.LAST", "", "write each of the model's last 2 layers for LAST"),
+    ],
+)  # fmt: skip
+def test_frozen_layers_are_those_of_the_config(config, trained, frozen, said, made, tmp_path):
+    if isinstance(config, list):
+        config = {**AXOLOTL, "datasets": ALPACA, "unfrozen_parameters": config}
+    else:
+        config = {**FACTORY, "finetuning_type": "freeze", **config}
+    found = convert(made(config))
+    ours, _ = found.run["train_only"]
+    assert "use_peft" not in found.run
+    for names, expected in ((trained, True), (frozen, False)):
+        for name in names.split():
+            matches = any(name == each or re.fullmatch(each, name) for each in ours)
+            assert matches is expected, (name, ours)
+    assert said in recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -233,11 +268,12 @@ def test_llamafactorys_own_templates_are_written(name, alone, with_system, train
         ({**AXOLOTL, "datasets": ALPACA, "reward_model": True}, "reward_model: supervised"),
         (AXOLOTL, "no dataset is named"),
         ({**FACTORY, "finetuning_type": "oft"}, "finetuning_type: oft: supervised"),
-        ({**FACTORY, "finetuning_type": "freeze"}, "finetuning_type: freeze: supervised"),
+        ({**FACTORY, "finetuning_type": "freeze", "use_llama_pro": True}, "cannot be added here"),
         ({**FACTORY, "stage": "pt"}, "pretrain.py trains every weight"),
         ({**TRL, "beta": 0.1}, "beta: supervised"),
         ({**TRL, "reward_funcs": ["accuracy"]}, "reward_funcs: supervised"),
         ({**AXOLOTL, "datasets": ALPACA, "num_epochs": "many"}, "a value is of no type that axol"),
+        ({**AXOLOTL, "datasets": [{"path": "a", "shards": "x"}]}, "a value is of no type that"),
         ({"a": 1}, "none of the keys that"),
         ({"model": "m", "model_class": "llm", "micro_batch_size": 1}, "v1 is not converted"),
         (["a"], "expected settings as"),
@@ -254,10 +290,11 @@ def test_names_of_a_config_stay_in_comments(made, tmp_path):
     datasets = [{"path": "a", "type": "x\noutput_dir: elsewhere"}, {"path": "b", "type": "alpaca"}]
     path = made({**AXOLOTL, "datasets": datasets, "k\ncallbacks: [their.py:Code]\n#": 1})
     path = path.rename(tmp_path / 'a""" + code.yaml')
-    _, recipe = recipe_texts(convert(path), tmp_path).values()
+    code, _, recipe = recipe_texts(convert(path), tmp_path).values()
     assert "callbacks: [their.py:Code] #: unknown here" in recipe
-    assert yaml.safe_load(recipe)["output_dir"] == "./outputs/out"
+    assert yaml.safe_load(recipe)["output_dir"] == "outputs/a-code"
     assert "callbacks" not in yaml.safe_load(recipe)
+    compile(code, "a", "exec")
     made({**FACTORY, "dataset": 5})
     assert main([str(tmp_path / "made.yaml")]) == 0
 
@@ -315,7 +352,7 @@ NESTED = {
              "columns": {"talk": "messages", "functions": "tools", "speaker": "role",
                          "text": "content", "why": "reasoning_content", "u": "user",
                          "a": "assistant"}},
-            {"path": "b"}]},
+            {"path": "b", "format": "prompt_1"}]},
         ("drop_system_message", "roles_to_train", "split_thinking", "shards", "chat_template",
          "message_property_mappings.name", "message_field_training_detail"),
     ),
@@ -420,8 +457,7 @@ def test_every_key_is_converted_or_named(name, made, tmp_path, monkeypatch):
         if key != "sources":
             assert found.data.get(key) == expected
             continue
-        entries = [e if isinstance(e, dict) else {"path": e} for e in found.data["sources"]]
-        for entry, lines in zip(entries, expected, strict=True):
+        for entry, lines in zip(found.data["sources"], expected, strict=True):
             assert {line: entry.get(line) for line in lines} == lines
 
 
@@ -436,6 +472,81 @@ def test_batch_size_of_axolotl_is_the_total_in_either_order(made):
         assert found.run["global_batch_size"][0] == 16
         assert found.run["per_device_train_batch_size"][0] == micro
     assert any("gradient_accumulation_steps" in keys for keys in found.notes.values())
+
+
+@pytest.mark.parametrize(
+    ("extra", "held_out"),
+    [
+        ({"eval_strategy": "epoch", "dataset_test_split": "valid"}, "valid"),
+        ({"dataset_test_split": "test"}, None),
+        ({}, None),
+    ],
+)
+def test_trl_evaluates_on_test_where_it_evaluates(extra, held_out, made):
+    found = convert(
+        made({"dataset_name": "d", "max_length": 64, "model_name_or_path": "m", **extra})
+    )
+    splits = [each["split"] for each in found.data.get("eval_sources", [])]
+    assert splits == ([held_out] if held_out else [])
+
+
+# Prompts of axolotl 067b021 (src/axolotl/prompters.py, prompt_strategies/): the text before
+# the answer of a row without an input, and of one with an input.
+ROW = {"instruction": "Add.", "output": "3", "question": "Add.", "answer": "3", "system": "Be."}
+TASK = "Below is an instruction that describes a task"
+ALPACA_TEXTS = (
+    f"{TASK}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nAdd.\n\n### Response:\n",
+    f"{TASK}, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+    "### Response:\n",
+)
+RENDERED = {
+    "alpaca": ALPACA_TEXTS,
+    "alpaca:chat": (
+        f"SYSTEM: {TASK}. Write a response that appropriately completes the request.\n"
+        "USER: Add.\nASSISTANT:",
+        f"SYSTEM: {TASK}, paired with an input that provides further context. Write a response "
+        "that appropriately completes the request.\nUSER: Add.\n1 2\nASSISTANT:",
+    ),
+    "alpaca_chat.load_qa": (
+        "SYSTEM: Below is an instruction from a USER that describes a task. The ASSISTANT writes a "
+        "response that appropriately and concisely completes the request.\n\n\n"
+        "USER: Add.\nASSISTANT:",
+    ) * 2,
+    "alpaca_w_system.load_instruct": (
+        "Be.\n\n### Instruction:\nAdd.\n\n### Response:\n",
+        "Be.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RENDERED)
+@pytest.mark.parametrize("trains_on_prompts", [False, True])
+def test_the_prompt_of_a_type_is_that_of_axolotl(kind, trains_on_prompts, made, tmp_path):
+    config = {**AXOLOTL, "datasets": [{"path": "a.jsonl", "type": kind}]}
+    found = convert(made({**config, "train_on_inputs": trains_on_prompts}))
+    file, *_ = texts = recipe_texts(found, tmp_path)
+    file.write_text(texts[file])
+    (source,) = found.data["sources"]
+    function = load_own(source["format"])
+    for row, prompt in zip((ROW, ROW | {"input": "1 2"}), RENDERED[kind], strict=True):
+        pieces = [(each["text"], each["label"]) for each in function(row)["segments"]]
+        assert pieces == [(prompt, trains_on_prompts), ("3", True)]
+        assert function(row)["special_tokens"] is True
+
+
+def test_a_prompt_of_the_config_is_kept(made, tmp_path):
+    kind = {"field_instruction": "question", "field_output": "answer", "system_prompt": "Hm {x}.",
+            "format": "[INST] {instruction} {input} [/INST]", "system_format": "<<{system}>>\n",
+            "no_input_format": "[INST] {instruction} [/INST]"}  # fmt: skip
+    found = convert(made({**AXOLOTL, "datasets": [{"path": "a", "type": kind}]}))
+    file, *_ = texts = recipe_texts(found, tmp_path)
+    file.write_text(texts[file])
+    function = load_own(found.data["sources"][0]["format"])
+    row = {key: ROW[key] for key in ("question", "answer")}
+    assert function(row)["segments"][0]["text"] == "<<Hm {x}.>>\n[INST] Add. [/INST]"
+    assert function(row | {"input": "1"})["segments"][0]["text"].endswith("[INST] Add. 1 [/INST]")
 
 
 # Datasets and other keys, then lines of the data recipe and keys of `changes`.
@@ -453,7 +564,8 @@ DIFFERING = {
                      "chat_template"}),
     "input_output": ([{"path": "a", "type": "input_output"}], {},
                      {"sources": [{"path": "a", "format": "segments"}]}, set()),
-    "tokenized": ([{"path": "a", "type": None}], {}, {"sources": ["a"]}, {"datasets.type"}),
+    "tokenized": ([{"path": "a", "type": None}], {},
+                  {"sources": [{"path": "a", "format": "tokens"}]}, set()),
     "unknown": ([{"path": "a", "type": "jeopardy"}], {}, {"sources": ["a"]}, {"datasets.type"}),
     "a slice": ([{**CHAT, "split": "train[:500]"}], {}, {}, {"datasets.split"}),
     "8 bits": ([CHAT], {**LORA, "load_in_8bit": True}, {}, {"load_in_8bit"}),
@@ -467,6 +579,7 @@ def test_what_changes_the_training_is_told_apart(name, made):
     found = convert(made({**AXOLOTL, **LORA, "datasets": datasets, **others}))
     assert {key: found.data.get(key) for key in lines} == lines
     assert {key for keys in found.changes.values() for key in keys} == keys
+    assert found.run["output_dir"][0] == "outputs/made", "many configs have ./outputs/out"
 
 
 def test_a_flag_replaces_the_setting_of_a_source(tmp_path, caplog):

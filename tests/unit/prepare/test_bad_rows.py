@@ -56,7 +56,7 @@ def test_bad_rows_are_named_or_skipped_counted_and_shown(tmp_path, prepare, capl
 
 
 def test_the_work_ends_at_a_part_of_the_data_without_any_usable_row(tmp_path, prepare, caplog):
-    rows = [{"text": " ", "about": "x" * 60}] * 400
+    rows = [{"input_ids": [0, 10**6]}] * 400
     with pytest.raises(ConfigurationError, match="rows cannot be used") as refused:
         prepare("out", sources=[samples.write_jsonl(tmp_path / "a.jsonl", rows)])
     assert "a.jsonl: no row fits: the rest is not checked" in caplog.text
@@ -143,8 +143,10 @@ TEXT = ("body=text", {"body": "some words"})
 CHAT = ("dialog=messages persona=system kw=chat_template_kwargs fns=tools", {"dialog": TURNS})
 SHAREGPT = ("", {"conversations": SHARED})
 SHAREGPT_COLUMNS = ("talk=conversations", {"talk": SHARED})
+ALPACA = ("", {"instruction": "i", "output": "o"})
 QUESTIONS = ("question=instruction answer=output note=input past=history",
              {"question": "i", "answer": "o"})
+PAIR = ("", {"prompt": "p", "completion": "c"})
 PAIR_COLUMNS = ("question=prompt answer=completion persona=system",
                 {"question": "p", "answer": "c"})
 CHAT_PAIR = ("ask=prompt say=completion past=history", {"ask": TURNS[:1], "say": TURNS[1:]})
@@ -155,19 +157,27 @@ CASES = [
     (*TEXT, {"body": "a\ud800"}, "'body' holds half"),
     (*TEXT, {"body": "<|endoftext|>"}, "'body' has special tokens alone"),
     (*TEXT, {"body": "<image>", "image": "a.png"}, "'image'"),
+    (*TEXT, {"body": None, "text": None, "bodies": "x"}, "columns found: bodies"),
     (*CHAT, {"dialog": None, "conversation": []}, "no 'dialog'.*columns found: conversation"),
     (*CHAT, {"dialog": 7}, "'dialog' must be a list"),
+    (*CHAT, {"dialog": []}, "'dialog' has no messages"),
     (*CHAT, {"dialog": turn(role="assistant", content=7)}, "'content' of message 1 of 'dialog'"),
     (*CHAT, {"dialog": turn(role="assistant")}, "message 1 of 'dialog' has no 'content'"),
+    (*CHAT, {"dialog": turn(role="assistant", text=7)}, "'text' of message 1 of 'dialog'"),
     (*CHAT, {"dialog": turn(role="sytem", content="x")}, "role 'sytem'; known are system"),
     (*CHAT, {"dialog": turn(content="x")}, "message 1 of 'dialog' has no 'role'"),
+    (*CHAT, {"dialog": turn(role="assistant", content="")}, "'dialog'"),
     (*CHAT, {"dialog": turn(role="user", content="x")}, "no message of 'dialog' is the assistant"),
+    (*CHAT, {"dialog": [{"user": 7, "bot": "x"}]}, "'user' of message 0 of 'dialog'"),
+    (*CHAT, {"dialog": [{"question": "q", "bot": ["x", 1]}]}, "message 0 of 'dialog'"),
     (*CHAT, {"dialog": calls(of="function_call")}, "message 2 of 'dialog'"),
     (*CHAT, {"persona": 7}, "'persona' must be a string"),
     (*CHAT, {"dialog": [{"role": "system", "content": "x"}, *TURNS], "persona": "y"},
      "'persona' and"),
     (*CHAT, {"kw": 1}, "'kw'.*give a mapping"),
     (*CHAT, {"kw": {"enable_thinking": "False"}}, "'kw'.*write false without"),
+    (*CHAT, {"fns": "none"}, "'fns' must be a list"),
+    (*CHAT, {"functions": "none"}, "'functions' must be a list"),
     (*CHAT, {"functions": ["{}"], "fns": ['{"name": 1}']}, "'fns' and 'functions' differ"),
     (*CHAT, {"system_prompt": "x", "persona": "y"}, "'persona' and 'system_prompt'"),
     (*SHAREGPT, {"conversations": shared(**{"from": "gpt"})}, "has no 'value'"),
@@ -177,21 +187,37 @@ CASES = [
     (*SHAREGPT, {"conversations": shared(**{"from": "you", "value": "x"})}, "the role 'you'"),
     (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "words": "x"})},
      "'words' is not read: write 'value'"),
+    (*SHAREGPT, {"conversations": shared(**{"from": "gpt", "value": ""})}, "of 'conversations'"),
+    (*SHAREGPT, {"conversations": SHARED[:1]}, "of 'conversations' is the assistant"),
+    (*SHAREGPT, {"system_prompt": 7}, "'system_prompt'"),
     (*SHAREGPT, {"conversations": [{"from": "system", "value": "y"}], "system_prompt": "x"},
      "'system_prompt' and"),
     (*SHAREGPT_COLUMNS, {"talk": None, "conversations": 7, "x": 1}, "no 'talk'"),
+    (*SHAREGPT_COLUMNS, {"talk": 7}, "'talk' must be a list"),
+    (*ALPACA, {"output": ""}, "'output' has no text"),
+    (*ALPACA, {"instruction": ["x"]}, "'instruction' must be"),
+    (*ALPACA, {"history": [1]}, "of 'history' must be an object"),
+    (*QUESTIONS, {"answer": " "}, "'answer' has no text"),
     (*QUESTIONS, {"answer": 7}, "'answer' must be"),
     (*QUESTIONS, {"note": 7}, "'note' must be"),
     (*QUESTIONS, {"past": [1]}, "message 0 of 'past'"),
+    (*QUESTIONS, {"past": [["x", ""]]}, "of 'past'"),
     (*QUESTIONS, {"answer": None, "reply": "x"}, "no 'answer'.*columns found: question, reply"),
+    (*PAIR, {"completion": "<|endoftext|>"}, "'completion' has special"),
+    (*PAIR, {"tools": [{"name": "f"}]}, "'tools' go with messages"),
     (*PAIR_COLUMNS, {"answer": "<|endoftext|>"}, "'answer' has special"),
+    (*PAIR_COLUMNS, {"answer": ""}, "'answer' has no text"),
     (*PAIR_COLUMNS, {"answer": TURNS[1:]}, "'question' must be a list of messages, as 'answer' is"),
     (*PAIR_COLUMNS, {"persona": "x"}, "'persona' go"),
+    (*PAIR_COLUMNS, {"system_prompt": "x"}, "'system_prompt' go"),
+    (*PAIR_COLUMNS, {"functions": [{"name": "f"}]}, "'functions' go"),
     (*PAIR_COLUMNS, {"question": None, "ask": "x"}, "no 'question'.*columns found: answer, ask"),
     (*CHAT_PAIR, {"past": [["x", "y"]]}, "'past' goes into the messages of 'ask'"),
     (*CHAT_PAIR, {"say": ["x"]}, "'say' must be"),
     (*CHAT_PAIR, {"say": turn(role="assistant", content="")}, "of 'say'"),
     (*CHAT_PAIR, {"ask": TURNS}, "'ask' ends with the assistant's words.*move them into 'say'"),
+    (*CHAT_PAIR, {"say": TURNS[:1]}, "no message of 'say' is the assistant"),
+    (*CHAT_PAIR, {"ask": [{"role": "user"}]}, "message 0 of 'ask' has no 'content'"),
 ]
 # fmt: on
 
@@ -224,10 +250,13 @@ def test_a_row_that_cannot_be_used_is_named_by_its_own_columns(columns, good, ba
 
 
 PLANNED = [
-    ("body=text", {"bodies": "x"}, r"no known format \(columns: bodies\)"),
+    ("body=text", {"bodies": "x"}, "--columns names body.*columns: bodies"),
     ("", {"utterance": ["x"]}, r"no known format \(columns: utterance\)"),
     ("question=prompt", {"question": ["x"], "other": 1}, r"no known format \(columns: other, q"),
+    ("question=instruction answer=output --format alpaca", {"prompt": "p", "completion": "c"},
+     "the format alpaca needs question and answer"),
     ("q=prompt a=completion --format prompt_completion", {"q": "p", "a": 7}, "'a' must be"),
+    ("said=conversations", {"said": [{"from": "gpt"}]}, "message 0 of 'said' has no 'value'"),
 ]  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def test_a_template_without_markers_gets_derived_masks_and_stays_as_it_is(tmp_pa
 def test_a_chat_whose_answers_are_all_marked_says_so(tmp_path, mark):
     turns = samples.chat("q", "a", "r", "b")["messages"]
     rows = [{"messages": [turn | mark for turn in turns]}, samples.chat("q", "a")]
-    with pytest.raises(ConfigurationError, match="marked as not trained on"):
+    with pytest.raises(ConfigurationError, match="every answer is marked as not trained on"):
         prepared(tmp_path, rows, WITHOUT_MARKERS)
 
 
@@ -316,7 +316,7 @@ def test_empty_thoughts_are_known_as_templates_print_them():
 @pytest.mark.parametrize("beginning", ["", "\n", "  ", "\n  {% if x %}{% endif %}\n "])
 def test_defaults_change_nothing_else_of_a_template(beginning):
     template = beginning + "{{ x }}|{{ y }}|{{ z }}"
-    values = {"x": "a\"b\n%} 'ß", "y": {"k": [1, 2.5, True]}, "z": None, "unread": 1}
+    values = {"x": "a\"b\n%} 'ß", "y": {"k": [1, None, True]}, "z": None, "unread": 1}
     tokenizer = samples.tiny_tokenizer(template)
     asked = [{"role": "user", "content": "q"}]
     expected = tokenizer.apply_chat_template(asked, tokenize=False, **values)

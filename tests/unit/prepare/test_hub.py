@@ -158,8 +158,11 @@ def test_what_the_hub_does_not_give_is_refused_at_once_with_what_to_type(
     hub.add("models/lab/pickled", {"config.json": b"{}", "pytorch_model.bin": b""})
     gsm8k = {"path": "openai/gsm8k"}
     faults = [
-        (gsm8k, "['main', 'socratic']"),
-        (gsm8k | {"subset": "mian"}, "'mian' not found. Available: ['main', 'socratic']"),
+        (gsm8k, "['main', 'socratic']: choose one in a recipe"),
+        (
+            gsm8k | {"subset": "mian"},
+            "'mian' not found. Available: ['main', 'socratic']: choose one",
+        ),
         (gsm8k | {"subset": "main", "split": "dev"}, "has no split 'dev' but train, test"),
         (gsm8k | {"subset": "main", "revision": "v9"}, "Revision Not Found"),
         ({"path": "openai/gsm9k"}, "no such local path, and no such name on the Hub"),

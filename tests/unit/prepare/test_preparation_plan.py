@@ -31,6 +31,8 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path):
     with pytest.raises(ConfigurationError, match="could be text or messages: choose one with"):
         plan(both)
     assert plan(both, format="messages").settings.document_format == "messages"
+    with pytest.raises(ConfigurationError, match="it looks like text: --format text"):
+        plan(both, format="sharegpt")
     lines = plan(source, columns=["body=text", "contxt=input"]).lines
     assert "--columns names contxt, which the first record does not have" in str(lines)
     keys = {"messages": '[{"who": "user", "content": "q"}, {"who": "assistant", "content": "a"}]'}
@@ -41,7 +43,7 @@ def test_columns_decide_the_format_unless_it_is_given(tmp_path):
 
 def test_a_name_that_the_first_record_does_not_have_is_told(tmp_path):
     path = samples.write_jsonl(tmp_path / "a.jsonl", [samples.chat("q", "a")])
-    with pytest.raises(ConfigurationError, match=r"no known format \(columns: messages\)"):
+    with pytest.raises(ConfigurationError, match=r"names mesages, .* \(columns: messages\)"):
         plan({"path": str(path), "columns": {"mesages": "messages"}})
 
 
@@ -67,9 +69,12 @@ def test_sources_of_several_formats_make_one_dataset_of_chats(tmp_path):
         plan(*sources)
 
 
-def test_a_source_without_a_record_that_can_be_read_is_refused(tmp_path):
+def test_a_first_record_that_is_missing_or_broken_stops_at_once_unless_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigurationError, match="train: empty source: no record in its files"):
+        plan(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{oops\n{"text": 1}\n')
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl:2: 'text' must be a string.*skip"):
         plan(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("{oops\n" * 200)
     with pytest.raises(ConfigurationError, match=r"a\.jsonl:1: malformed JSON.*on_bad_row skip"):
@@ -90,13 +95,15 @@ def test_all_paths_are_checked_at_once(source):
     assert len(caught.value.problems) == 4
 
 
-def test_a_file_in_two_entries_is_refused(source):
+def test_a_file_in_two_entries_and_a_filter_without_its_column_are_refused(source):
     with pytest.raises(
         ConfigurationError, match=r"texts\.jsonl: is given for both train and other"
     ):
         plan(source, eval_sources=[f"other={source}"])
     with pytest.raises(ConfigurationError, match="is given twice for train; give it a weight"):
         plan({"path": str(source)}, {"path": str(source)})
+    with pytest.raises(ConfigurationError, match=r"texts\.jsonl:1: no 'lang', which the filter"):
+        plan({"path": str(source), "filter": {"lang": "en"}})
 
 
 UNREADABLE = [

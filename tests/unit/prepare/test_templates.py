@@ -169,6 +169,19 @@ def test_a_prompt_with_words_that_no_chat_has_is_refused_with_both():
         masks_of(chat)(document(KINDS["one turn"], False))
 
 
+def test_calls_that_are_printed_with_their_ids_in_place_of_names():
+    call = "<call>{{ t.id }}<args>{{ c.arguments | tojson }}</call>"
+    masks = masks_of(variant(CHATML, call=call))
+    for given, shown in (({}, "{}"), ({"days": 3}, '{"days": 3}')):
+        turn = calls(given)
+        with pytest.raises(UnusableRowError, match=r"'look_up' of its calls .*functions.NAME:0"):
+            masks(document(Kind([ASK, turn]), True))
+        turn["tool_calls"][0]["id"] = "functions.look_up:0"
+        found = masks(document(Kind([ASK, turn]), True))
+        printed = f"<call>functions.look_up:0<args>{shown}</call>"
+        assert said(found) == [f"<tool_call>\n{printed}</tool_call><|im_end|>"]
+
+
 def test_a_template_that_needs_tools_is_taken_at_the_start():
     attach_template(tokenizer_of(STRUCTURES["needs tools"]), None)
 
@@ -211,6 +224,27 @@ def test_what_a_template_leaves_out_is_refused(kind, what):
     with pytest.raises(UnusableRowError, match=rf"message \d .* leaves out its {what}") as error:
         masks_of(text)(document(KINDS[kind], KINDS[kind].tools))
     assert error.value.reason == f"{what.replace(' ', '_')}_left_out"
+
+
+def test_a_variable_that_prints_the_thoughts_is_named():
+    masks = masks_of(STRUCTURES["thinking is off by default"])
+    with pytest.raises(UnusableRowError, match=r'chat_template_kwargs: \{"thinking": true\}'):
+        masked(masks, [ASK, says("Xone.", reasoning_content="Tone.")])
+    masks = masks_of(PLAIN)
+    with pytest.raises(UnusableRowError, match="leaves out its reasoning") as error:
+        masked(masks, [ASK, says("Xone.", reasoning_content="Tone.")])
+    assert "chat_template_kwargs" not in str(error.value)
+
+
+def test_a_template_without_system_messages_is_refused_with_what_to_do():
+    """As Gemma 2's, which says "System role not supported"."""
+    check = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    masks = masks_of(check + PLAIN)
+    with pytest.raises(UnusableRowError, match=r"no system.*into the first user message"):
+        masked(masks, [{"role": "system", "content": "Help."}, ASK, SAY])
+    alternate = masks_of(STRUCTURES["roles must alternate"])
+    with pytest.raises(UnusableRowError, match=r"must alternate\)$"):
+        masked(alternate, [{"role": "system", "content": "Help."}, ASK, ASK, SAY])
 
 
 def test_words_that_are_printed_behind_the_result_of_their_call_are_refused():

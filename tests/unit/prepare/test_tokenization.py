@@ -1,5 +1,6 @@
 """Token ids and loss masks of texts, of prompts with completions, and of long documents."""
 
+import operator
 import random
 
 import preparation_samples as samples
@@ -7,7 +8,7 @@ import pytest
 from tokenizer_families import BEGIN, END, FAMILIES, tokenizer_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from utils.config.errors import ConfigurationError
 from utils.data.token_dataset import open_token_dataset
@@ -71,7 +72,7 @@ def test_a_prompt_and_its_completion_have_the_ids_of_the_joined_text(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pieces_are_tokenized_apart(family):
+def test_pieces_are_tokenized_apart_and_ids_stay(family):
     """The ids are those of axolotl's InstructionPromptTokenizingStrategy (067b021)."""
     tokenizer = tokenizer_of(family)
     for prompt, answer in [pair for pair in pairs() if all(map(str.strip, pair))][:20]:
@@ -85,6 +86,14 @@ def test_pieces_are_tokenized_apart(family):
         assert full.ids.tolist()[-len(said) - 1 :] == [*said, tokenizer.eos_token_id]
         assert plain.ids.tolist() == [*asked[len(begin) :], *said]
         assert full.loss_tokens == plain.loss_tokens + 1 == len(said) + 1
+    ids = [([5, 6], False), ([7], True)]
+    alien, negative, first = [([5], False), ([10**7], True)], [([7, -3], True)], [([5], True)]
+    kept, *refused = DocumentTokenizer(tokenizer)(
+        [PiecesDocument(pieces, PLACE) for pieces in (ids, alien, negative, first)]
+    )
+    assert (kept.ids.tolist(), kept.loss_mask.tolist()) == ([5, 6, 7], [0, 0, 1])
+    faults = ("token id 10000000: the", "token id -3: the", "nothing after the first")
+    assert all(map(operator.contains, map(str, refused), faults))
 
 
 @pytest.mark.parametrize("family", GIGATOKEN)
@@ -96,6 +105,16 @@ def test_gigatoken_gives_the_ids_of_the_tokenizer(family):
     found = GigatokenEncoder(tokenizer)(texts)
     for text, ids, exact in zip(texts, found, encoding.encode(tokenizer, texts), strict=True):
         assert ids.tolist() == exact.tolist(), text
+
+
+def test_a_tokenizer_without_offsets_finds_the_completion_by_the_ids_of_the_prompt():
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    rows = [("Answer:\n", "yes"), ("漢", "字 ß"), ("", "no")]
+    for (prompt, completion), found in zip(rows, tokenized(tokenizer, rows), strict=True):
+        assert found.ids.tolist() == tokenizer(prompt + completion)["input_ids"]
+        trained = found.ids[found.loss_mask == 1]
+        assert tokenizer.decode(trained) == completion + tokenizer.eos_token
 
 
 @pytest.mark.parametrize("template", ["$A", f"{BEGIN} $A", f"{BEGIN} $A {END}", f"$A {END}"])

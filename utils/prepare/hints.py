@@ -1,0 +1,166 @@
+"""Advice for rows of unknown format: flags `--columns theirs=ours` that rename columns."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from utils.config.preparation import MESSAGE_ROLES, Source
+from utils.prepare.messages import ABOUT_A_ROW, ROLES, are_messages, check_answers, role_word
+from utils.prepare.rows import detect_formats, document_fields, holds_chats
+from utils.prepare.values import ASSISTANT, UnusableRowError, decoded, renamed
+
+# Names of columns in published datasets.
+_QUESTIONS = (
+    *("instruction", "question", "query", "problem", "prompt", "input", "inputs", "user", "human"),
+    *("article", "document", "dialogue", "passage", "source", "src", "message_1", "messages"),
+    *("conversations", "inputs_pretokenized", "input_text", "context"),
+)
+_ANSWERS = (
+    *("output", "response", "answer", "solution", "completion", "target", "targets", "outputs"),
+    *("generation", "assistant", "gpt", "bot", "generated_solution", "canonical_solution"),
+    *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers", "output_text"),
+    *("targets_pretokenized", "preferred_output"),
+)
+CHATS = (
+    *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
+    *("contents", "chosen_messages"),
+)
+_TEXTS = (
+    *("text", "content", "body", "document", "article", "raw_content", "code", "chat", "dialogue"),
+)
+_CONTEXT = {
+    "context": "input", "input": "input", "systeminstruction": "system", "system_prompt": "system",
+    "system": "system", "history": "history", "tools": "tools", "functions": "functions",
+}  # fmt: skip
+
+Renaming = dict[str, str]  # {column of the file: column of a row format in rows.py}
+
+
+def naming_hint(fields: Mapping[str, Any]) -> str:
+    """Return advice for a row of unknown format: the --columns flags that make it readable."""
+    if are_messages([fields]) and {"content", "text", "value"} & fields.keys():
+        return "each row is one message: put the messages of a chat into one row, as 'messages'"
+    found: dict[str, Renaming] = {}
+    problems: list[str] = []
+    for kind, names in _candidates(fields):
+        problem = _problem(fields, names)
+        if not problem:
+            found.setdefault(kind, names)
+        elif kind != "texts":
+            problems.append(problem)
+    if len(found) > 1:
+        found.pop("texts", None)
+    if not found and not problems:
+        found = _unknown(fields)
+    if not found:
+        reason = (problems or ["it has no texts, messages, or question with an answer"])[0]
+        return f"no column can be read under another name ({reason})"
+    given = {
+        kind: shlex.join(f"{theirs}={ours}" for theirs, ours in names.items() if theirs != ours)
+        for kind, names in found.items()
+    }
+    of = "of preference data the chosen answers can be trained on: " if "chosen" in fields else ""
+    return of + ", ".join(f"for {kind} give --columns {names}" for kind, names in given.items())
+
+
+def absent_columns(fields: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the names in `columns` that neither the row nor its messages have, except roles."""
+    text = str(fields).replace('"', "'")  # messages may be JSON
+    absent = [each for each in columns if each[0] not in fields and f"'{each[0]}'" not in text]
+    return [name for name, ours in absent if ours not in MESSAGE_ROLES or ours == "system"]
+
+
+def misreading(given: Mapping[str, Any], source: Source) -> str:
+    """Return why a row with known columns would be trained on wrongly; "" if the row is fine."""
+    fields = renamed(given, source.columns)
+    filtered = [name for name, _ in source.filters]
+    one_message = "role" in fields and "text" in fields and "parent_id" in fields
+    if one_message and "role" not in filtered:
+        return (
+            "each row is one message of a tree (OpenAssistant): put the messages of a chat into "
+            "one row, or filter on role to train on each as a text"
+        )
+    label = str(fields.get("label")).lower()
+    if label in ("true", "false") and "label" not in filtered and "text" not in fields:
+        return (
+            "its label says which answers are good (KTO): in a recipe give the source the filter "
+            "{label: true}, or {label: [true, false]} to train on all"
+        )
+    if "chosen" in fields and "completion" not in fields:
+        chats = [decoded(fields[name]) for name in ("messages", "conversations") if name in fields]
+        last = [chat[-1] for chat in chats if are_messages(chat)]
+        if any(ROLES.get(role_word(one)) == "user" for one in last):
+            return f"its answers are apart: {naming_hint(given)}"
+    return ""
+
+
+def _candidates(fields: Mapping[str, Any]) -> Iterator[tuple[str, Renaming]]:
+    """Yield (kind of document, renaming) for known names of columns, the most likely first."""
+    spelled = {name.lower(): name for name in fields}
+    is_preference = "chosen" in fields
+    answers: Sequence[str] = ("chosen",) if is_preference else _ANSWERS
+    texts: Sequence[str] = ("chosen",) if is_preference else _TEXTS
+    questions = [spelled[name] for name in _QUESTIONS if name in spelled]
+    given = [spelled[name] for name in answers if name in spelled]
+    pairs = [(one, other) for one in questions for other in given if one != other]
+    yield from (("chats", names) for names in _chats(fields, spelled, pairs))
+    for question, answer in pairs:
+        beside = {name.lower() for name in fields if name not in (question, answer)}
+        others = beside & {*_CONTEXT, "instruction", "question", "query"}
+        if isinstance(fields[question], str) and not others:
+            yield "a prompt and its completion", {question: "prompt", answer: "completion"}
+    yield from (("texts", {spelled[name]: "text"}) for name in texts if name in spelled)
+
+
+def _chats(
+    fields: Mapping[str, Any], spelled: Mapping[str, str], pairs: Sequence[tuple[str, str]]
+) -> Iterator[Renaming]:
+    context = {ours: spelled[name] for name, ours in _CONTEXT.items() if name in spelled}
+    beside = {theirs: ours for ours, theirs in context.items()}
+    system = {theirs: ours for theirs, ours in beside.items() if ours != "input"}
+    for name in ("chosen",) if "chosen" in fields else (*CHATS, "data"):
+        if name in spelled:
+            yield {**system, spelled[name]: "messages"}
+    for question, answer in pairs:
+        yield {**beside, question: "instruction", answer: "output"}
+    for question, answer in pairs:
+        if not isinstance(fields[question], str):
+            yield {**system, question: "prompt", answer: "completion"}
+    for name, value in fields.items():
+        if name not in context.values() and "chosen" not in fields and are_messages(decoded(value)):
+            yield {**system, name: "messages"}
+
+
+def _unknown(fields: Mapping[str, Any]) -> dict[str, Renaming]:
+    """Return {kind of document: renaming} for a row of strings whose columns have unknown names."""
+    names = [
+        name
+        for name, value in fields.items()
+        if isinstance(value, str) and value.strip() and not ABOUT_A_ROW.fullmatch(name)
+    ]
+    known = {*_QUESTIONS, *(_ANSWERS if len(names) > 1 else ())} - {"input"}
+    others = any(isinstance(value, list | dict) for value in fields.values())
+    if not names or others or any(name.lower() in known for name in fields):
+        return {}
+    texts = {"texts": {max(names, key=lambda name: len(fields[name])): "text"}}
+    pair = dict(zip(names[:2], ("prompt", "completion"), strict=False))
+    return texts | ({"a prompt and its completion, by your names,": pair} if len(names) > 1 else {})
+
+
+def _problem(fields: Mapping[str, Any], names: Renaming) -> str:
+    """Return why a renaming does not fit the row; "" if the row can be read with it."""
+    columns = tuple(names.items())
+    ours = renamed(fields, columns)
+    formats = detect_formats(ours)
+    if len(formats) != 1:
+        return f"it could be {' or '.join(formats)} then"
+    try:
+        found = document_fields(fields, formats[0], columns)
+        messages = found.get("messages") or [*found.get("prompt", ()), *found.get("completion", ())]
+        if holds_chats(ours, formats[0]):
+            check_answers(messages)
+            if not {"user", ASSISTANT} <= {message["role"] for message in messages}:
+                return "no question with an answer"
+    except UnusableRowError as error:
+        return str(error)
+    return ""
