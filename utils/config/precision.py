@@ -42,6 +42,8 @@ def settle_precision(values: SettingValues) -> None:
     chosen = [f"{name} {shown(values[name])}" for name in CHOSEN if values.source(name) == FAST_GPU]
     if chosen:
         off = f"off: --bf16 false, --{RECOMPUTED} none"
+        if not values["assume"] and gpu_capability() is None:
+            off += "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
         values.notes.append(f"{', '.join(chosen)}: {FAST_GPU} ({off})")
     if values["bf16"] and settles_device and _computes_on_cpu(values) and not values["use_cpu"]:
         values.given["use_cpu"] = Given(True, "bf16 on a CPU")  # or Trainer refuses bf16

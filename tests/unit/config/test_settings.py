@@ -297,8 +297,10 @@ def test_a_gpu_that_multiplies_in_bf16_does_so_by_default(
         )
         if chosen
     ]
-    off = f"(off: --bf16 false, --{precision.RECOMPUTED} none)"
-    line = [f"{', '.join(told)}: {precision.FAST_GPU} {off}"] if told else []
+    off = f"off: --bf16 false, --{precision.RECOMPUTED} none"
+    if capability is None and "assume" not in changes:
+        off += "; this machine has no GPU, a dry run of training on its CPU has --use_cpu true"
+    line = [f"{', '.join(told)}: {precision.FAST_GPU} ({off})"] if told else []
     assert [note for note in values.notes if precision.FAST_GPU in note] == line
 
 
