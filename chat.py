@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.greedy and (given.temperature or given.top_p):
         parser.error("--greedy: --temperature and --top_p have no effect with it")
+    if (given.max_new_tokens or 1) < 1:
+        parser.error("--max_new_tokens: give at least 1")
+    if not isinstance(given.chat_template_kwargs, dict):
+        parser.error("--chat_template_kwargs: give a JSON object")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     from utils.launch.signals import EXIT_CODE
     from utils.run.chat import ChatModel, opening, talk

@@ -111,6 +111,16 @@ def test_what_answers_and_what_it_says(base_model, capsys, monkeypatch, tmp_path
     assert (done.returncode, done.stderr.split(". ")[0][-23:]) == (2, "none: no such directory")
 
 
+def test_flags_that_cannot_work_are_refused_before_the_model_is_looked_for(capsys):
+    for words in (
+        ["--greedy", "--top_p", "0.9"], ["--max_new_tokens", "-1"], ["--chat_template_kwargs", "7"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as refused:
+            chat.main(["no/such/model/anywhere", *words])
+        assert refused.value.code == 2
+        assert f"error: {words[0]}: " in capsys.readouterr().err
+
+
 def test_an_empty_answer_is_said(base_model, tmp_path, monkeypatch, capsys):
     """A model that ends its answer at once would otherwise print only an empty line."""
     make_models(base_model, tmp_path)
