@@ -100,9 +100,12 @@ def _all(declared: Mapping[str, Declaration]) -> Iterator[str]:
 
 def _entry(declaration: Declaration) -> list[str]:
     """Return the lines of a setting."""
-    text, indent = declaration.help + _default(declaration), " " * 6
+    value, text, indent = placeholder(declaration), declaration.help, " " * 6
+    if len(value) > 80:
+        value, text = "CHOICE", f"{text}; one of {value.replace('|', ', ')}"
+    text += _default(declaration)
     text = textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)
-    return [f"  --{declaration.name} {placeholder(declaration)}", text]
+    return [f"  --{declaration.name} {value}", text]
 
 
 def _default(declaration: Declaration) -> str:

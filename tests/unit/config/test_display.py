@@ -96,6 +96,9 @@ def test_help_explains_one_setting(helped):
     text = " ".join(helped(parse_fine_tuning, "--help", "eval-steps", "save_minutes").split())
     assert "no effect with some values of eval_data, eval_strategy" in text
     assert "a setting of Stoker no effect with some values of save_strategy documents docs/" in text
+    optimizer = helped(parse_fine_tuning, "--help", "optim")
+    assert "adamw_torch, adamw_torch_fused" in optimizer
+    assert max(map(len, optimizer.splitlines())) <= 100
     with pytest.raises(ConfigurationError) as caught:
         parse_fine_tuning(["--help", "lr", "checkpoint", "hub_token", "saveminutes"], "")
     assert [re.findall("learning_rate|activation_checkpointing_kwargs|save_minutes|HF_TOKEN", text)
