@@ -141,7 +141,7 @@ def _why_stopped(start: Start) -> str:
     reason = next((line["reason"] for line in start.lines[::-1] if "reason" in line), None)
     if start.by_slurm:
         return start.by_slurm
-    if reason and reason.startswith("SIG"):
+    if reason and reason.startswith("SIG") and start.job:
         return f"{reason}, from Slurm (before its time limit, or a preemption) or scancel"
     return reason or "a signal, a limit or STOP"
 

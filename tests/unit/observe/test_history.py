@@ -137,6 +137,11 @@ def test_the_log_tells_a_preemption_from_scancel(made_up_run):
     log.write_text(log.read_text().replace(f"{ended} ***\n", ""))
     # Slurm ends the step after each rank that fails.
     assert read_run(made_up_run).starts[2].by_slurm == ""
+    record = made_up_run / "provenance.json"
+    content = json.loads(record.read_text())
+    content["starts"][1]["slurm"] = None
+    record.write_text(json.dumps(content))
+    assert second() == "SIGTERM to the job", "by hand"
 
 
 def test_a_restart_on_a_node_with_another_clock_has_its_own_lock(made_up_run):
