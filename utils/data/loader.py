@@ -110,9 +110,8 @@ class PackedDataset(Dataset):
             trained += marks
             used[indices] = self.plans[source].sequence_tokens[own]
             sources[source, indices] = True
-        # A micro-batch of padding alone, the first under DDP, shows whether the longest one fits.
-        if self.to_longest and used.any():
-            length = min(-(-int(used.max()) // PADDED_TO) * PADDED_TO, length)
+        if self.to_longest:
+            length = min(-(-max(int(used.max()), 1) // PADDED_TO) * PADDED_TO, length)
         free = length - used
         padded = free.nonzero()[0]
         owners.append(padded)

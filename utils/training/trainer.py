@@ -250,7 +250,8 @@ class PackedTrainer(SavingTrainer):
         arrange its gradient buckets, so that a resumed run has the same buckets.
         """
         padding = [PADDING_SEQUENCE] * self.args.per_device_train_batch_size
-        batch = self._prepare_inputs(self.train_sequences.__getitems__(padding))
+        longest = self.train_sequences.padded(to_longest=False)
+        batch = self._prepare_inputs(longest.__getitems__(padding))
         model.train()
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self.compute_loss_context_manager():

@@ -149,7 +149,7 @@ def test_to_longest_a_batch_is_as_long_as_its_longest_document(tmp_path):
     rows = PackedDataset([dataset], [plan_packing(dataset.lengths, 150, "none", "truncate")], PAD)
     short = rows.padded(to_longest=True)
     for numbers, length in (
-        ([0, 0], 64), ([0, 1, PADDING_SEQUENCE], 128), ([2, 0], 150), ([PADDING_SEQUENCE], 150),
+        ([0, 0], 64), ([0, 1, PADDING_SEQUENCE], 128), ([2, 0], 150), ([PADDING_SEQUENCE], 64),
     ):  # fmt: skip
         fixed, batch = (model_inputs(each.__getitems__(numbers), "cpu") for each in (rows, short))
         for key in SHAPED:
