@@ -252,8 +252,13 @@ def suggest(planner: Planner, report: Report) -> None:
     report.say("\n".join(lines))
 
 
-def forecast_line(planner: Planner, recomputed: str, total_steps: int) -> str:
-    """Return the forecast as text: tokens per second with these settings, duration of the run."""
+def forecast_line(
+    planner: Planner, recomputed: str, total_steps: int, to_longest: bool = False
+) -> str:
+    """Return the forecast as text: tokens per second with these settings, duration of the run.
+
+    to_longest: micro-batches are padded to their longest document, not to sequence_length
+    """
     gpus, settings = planner.gpus, planner.setup.settings
     if gpus.flops is None:
         return f"forecast: no speed, only the memory of {gpus} is known"
@@ -262,10 +267,11 @@ def forecast_line(planner: Planner, recomputed: str, total_steps: int) -> str:
     seconds = " to ".join(dict.fromkeys(f"{step_tokens / speed:.2g}" for speed in speeds[::-1]))
     published = ", and by others on several H100s" if gpus.world_size > 1 else ""
     network = ", 200 Gbit/s of network a GPU" if gpus.nodes > 1 else ""
+    less = "; less, as documents are shorter than sequence_length" if to_longest else ""
     return (
         f"forecast: {shown_speeds(speeds)} tokens/s on {gpus}, {seconds} s a step, "
         f"{shown_durations(total_steps * step_tokens, speeds)} in all without evaluation and saves "
-        f"({SOURCE}{published}{network})"
+        f"({SOURCE}{published}{network}){less}"
     )
 
 

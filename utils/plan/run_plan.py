@@ -170,8 +170,7 @@ def plan_run(
                 suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
-            less = "; less, as documents are shorter than sequence_length" if to_longest else ""
-            report.say(f"{forecast_line(planner, memory.choice, sampler.total_steps)}{less}")
+            report.say(forecast_line(planner, memory.choice, sampler.total_steps, to_longest))
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
             report_run(settings, launch, sampler.total_steps, saved_bytes, report)

@@ -117,12 +117,14 @@ def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
     assert text.endswith("?")
     planner = plan(40_000)
     assert planner.candidate("ddp", 1, "none").total_bytes > WORKSPACE_BYTES, "that of a GPU"
+    assert "; less, as documents" in forecast_line(planner, "none", 100, to_longest=True)
     line = forecast_line(planner, "none", 100)
     assert re.search(
         r"forecast: [\d,]+ to [\d,]+ tokens/s on 4 x A100, .* s a step, .* in all", line
     )
     planner = replace(planner, gpus=assumed_gpus("4x40GB"))
-    assert "no speed, only the memory of 4 x 40GB is known" in forecast_line(planner, "none", 10)
+    line = forecast_line(planner, "none", 10, to_longest=True)
+    assert line == "forecast: no speed, only the memory of 4 x 40GB is known"
 
 
 def test_of_two_as_fast_the_simpler_comes_first():
