@@ -150,7 +150,9 @@ def choose_compilation(
     return False, "" if why == "as requested" else f"off, {why}"
 
 
-def pads_to_longest(settings: RunSettings, attention: str, compiled: bool, report: Report) -> bool:
+def pads_to_longest(
+    settings: RunSettings, config: PreTrainedConfig, attention: str, compiled: bool, report: Report
+) -> bool:
     """Return whether a micro-batch is padded to its longest document, not to sequence_length.
 
     A resumed run repeats the choice of its last start, because other padding changes last bits.
@@ -161,6 +163,8 @@ def pads_to_longest(settings: RunSettings, attention: str, compiled: bool, repor
     why = ""
     if compiled or attention == FLEX:
         why = f"{'compiled layers need' if compiled else f'{FLEX} needs'} one length"
+    elif config.model_type == "xlstm" and PADDED_TO % config.chunk_size:
+        why = f"a multiple of chunk_size {config.chunk_size}"  # for Triton's kernels
     elif starts and not starts[-1].get("to_longest"):
         why = "as in the last start of this run"
     to = f"sequence_length, {why}" if why else f"its longest document, in steps of {PADDED_TO}"

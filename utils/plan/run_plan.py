@@ -157,7 +157,7 @@ def plan_run(
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
-        to_longest = pads_to_longest(settings, attention.name, compiled, report)
+        to_longest = pads_to_longest(settings, config, attention.name, compiled, report)
         setup = Setup(
             replace(settings, model=model), config, launch, attention, loss_head,
             count_parameters(model, config), compiled, elsewhere,

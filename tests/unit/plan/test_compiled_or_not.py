@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, xLSTMConfig
 
 from utils.checkpoints.files import PROVENANCE
 from utils.config.errors import ConfigurationError, Report
@@ -90,12 +90,12 @@ def test_a_run_that_resumes_keeps_it(compiled, tmp_path):
 
 
 def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_length(tmp_path):
-    def said(packing="none", attention="sdpa", compiled=False):
+    def said(packing="none", attention="sdpa", compiled=False, config=None):
         settings = SimpleNamespace(
             data=SimpleNamespace(packing=packing), training=SimpleNamespace(output_dir=tmp_path)
         )
         report = Report()
-        found = pads_to_longest(settings, attention, compiled, report)
+        found = pads_to_longest(settings, config or LlamaConfig(), attention, compiled, report)
         return found, "".join(text for _, text in report)
 
     assert said(packing="best_fit") == (False, "")
@@ -106,6 +106,8 @@ def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_l
         found, text = said(**changes)
         assert not found
         assert "one length" in text
+    assert said(config=xLSTMConfig(chunk_size=64))[0]
+    assert said(config=xLSTMConfig(chunk_size=128))[1].endswith("a multiple of chunk_size 128")
     record_start(tmp_path, compiled=False)  # by an older version
     kept = "padding: each micro-batch to sequence_length, as in the last start of this run"
     assert said() == (False, kept)
