@@ -346,10 +346,16 @@ def _with_system(messages: list[dict[str, Any]], fields: _Row) -> list[dict[str,
     name, system = fields.either("system", "system_prompt")
     if not system or (isinstance(system, str) and not system.strip()):
         return messages
-    check_text(fields.shown(name), system)
+    if not isinstance(system, list | Mapping):  # messages_of checks lists and objects
+        check_text(fields.shown(name), system)
+    given = dict(system) if isinstance(system, Mapping) else {"content": system}
+    found = messages_of(fields.shown(name), [given | {"role": "system"}])
+    if [message["role"] for message in found] != ["system"]:  # a part is a tool's result
+        raise wrong_type(fields.shown(name), "a text", system)
+    first = found[0]
     if messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    if messages[0]["content"] != system:
+        return [first, *messages]
+    if messages[0]["content"] != first["content"]:
         problem = f"{fields.shown(name)} and the first message give different system texts"
         raise UnusableRowError("two_systems", f"{problem}: keep one")
     return messages

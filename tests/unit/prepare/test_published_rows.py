@@ -174,7 +174,7 @@ TAKEN = {
          [Q, A, (*B, "untrained")]),
     "LIMA": ({"conversations": ["q", "a"], "source": "x"}, [Q, A]),
     "Bedrock":
-        (chat(("user", [{"text": "q"}]), says([{"text": "a"}])), [Q, A]),
+        (chat(("user", [{"text": "q"}]), says([{"text": "a"}]), system=[{"text": "s"}]), [S, Q, A]),
     "Vertex": (
         chat({"role": "user", "parts": [{"text": "q"}]},
              {"role": "model", "parts": [{"text": "a"}]}),
@@ -229,9 +229,12 @@ NAMED = {
     "chat": ({"chat": turns(Q, A)}, [[Q, A]]),
     "turns": ({"turns": ["q", "a"]}, [[Q, A]]),
     "UltraChat": ({"id": "0", "data": ["q", "a", "q", "a"]}, [[Q, A, Q, A]]),
-    "Gemini":
-        ({"contents": [{"role": "user", "parts": [{"text": "q"}]},
-                       {"role": "model", "parts": [{"text": "a"}]}]}, [[Q, A]]),
+    "Gemini": (
+        {"systemInstruction": {"role": "system", "parts": [{"text": "s"}]},
+         "contents": [{"role": "user", "parts": [{"text": "q"}]},
+                      {"role": "model", "parts": [{"text": "a"}]}]},
+        [[S, Q, A]],
+    ),
     "xLAM":
         ({"id": 1, "query": "q", "answers": json.dumps([CALL]), "tools": json.dumps([CALL])},
          [[Q, CALLING]]),
@@ -308,9 +311,6 @@ REFUSED = {
     "two calls keys":
         (chat(Q, says(tool_calls=CALLED, function_call=CALL)),
          "'tool_calls' and 'function_call': keep one"),
-    "Gemini's system text as parts":
-        ({"systemInstruction": {"parts": [{"text": "s"}]}, "contents": turns(Q, A)},
-         "'systemInstruction' must be a string, found dict"),
     "prompt with system": ({"prompt": "q", "completion": "a", "system": "s"}, "'system' go with"),
     "SQuAD":
         ({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}},

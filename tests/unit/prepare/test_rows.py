@@ -132,12 +132,16 @@ def test_an_answer_without_text_is_refused_where_it_would_be_trained_on():
         check_answers([ANSWER, QUESTION], 1)
 
 
+RESULT = {"type": "tool_result", "content": "x"}
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"messages": [QUESTION, {"role": "tool", "content": {"x": b"y"}}, ANSWER]}, "not_text"),
         ({"messages": [QUESTION, {"role": "tool", "content": [{"x": b"y"}]}, ANSWER]}, "not_text"),
-        ({"system": [{"text": "a"}], "messages": [QUESTION, ANSWER]}, "wrong_type"),
+        ({"system": [RESULT], "messages": [QUESTION, ANSWER]}, "wrong_type"),
+        ({"system": ["a", RESULT], "messages": [QUESTION, ANSWER]}, "wrong_type"),
     ],
 )
 def test_results_that_cannot_be_trained_on_are_bad_rows(row, reason):
