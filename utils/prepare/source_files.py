@@ -261,7 +261,11 @@ def _files_of_one_split(
                 f"{given}: split {wanted} is taken; not used: {', '.join(others)}; to evaluate on "
                 f"another: --eval_sources NAME={given}"
             )
-        formats = {Path(path).name.partition(".")[2] for path in by_split[wanted]}
+        known = {*KINDS, *COMPRESSIONS}  # not .00000-of-01024 of c4-train.00000-of-01024.json.gz
+        formats = {
+            "".join(one for one in Path(path).suffixes if one.lower() in known)
+            for path in by_split[wanted]
+        }
         if len(formats) > 1:
             raise ValueError(f"has {wanted} in several formats ({', '.join(formats)}): name files")
         return by_split[wanted]

@@ -181,6 +181,14 @@ def test_of_a_folder_of_the_hub_the_train_split_is_taken(tmp_path):
         plan(folder)
 
 
+def test_numbers_behind_a_dot_are_no_formats(tmp_path):
+    """As in allenai/c4."""
+    names = [f"c4-train.0000{number}-of-00002.jsonl" for number in range(2)]
+    for name in [*names, "c4-validation.00000-of-00001.jsonl"]:
+        samples.text_source(tmp_path / name, 3)
+    assert taken(tmp_path) == names
+
+
 def test_splits_of_other_names_are_named_by_the_user_and_one_or_none_is_taken_whole(tmp_path):
     folder = hub_folder(tmp_path / "hub", train_sft="a", test_sft="b")
     with pytest.raises(ConfigurationError, match=r"has no split 'train'; .* test_sft, train_sft"):
