@@ -98,7 +98,7 @@ def test_what_fails_says_what_to_type_and_fails_no_run(finished, stand_in, caplo
     with caplog.at_level(logging.WARNING):
         run_or_warn("lm_eval_tasks", evaluate, [str(finished), "--tasks", "broken"])
     assert "lm_eval_tasks: the run is complete, but this failed: lm_eval ended" in caplog.text
-    assert f"login node: python -m utils.publish.evaluate {finished} --tasks broken" in caplog.text
+    assert f"Again: python -m utils.publish.evaluate {finished} --tasks broken" in caplog.text
     assert "Couldn't reach the data on the Hub" in capfd.readouterr().err
     assert not (finished / "lm_eval.json").exists()
     with pytest.raises(ConfigurationError, match="has no final/"):

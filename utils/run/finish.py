@@ -173,8 +173,8 @@ def run_or_warn(setting: str, module: ModuleType, argv: list[str]) -> None:
     try:
         module.main(argv)
     except ConfigurationError as error:
+        where = ", where there is a network, as on the login node" if module is hub else ""
         logger.warning(
-            "%s: the run is complete, but this failed: %s Where there is a network, as on the "
-            "login node: python -m %s %s",
-            setting, "; ".join(error.problems), module.__name__, shlex.join(argv),
+            "%s: the run is complete, but this failed: %s Again%s: python -m %s %s",
+            setting, "; ".join(error.problems), where, module.__name__, shlex.join(argv),
         )  # fmt: skip
