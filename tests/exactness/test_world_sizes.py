@@ -13,6 +13,8 @@ from rank_driver import drive, found
 from resumed_runs import STEPS, Case, largest_differences
 from stock_trainer import METRICS
 
+from utils.config.declarations import counted_ranks
+
 pytestmark = pytest.mark.slow
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -137,7 +139,7 @@ def test_any_order_of_world_sizes_is_one_run(
     differences = compare(starts, reference)
     for one, other in itertools.pairwise(repeated):
         assert one.outcome() == other.outcome(), "derived random states vary"
-    said = f"the checkpoint is of {first} ranks, now there are {second}: random states"
+    said = f"the checkpoint is of {counted_ranks(first)}, now there are {second}: random states"
     assert said in told
     figures(FIGURES)[f"{strategy} {kind}"] = {
         "orders": len(orders),

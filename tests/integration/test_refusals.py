@@ -137,8 +137,8 @@ PRETRAINING = {
             "/missing: no such directory")),
     "little data": (
         {"global_batch_size": 1000},
-        "fewer than global_batch_size 1,000: give --global_batch_size 2, for 55 steps an epoch (at "
-        "most 109), or add data",
+        "fewer than global_batch_size 1,000: give --global_batch_size 1, for 109 steps an epoch "
+        "(at most 109), or add data",
     ),
     "batch": ({"global_batch_size": 5}, "does not divide over 1 rank"),
     "positions": ({"sequence_length": 256}, "beyond the model's 128 positions"),
@@ -361,6 +361,15 @@ def test_what_has_no_effect_is_logged(place, pretraining, capsys):
     assert (
         "the learning rate is at most 0.001 in this run, not 0.01 (6 steps, warmup_steps 50" in out
     )
+
+
+def test_too_few_steps_to_learn_from_are_a_warning(place, pretraining, capsys):
+    short = {"max_steps": None, "num_train_epochs": 1, "global_batch_size": 8, "dry_run": "true"}
+    assert pretrain.main(pretraining(place.run, **short)) == 0
+    advice = (
+        "14 steps may be too few to learn from: give --global_batch_size 1 --num_train_epochs 1"
+    )
+    assert advice in capsys.readouterr().out
 
 
 def test_an_option_that_the_optimizer_has_anyway_is_accepted(place, pretraining):

@@ -167,6 +167,8 @@ class StopWatch(TrainerCallback):
             enter_stage(Stage.TRAINING)  # from now on a stop has something to save
         agreed = self._take_turn()
         last = state.global_step >= state.max_steps
+        if last and args.logging_strategy == IntervalStrategy.STEPS:
+            control.should_log = True  # the report and the model card show the last step
         # With this strategy Trainer asks for the last step's evaluation only after this event.
         due = control.should_evaluate or (last and args.eval_strategy == IntervalStrategy.EPOCH)
         if agreed >= STOPPING and last and not due:

@@ -15,7 +15,8 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from utils.config.declarations import Arguments, setting, shown
+from utils.config.declarations import Arguments, counted_ranks, setting, shown
+from utils.config.errors import ConfigurationError
 from utils.config.preparation import RawDataArguments
 from utils.host.redaction import redact, redacted
 
@@ -240,3 +241,22 @@ def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_siz
     """Return the largest micro-batch that divides a rank's batch; 0 if ranks do not divide it."""
     sizes = range(min(micro_batch_size, global_batch_size // world_size), 0, -1)
     return next((size for size in sizes if global_batch_size % (size * world_size) == 0), 0)
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Return the number of micro-batches that each rank accumulates per optimizer step.
+
+    Raises ConfigurationError if the global batch is not a multiple of micro-batch x ranks.
+    """
+    at_once = micro_batch_size * world_size
+    if global_batch_size > 0 and global_batch_size % at_once == 0:
+        return global_batch_size // at_once
+    below = max(global_batch_size, 0) // at_once * at_once
+    nearest = [str(size) for size in (below, below + at_once) if size > 0]
+    advice = f"use global_batch_size {' or '.join(nearest)}"
+    if smaller := fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
+        advice += f", or per_device_train_batch_size {smaller}"
+    raise ConfigurationError(
+        f"global_batch_size {global_batch_size} does not divide over {counted_ranks(world_size)} "
+        f"of {micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
+    )

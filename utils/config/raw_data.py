@@ -96,6 +96,8 @@ def hold_out(values: SettingValues) -> None:
     with suppress(ValueError):  # check_forms reports it
         raw = [path for path in train_sources(values["train_data"] or []) if is_raw(path)]
         splits = values["eval_data"]
+        if values.rank("eval_data") < values.rank("train_data"):  # a recipe's, of its own data
+            splits = [each for each in splits if VALIDATION not in eval_splits([each])]
         if raw and values["validation_fraction"] and VALIDATION not in eval_splits(splits):
             rank = max(values.rank("eval_data"), values.rank("validation_fraction"))
             source = values.source("validation_fraction")
@@ -114,7 +116,16 @@ def check_raw_data(values: SettingValues) -> Iterator[str]:
     paths = [*sources, *eval_splits(values["eval_data"]).values()]
     missing = [path for path in paths if not Path(path).exists()]
     if raw or values.unusable:  # say so before these are prepared, or beside other faults
-        yield from (f"{path}: no such file or folder{did_you_mean(path)}" for path in missing)
+        advice = ""
+        if raw and values.rank("eval_data") < values.rank("train_data"):
+            advice = (
+                f" (eval_data is from {values.source('eval_data')}): --validation_fraction 0.05 "
+            )
+            advice += f"holds out one in twenty of {raw[0]}, --eval_data none leaves evaluation out"
+        yield from (
+            f"{path}: no such file or folder{did_you_mean(path)}{advice * (path not in sources)}"
+            for path in missing
+        )
     if raw or missing:
         return
     for each in fields(RawDataArguments):

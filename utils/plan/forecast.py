@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from utils.config.arguments import accumulation_steps
 from utils.config.errors import ConfigurationError, Report
 from utils.config.strategy import AssumedGpus, assumed_gpus
 from utils.model.adapters import with_adapters
@@ -32,7 +33,6 @@ from utils.plan.memory_plan import (
     remedies,
 )
 from utils.plan.memory_trace import Setup
-from utils.plan.run_data import accumulation_steps
 
 # Share of the peak in bf16 by width of the hidden states: `causal_mfu` of "Stoker, tuned" in
 # gpt2_124m, qwen3_600m_sft, llama_1b_pretrain and llama_8b_lora.json.

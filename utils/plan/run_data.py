@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from utils.checkpoints.adoption import foreign_checkpoint
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import (
+    accumulation_steps,
     eval_splits,
     fitting_micro_batch,
     profiled_steps,
@@ -52,7 +53,8 @@ logger = logging.getLogger(__name__)
 SIZES = ["sequence_length", "on_overlong", "global_batch_size", "per_device_train_batch_size"]
 # Limits of derived sizes. The recipes for chats have 64 sequences of 4,096 tokens a step.
 LEAST_LENGTH, MOST_LENGTH, MOST_TOKENS_AT_ONCE = 1024, 4096, 8192
-MOST_SEQUENCES, EPOCH_STEPS = 64, 50
+MOST_SEQUENCES, EPOCH_STEPS = 64, 200
+FEW_STEPS = 50  # too few to learn from
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,7 @@ def choose_sizes(
     A run that resumes keeps the values that it began with, whatever the number of ranks and the
     micro-batch. Raises ConfigurationError if the training data cannot be opened.
     """
-    values = settings.values
-    if values.rank("sequence_length") and values.rank("global_batch_size"):
+    if not _open_sizes(settings, ("sequence_length", "global_batch_size")):
         return settings
     found = on_rank_0(lambda: _sizes_of_the_run(settings))
     if not found and None in (settings.data.sequence_length, settings.run.global_batch_size):
@@ -119,6 +120,12 @@ def choose_sizes(
     for note in settings.values.notes:
         logger.info("settings: %s", note)
     return settings
+
+
+def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
+    """Return the settings that nobody sets, or that a recipe sets to null."""
+    values = settings.values
+    return [name for name in names if not values.rank(name) or values[name] is None]
 
 
 def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
@@ -130,8 +137,8 @@ def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     starts, values = RunRecord(record).starts, settings.values
     before = settings_in_force(record, starts) if starts else {}
     why = f"as the run in {record} began"
-    ours = [name for name in SIZES if not values.rank(name)]
-    ours = [name for name in ours if name not in settings.run.accept_changes]
+    accepted = settings.run.accept_changes
+    ours = [name for name in _open_sizes(settings, SIZES) if name not in accepted]
     return {
         name: (before[name], why) for name in ours if before.get(name) not in (None, values[name])
     }
@@ -191,6 +198,13 @@ def batch_for(rows: int, ranks: int) -> int:
     size = min(MOST_SEQUENCES, max(rows // EPOCH_STEPS, 1))
     size = 1 << (size.bit_length() - 1)
     return math.ceil(size / ranks) * ranks
+
+
+def more_steps(rows: int, global_batch_size: int, ranks: int) -> str:
+    """Return flags with which data of `rows` sequences gives FEW_STEPS steps or more."""
+    size = min(batch_for(rows, ranks), global_batch_size)
+    flags = f"--num_train_epochs {math.ceil(FEW_STEPS * size / rows)}"
+    return flags if size == global_batch_size else f"--global_batch_size {size} {flags}"
 
 
 def load_run_data(
@@ -375,25 +389,9 @@ def plan_steps(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {total_steps * step_tokens:,} tokens with padding"
     )
+    if total_steps < FEW_STEPS and training.max_steps < 1 and run.max_tokens is None:
+        more = more_steps(rows, run.global_batch_size, ranks)
+        report.warn(f"run: {total_steps} steps may be too few to learn from: give {more}")
     if run.profile_steps and (last := profiled_steps(run.profile_steps)[1] - 1) > total_steps:
         raise ConfigurationError(f"profile_steps {run.profile_steps}: the run has no step {last:,}")
     return sampler
-
-
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the number of micro-batches that each rank accumulates per optimizer step.
-
-    Raises ConfigurationError if the global batch is not a multiple of micro-batch x ranks.
-    """
-    at_once = micro_batch_size * world_size
-    if global_batch_size > 0 and global_batch_size % at_once == 0:
-        return global_batch_size // at_once
-    below = max(global_batch_size, 0) // at_once * at_once
-    nearest = [str(size) for size in (below, below + at_once) if size > 0]
-    advice = f"use global_batch_size {' or '.join(nearest)}"
-    if smaller := fitting_micro_batch(global_batch_size, micro_batch_size, world_size):
-        advice += f", or per_device_train_batch_size {smaller}"
-    raise ConfigurationError(
-        f"global_batch_size {global_batch_size} does not divide over {counted_ranks(world_size)} "
-        f"of {micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
-    )

@@ -93,6 +93,18 @@ def test_a_flag_disables_settings_that_it_makes_ineffective(no_accelerator, star
     assert {name for cause, _, moot in RULES for name in (cause, *moot.split())} <= values.keys()
 
 
+def test_raw_chats_take_the_place_of_a_recipes_data_and_held_out_split(started, tmp_path):
+    raw = tmp_path / "mine.jsonl"
+    raw.write_text('{"messages": []}\n')
+    recipe = "train_data: [data/x/train]\neval_data: [validation=data/x/validation]\n"
+    values = started(recipe, "--train_data", str(raw), "--validation_fraction", "0.1")
+    assert values["eval_data"] == [f"validation={raw}"]
+    with pytest.raises(
+        ConfigurationError, match=r"recipe.yaml:\d\): --validation_fraction 0.05 ho"
+    ):
+        started(recipe, "--train_data", str(raw))
+
+
 def test_a_setting_that_only_the_optimizer_ignores_stays_as_a_run_recorded_it(started):
     values = started("optim: sgd\nadam_beta1: 0.5\n")
     assert values["adam_beta1"] == 0.5, "a run begun with both resumes"

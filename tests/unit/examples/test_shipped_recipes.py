@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from examples import recipe_forecasts as forecasts
+from utils.config.arguments import accumulation_steps
 from utils.config.recipes import read_recipes
 from utils.config.settings import parse_fine_tuning
-from utils.plan.run_data import accumulation_steps
 
 SFT = Path(__file__).parents[3] / "recipes" / "sft"
 MY_CHATS = SFT / "base" / "my_chats.yaml"

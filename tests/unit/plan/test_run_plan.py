@@ -9,9 +9,9 @@ import torch
 from planned import LAUNCH, settings
 from transformers import LlamaConfig
 
+from utils.config.arguments import accumulation_steps
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import parse_fine_tuning
-from utils.plan.run_data import accumulation_steps
 from utils.plan.run_plan import OptimizerStates, choose_optimizer_states, precision_line, report_run
 
 ROUNDED = {"dtype": "bfloat16", "stochastic_rounding": "true"}

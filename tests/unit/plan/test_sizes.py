@@ -71,10 +71,10 @@ def test_longer_chats_lose_their_end_and_the_log_counts_them(sized):
 
 @pytest.mark.parametrize(
     ("rows", "ranks", "batch"),
-    [(1, 1, 1), (99, 1, 1), (250, 1, 4), (3199, 1, 32), (3200, 1, 64), (10**6, 1, 64),
-     (250, 8, 8), (250, 4, 4), (10**6, 3, 66)],
+    [(1, 1, 1), (399, 1, 1), (1000, 1, 4), (12799, 1, 32), (12800, 1, 64), (10**6, 1, 64),
+     (1000, 8, 8), (1000, 4, 4), (10**6, 3, 66)],
 )  # fmt: skip
-def test_an_epoch_has_fifty_steps_or_a_step_64_sequences(rows, ranks, batch):
+def test_an_epoch_has_200_steps_or_a_step_64_sequences(rows, ranks, batch):
     assert batch_for(rows, ranks) == batch
     assert batch % ranks == 0
 
@@ -82,18 +82,24 @@ def test_an_epoch_has_fifty_steps_or_a_step_64_sequences(rows, ranks, batch):
 def test_the_batch_follows_from_the_data_and_divides_over_the_ranks(sized):
     settings = sized(np.tile(SMALL, 10), ranks=2)  # 1,200,000 tokens
     batch, micro = settings.run.global_batch_size, settings.training.per_device_train_batch_size
-    assert (batch, micro) == (16, 8)
+    assert (batch, micro) == (4, 2)
     (note,) = [each for each in settings.values.notes if each.startswith("global_batch_size")]
     assert note == (
-        "global_batch_size 16: about 1,171 sequences, 2 ranks, so 74 steps an epoch; "
+        "global_batch_size 4: about 1,171 sequences, 2 ranks, so 293 steps an epoch; "
         "--global_batch_size changes it"
     )
     settings = sized(np.tile(SMALL, 10), packing="none")
-    assert settings.run.global_batch_size == 32, "each of 3,000 documents is a sequence"
+    assert settings.run.global_batch_size == 8, "each of 3,000 documents is a sequence"
     assert settings.data.sequence_length == 512, "unpacked, longer sequences only pad more"
     assert sized([4000, *SMALL]).training.per_device_train_batch_size == 1, "a batch of one"
     long = sized(np.full(2000, 4000))
-    assert (long.run.global_batch_size, long.training.per_device_train_batch_size) == (32, 2)
+    assert (long.run.global_batch_size, long.training.per_device_train_batch_size) == (8, 2)
+
+
+def test_a_recipe_that_sets_the_batch_to_null_has_it_derived(sized):
+    settings = sized(np.tile(SMALL, 10), sequence_length=1024, global_batch_size="null")
+    assert settings.run.global_batch_size == 4
+    assert settings.resolved["global_batch_size"] == 4, "a resume keeps it"
 
 
 def test_given_sizes_stay_and_nothing_is_read(sized, monkeypatch):
