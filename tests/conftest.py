@@ -17,31 +17,62 @@ os.environ["OMP_NUM_THREADS"] = "1"  # several tests run at once
 
 import pytest
 
+LAST_LINES = 30  # lines of a failure that `--at-once` prints
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--exhaustive` (every case of the proofs, not a sample) and `--at-once`."""
+    """Add `--exhaustive` (every case of the proofs, not a sample) and `--at-once` (see AtOnce)."""
     parser.addoption("--exhaustive", action="store_true", help="every case of the proofs")
     parser.addoption("--at-once", action="store_true", help="print each failure when it happens")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Turn `--at-once` on, in the process that prints."""
-    if session.config.getoption("--at-once") and not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(AtOnce(session.config))
+    config = session.config
+    if config.getoption("--at-once") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AtOnce(config))
+        signal.signal(signal.SIGINT, interrupt_once)
+
+
+def interrupt_once(*_: object) -> None:
+    """End the session; a second INT, which timeout(1) sends, would cut its summary off."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class AtOnce:
-    """Prints the last lines of each failure when it happens: a time limit may end the session."""
+    """Prints each failure when it happens, and names the tests that an interruption cuts off."""
 
     def __init__(self, config: pytest.Config):
         self.terminal = config.pluginmanager.getplugin("terminalreporter")
+        self.left: dict[str, str] = {}  # the phase of each test that has not ended
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.left |= {item.nodeid: "not begun" for item in session.items}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.left |= {nodeid: "not begun" for nodeid in ids if nodeid not in self.left}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.left[nodeid] = "running"
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.left[nodeid] = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.terminal.ensure_newline()
-            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})")
-            self.terminal.write_line("\n".join(report.longreprtext.splitlines()[-30:]))
-            self.terminal.flush()  # otherwise a pipe would buffer them until the end
+            lines = [f"FAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)"]
+            self._print([*lines, *report.longreprtext.splitlines()[-LAST_LINES:]])
+
+    def pytest_terminal_summary(self) -> None:
+        self._print([f"UNFINISHED {name} ({how})" for name, how in self.left.items() if how])
+
+    def _print(self, lines: list[str]) -> None:
+        self.terminal.ensure_newline()
+        for line in lines:
+            self.terminal.write_line(line)
+        self.terminal.flush()  # otherwise a pipe would buffer them until the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

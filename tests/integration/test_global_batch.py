@@ -134,15 +134,14 @@ def test_the_loss_is_that_of_tokens_plus_the_term(command, expected, tmp_path):
 
 def test_the_term_of_steps_not_logged_yet_outlives_a_stop(command, tmp_path, capsys):
     whole = tmp_path / "whole"
-    changes = {"per_device_train_batch_size": 4, "logging_steps": 4, "save_steps": 3}
+    changes = {"per_device_train_batch_size": 4, "logging_steps": 99, "save_steps": 3}
     assert pretrain.main(command("pretrain", "experts", whole, **changes)) == 0
     cut = tiny.copied(whole, tmp_path / "cut", step=3)
     assert pretrain.main(command("pretrain", "experts", cut, **changes)) == 0
     assert "resum" in capsys.readouterr().out
-    lines = tiny.train_lines(whole)
-    assert [line["step"] for line in lines] == [4, 6], "the last step is always logged"
-    for line, again in zip(lines, tiny.train_lines(cut), strict=True):
-        assert [line["loss"], line["aux_loss"]] == [again["loss"], again["aux_loss"]]
+    (first,), (again,) = tiny.train_lines(whole), tiny.train_lines(cut)
+    assert first["step"] == 4, "the last step is always logged"
+    assert [first["loss"], first["aux_loss"]] == [again["loss"], again["aux_loss"]]
 
 
 def test_a_text_model_inside_a_multimodal_one_on_two_ranks(fine_tuning, fine_tuned, tmp_path):
