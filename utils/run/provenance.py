@@ -124,6 +124,7 @@ NAMES_CONTENTS = (
 HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
+SEVERAL = 2  # with more changes than this, the user probably wants a new run
 # Increase NUMERICS when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
@@ -253,6 +254,8 @@ def accepted_changes(
         for change in changes
         if change.impossible or (change.dangerous and change.name not in accepted)
     ]
+    if len(problems) > SEVERAL:
+        problems.insert(0, f"{output_dir} holds another run: for a new run add --output_dir NAME.")
     if problems:
         raise ConfigurationError(problems)
     return {

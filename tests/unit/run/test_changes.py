@@ -90,7 +90,8 @@ OTHER_VALUES = {
 
 def test_changes_that_make_it_another_run_must_be_accepted(runs, caplog):
     facts = {"tokenizer_sha256": None}
-    problems = refused(runs, **OTHER_VALUES, facts=facts)
+    first, *problems = refused(runs, **OTHER_VALUES, facts=facts)
+    assert first.endswith("holds another run: for a new run add --output_dir NAME.")
     assert len(problems) == len(OTHER_VALUES), "all of them at once"
     rules = IDENTITY | IN_THE_CHECKPOINT.keys()
     assert rules <= load_file(runs.directory / "config.yaml").keys(), "all of them exist"
