@@ -71,7 +71,8 @@ def test_a_run_keeps_the_type_that_its_first_cpu_chose(pretraining, tmp_path, mo
     run, longer = tmp_path / "run", {"max_steps": 2, "save_steps": 1}
     monkeypatch.setattr(precision, "has_amx", lambda: True)
     assert pretrain.main(pretraining(run, bf16="null", max_steps=1, save_steps=1)) == 0
-    assert "mixed precision bf16" in capfd.readouterr().out
+    said = "mixed precision bf16 (this CPU computes bf16 fast; --bf16 false for float32)"
+    assert said in capfd.readouterr().out
     values = load_mapping((run / "config.yaml").read_text())
     assert (values["bf16"][0], values["use_cpu"][0]) == (True, True)
     monkeypatch.setattr(precision, "has_fast_bf16", lambda: False)

@@ -15,6 +15,7 @@ from utils.checkpoints.files import readable
 from utils.config.arguments import FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
 from utils.config.own_code import callback_class
+from utils.config.precision import BY_LAUNCH, FAST_CPU
 from utils.config.settings import RunSettings
 from utils.data.order import GlobalBatchSampler
 from utils.host.foreign import naming
@@ -240,7 +241,9 @@ def precision_line(
     hint = ""
     if settings.run.assume:
         device = "cuda"
-    if why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
+    if mixed != "no" and why in (FAST_CPU, BY_LAUNCH):
+        hint = f" ({why}; --bf16 false for float32)"
+    elif why == "default" and mixed == "no" and device == "cuda" and not training.tf32:
         hint = " (--fp16 true is several times as fast on this GPU)"
     computed = "no mixed precision" if mixed == "no" else f"mixed precision {mixed}"
     parts = [f"{name_of(weights)} weights", f"{computed}{hint}"]
