@@ -55,6 +55,13 @@ def given_tokenizer(
             attach_template(tokenizer, arguments.chat_template, date, defaults)
             for rows in plan.settings.sources:
                 _warn_of_unread(tokenizer, rows.chat_template_kwargs or {})
+    elif tokenizer.chat_template and any(
+        rows.row_format == "prompt_completion" for rows in plan.settings.sources
+    ):
+        logger.warning(
+            "prompts and completions are trained on as they are, without the tokenizer's chat "
+            "template: to train a chat model name the columns instruction and output (--columns)"
+        )
     elif defaults:
         logger.info("chat_template_kwargs have no effect: no chat template renders these documents")
     return tokenizer

@@ -361,7 +361,7 @@ def test_a_cap_is_never_exceeded_and_nearly_reached(prepare, two, monkeypatch, c
     assert sum(lengths) > 0.5 * cap
 
 
-def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two):
+def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two, caplog):
     kept = {"language": "en", "score": {"min": 3}}
     recipe = {
         "sources": [{"path": two[0], "filter": kept}],
@@ -375,6 +375,7 @@ def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two):
     assert len(samples.rows(train)) == 40
     assert samples.description(train)["preparation"]["sources"]["dropped"] == {"filtered": 160}
     assert len(samples.rows(tmp_path / "out" / "other")) == 200
+    (Path(tokenizer) / "chat_template.jinja").write_text("{{ messages }}")
     row = {"question": "q", "prompt": 7, "answer": "a"}  # `question` replaces the column `prompt`
     samples.write_jsonl(tmp_path / "qa.jsonl", [row])
     flags = ["--sources", str(tmp_path / "qa.jsonl"), "--output_dir", str(tmp_path / "qa")]
@@ -382,6 +383,7 @@ def test_a_recipe_with_a_filter_and_flags(tmp_path, tokenizer, two):
     assert main([*flags, "answer=completion"]) == 0
     made = datasets.load_from_disk(str(tmp_path / "qa" / "train"))
     assert made.column_names == ["input_ids", "completion_mask"]
+    assert caplog.text.count("to train a chat model name the columns instruction and output") == 1
 
 
 # --- the script as a process
