@@ -176,7 +176,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
     if micro < 1:
         return  # check_ranges reports it
     if total is None:
-        if micro_rank > 0:
+        if micro_rank > 0 and values.rank("global_batch_size") == 0:  # else the data decide
             why = f"{values.shown('per_device_train_batch_size')} x {counted_ranks(ranks)}"
             values.derive("global_batch_size", micro * ranks, why)
         return

@@ -97,7 +97,8 @@ def test_the_batch_follows_from_the_data_and_divides_over_the_ranks(sized):
 
 
 def test_a_recipe_that_sets_the_batch_to_null_has_it_derived(sized):
-    settings = sized(np.tile(SMALL, 10), sequence_length=1024, global_batch_size="null")
+    given = {"sequence_length": 1024, "per_device_train_batch_size": 1}
+    settings = sized(np.tile(SMALL, 10), global_batch_size="null", **given)
     assert settings.run.global_batch_size == 4
     assert settings.resolved["global_batch_size"] == 4, "a resume keeps it"
 
