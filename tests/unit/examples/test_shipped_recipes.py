@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from examples import recipe_forecasts as forecasts
-from utils.config.arguments import accumulation_steps
 from utils.config.recipes import read_recipes
 from utils.config.settings import parse_fine_tuning
 
@@ -37,12 +36,8 @@ def test_my_chats_goes_on_top_of(path, monkeypatch):
     assert settings.data.train_data == ["data/my-chats/train"]
     assert (training.num_train_epochs, training.max_steps) == (2, -1)
     assert (training.load_best_model_at_end, training.metric_for_best_model) == (False, None)
-    steps = accumulation_steps(
-        settings.run.global_batch_size,
-        training.per_device_train_batch_size,
-        settings.values.world_size,
-    )
-    assert steps * settings.values.world_size == 16
+    assert settings.run.global_batch_size is None, "the number of chats decides"
+    assert training.per_device_train_batch_size == 1, "which divides every batch"
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.stem)
