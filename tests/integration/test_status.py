@@ -64,7 +64,7 @@ def test_a_run_is_shown_in_each_of_its_states(pretraining, workspace, tmp_path, 
     ask.join()
     status = read_status(run, {})
     assert (status.state, status.saved_step) == ("stopped", status.step)
-    assert status.because == f"at step {status.step} with a checkpoint"
+    assert status.because == f"at step {status.step} with a checkpoint: {run}/STOP"
 
     phases = []
     monkeypatch.setattr("utils.callbacks.progress.note_phase", phases.append)
