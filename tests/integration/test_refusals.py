@@ -165,7 +165,7 @@ PRETRAINING = {
             "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": '{"factor": 2}',
         },
         "Factor should be < 1.0"),
-    "no pair": ({"optim_args": "0x10"}, "optim_args 0x10 (--optim_args): not enough values"),
+    "no pair": ({"optim_args": "0x10"}, "optim_args 0x10 (--optim_args): '0x10' is no KEY=VALUE"),
     "no number": (
         {"optim": "sgd", "optim_args": "momentum=x"},
         "optim sgd (--optim), optim_args momentum=x (--optim_args): could not convert string"),

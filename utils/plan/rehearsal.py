@@ -69,9 +69,10 @@ def rehearse(
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
     with _judged(values, OPTIMIZER, problems):
+        pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
         if not own_optimizer:
-            _check_options(args, model, built.defaults)
+            _check_options(args, model, pairs, built.defaults)
             _report_without_effect(settings, model, report)
         if device is not None:
             for parameter in model.parameters():
@@ -127,11 +128,12 @@ def _try_recomputation(args: TrainingArguments) -> None:
         result.backward()
 
 
-def _check_options(args: TrainingArguments, model: PreTrainedModel, built: dict[str, Any]) -> None:
+def _check_options(
+    args: TrainingArguments, model: PreTrainedModel, given: dict[str, str], built: dict[str, Any]
+) -> None:
     """Raise ValueError for a key of optim_args that does not change the optimizer's options."""
-    pairs = args.optim_args.replace(" ", "").split(",") if args.optim_args else []
-    for pair in pairs:
-        key, value = pair.split("=")
+    pairs = [f"{key}={value}" for key, value in given.items()]
+    for pair, (key, value) in zip(pairs, given.items(), strict=True):
         if key != "weight_decay" and str(built.get(key)).lower() == value.lower():
             continue  # repeats an option of the built optimizer, as relative_step=false may
         without = [each for each in pairs if each != pair]
@@ -161,6 +163,20 @@ def _options(args: TrainingArguments, model: PreTrainedModel) -> str:
         return repr(Trainer.get_optimizer_cls_and_kwargs(args, model))
     except Exception as error:
         return repr(error)
+
+
+def optimizer_pairs(text: str | None) -> dict[str, str]:
+    """Parse `KEY=VALUE,KEY=VALUE`. Raise ValueError for other texts and for a repeated key."""
+    pairs: dict[str, str] = {}
+    for pair in text.replace(" ", "").split(",") if text else ():
+        key, _, value = pair.partition("=")
+        if not key or not value or "=" in value or key in pairs:
+            raise ValueError(
+                f"{pair!r} is no KEY=VALUE: give each key once, with commas between them, as in "
+                "momentum=0.9,nesterov=true"
+            )
+        pairs[key] = value
+    return pairs
 
 
 def _try_schedule(
