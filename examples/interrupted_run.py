@@ -22,7 +22,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/slurm"), str(ROOT / "tests/integrat
 
 RECORD = ROOT / "benchmarks" / "results" / "interrupted_run"
 RUN, PLAIN = ROOT / "runs" / "picture", ROOT / "runs" / "picture-uninterrupted"
-SETTINGS = ("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "60")
+# Both events are to requeue the job.
+SETTINGS = (
+    *("--logging_steps", "4", "--save_steps", "60", "--eval_steps", "60"),
+    *("--restarts_in_job", "0"),
+)
 # The step at which something happens, and what.
 EVENTS = ((105, "a process is killed (SIGKILL)"), (225, "the node fails"))
 # The recorded keys of a journal line and of a start.

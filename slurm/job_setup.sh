@@ -42,9 +42,10 @@ again='to resume, submit the same command again'
 #
 # After its last step, a script must ignore both signals: Slurm sends TERM after a requeue, and the
 # last lines of the log must still be written.
+passed_on=''
 run_step() {
   local signalled='' status lost
-  step='' passed_on=''
+  step=''
   # Set the traps before the step starts. Otherwise the step would inherit that USR1 is ignored.
   for name in USR1 TERM; do
     # shellcheck disable=SC2064 # the name of this round
@@ -66,6 +67,7 @@ run_step() {
     [[ -n $signalled ]] || break
   done
   code=${code:-138} # as if the signal had ended the step
+  step=''
 }
 
 pass_on() {

@@ -34,7 +34,6 @@ rm -rf -- "$root/.stoker/job-$job."*
 if ! mkdir -p -- "$root/.stoker" || ! mkdir -m 700 -- "$notes"; then
   refuse 74 "$notes cannot be made: the repository has to be yours and seen by all nodes."
 fi
-export STOKER_NOTES_DIR=$notes
 
 step_options=(
   --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
@@ -49,36 +48,86 @@ fi
 
 say "$(printf '%q' "$1"), each node: ${SLURM_CPUS_PER_TASK:-$(cores_per_node)} core(s), ${SLURM_GPUS_ON_NODE:-no} GPU(s)${ACCELERATE_CONFIG:+; ACCELERATE_CONFIG=$ACCELERATE_CONFIG}"
 
-run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
-trap '' USR1 TERM
-
-verdict=
-if [[ -f $notes/exit_code ]]; then
-  read -r code <"$notes/exit_code" || true
-  [[ $code =~ ^[0-9]+$ ]] || code=1
-  verdict=$(<"$notes/verdict.txt")
-elif ((code > 128 && code <= 192)); then
-  # The launchers leave a verdict for every end of their workers, so a launcher itself was killed.
-  verdict="srun or a node's launcher was killed by signal $((code - 128)), see any lines of srun above"
-  code=76
-elif ((code >= 233 && code <= 236)); then
-  # The last byte of Slurm's 1001 to 1004 (slurm_errno.h): communication failed.
-  verdict="srun lost a node, see its lines above"
-  code=76
-elif ((code == 253)); then
-  code=79
-  verdict="Slurm killed the job's processes because a node's memory ran out: sacct -j $job -o MaxRSS,ReqMem; ask for more (sbatch --mem), or use fewer data workers."
-elif ((code != 0)); then
-  verdict="srun ended with exit code $code, see its lines above"
-fi
-
-if [[ $verdict == *'left no word'* || $verdict == *'lost the launcher of'* || $verdict == 'srun lost a node'* ]]; then
-  down=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N 2>/dev/null) || down=
-  if [[ -n $down ]]; then
-    verdict="node $down failed: $verdict"
-    printf '%s\n' "$verdict" >"$notes/verdict.txt" || true # report.py reads it
+# Sets `verdict`, `code` and `down` (the nodes that failed) after a step.
+judge_step() {
+  verdict='' down=''
+  if [[ -f $notes/exit_code ]]; then
+    read -r code <"$notes/exit_code" || true
+    [[ $code =~ ^[0-9]+$ ]] || code=1
+    verdict=$(<"$notes/verdict.txt")
+  elif ((code > 128 && code <= 192)); then
+    # The launchers leave a verdict for every end of their workers, so a launcher itself was killed.
+    verdict="srun or a node's launcher was killed by signal $((code - 128)), see any lines of srun above"
+    code=76
+  elif ((code >= 233 && code <= 236)); then
+    # The last byte of Slurm's 1001 to 1004 (slurm_errno.h): communication failed.
+    verdict="srun lost a node, see its lines above"
+    code=76
+  elif ((code == 253)); then
+    code=79
+    verdict="Slurm killed the job's processes because a node's memory ran out: sacct -j $job -o MaxRSS,ReqMem; ask for more (sbatch --mem), or use fewer data workers."
+  elif ((code != 0)); then
+    verdict="srun ended with exit code $code, see its lines above"
+    ((round == 0)) || code=76
   fi
-fi
+  if [[ $verdict == *'left no word'* || $verdict == *'lost the launcher of'* || $verdict == 'srun lost a node'* ]]; then
+    down=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N 2>/dev/null) || down=
+    if [[ -n $down ]]; then
+      verdict="node $down failed: $verdict"
+      printf '%s\n' "$verdict" >"$notes/verdict.txt" || true # report.py reads it
+    fi
+  fi
+  # These nodes trained before. After a requeue, others may replace the one that cannot any more.
+  if ((round > 0 && code == 69)); then code=76; fi
+}
+
+# may_restart: whether to start the ranks again in this job: after a lost rank, not after a signal,
+# at most `restarts_in_job` times, and once from each checkpoint. Sets `most` and `began_at`.
+may_restart() {
+  local step
+  [[ $code == 76 && -z $passed_on && -z $down && -s $notes/restarts ]] || return 1
+  read -r most step <"$notes/restarts" || return 1
+  [[ $most =~ ^[0-9]+$ && $step != "$began_at" ]] && ((round < most)) || return 1
+  began_at=$step
+  ask_slurm
+  [[ $state == RUNNING && $slurm_restarts == "$restarts" ]] && step_is_over
+}
+
+# step_is_over: waits until Slurm knows no step of this job, so that no process of it is left on any
+# node. This fails if a node does not answer, or if only srun was killed.
+step_is_over() {
+  local left tries
+  for ((tries = 0; tries < 30; tries++)); do
+    left=$(squeue --noheader --steps --jobs="$job" --format=%i 2>/dev/null) || return 1
+    [[ $left =~ \.[0-9]+ ]] || return 0
+    sleep 1
+  done
+  return 1
+}
+
+# first_report: prints when the first rank reported its end, in unix seconds.
+first_report() {
+  local times
+  times=$(stat --format=%.2Y -- "$notes"/rank-*.json 2>/dev/null) || times=$EPOCHSECONDS
+  sort --numeric-sort <<<"$times" | head --lines=1
+}
+
+round=0 began_at=''
+unset STOKER_LOST_AT
+while [[ -z $passed_on ]]; do
+  export STOKER_NOTES_DIR=$notes STOKER_RESTART_IN_JOB=$round
+  run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
+  judge_step
+  [[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
+  may_restart || break
+  round=$((round + 1))
+  say "job $job: ${verdict%%$'\n'*}; restart $round of at most $most inside the job"
+  STOKER_LOST_AT=$(first_report)
+  export STOKER_LOST_AT
+  notes=$root/.stoker/job-$job.$restarts.$round
+  mkdir -m 700 -- "$notes" || break
+done
+trap '' USR1 TERM
 
 # A node that does not see the repository cannot leave a verdict there. srun ends the tasks of the
 # other nodes and returns their exit code. So ask all nodes; only this check uses exit code 200.
@@ -97,11 +146,9 @@ if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_
   fi
 fi
 
-[[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
-
 # Count starts that end before the run begins. The run counts later ones (utils/run/start.py).
 fruitless=$root/.stoker/fruitless-$job
-if ((code != 75 && code != 76)) || [[ -f $notes/run_started ]]; then
+if ((code != 75 && code != 76)) || [[ -n $run ]]; then
   rm -f -- "$fruitless"
 else
   printf 'start %s: %s\n' "$((restarts + 1))" "${verdict%%$'\n'*}" >>"$fruitless" || true
@@ -128,7 +175,7 @@ fi
 
 case $code in
 0)
-  rm -rf -- "$notes"
+  rm -rf -- "$root/.stoker/job-$job."*
   notify finished "$1"
   say "job $job: done"
   ;;

@@ -1,7 +1,8 @@
 """The table of interruptions: how each is caused, and how the job has to end.
 
 A job of two nodes with one rank each waits at a step (or has not begun) while `provoke` acts. Then
-the job continues to train, is requeued, resumes with the same command, or is refused.
+the job continues to train, starts its ranks again, is requeued, resumes with the same command, or
+is refused.
 """
 
 import os
@@ -19,9 +20,10 @@ from unittest.mock import ANY
 
 import psutil
 import pytest
+import tiny
 from launching import ROOT, wait_until
 from slurm_cluster import Job
-from training_jobs import SETTINGS, JobProcesses, TrainingJobs
+from training_jobs import SETTINGS, JobProcesses, TrainingJobs, raw_journal
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 SAVE_STEPS = int(str(SETTINGS["save_steps"]))
@@ -32,6 +34,7 @@ class Then(StrEnum):
     """The consequence of an interruption, in the words of docs/slurm.md."""
 
     TRAINS_ON = "the job trains on"
+    RESTARTED = "restarted inside the job"
     REQUEUED = "requeued"
     RESUBMITTED = "resumes when submitted again"
     REFUSED = "refused before training"
@@ -94,6 +97,13 @@ class Scene:
         self.jobs.wait_for_step(self.run, step, self.job)
         self.restarts = self.slurm.fields(self.job)["Restarts"]
 
+    def trained_in(self, start: int) -> int:
+        """Return the last step that this start of the run has logged, 0 before."""
+        events = [line for line in raw_journal(self.run) if line["event"] != "save"]
+        began = [at for at, line in enumerate(events) if line["event"] in ("started", "resumed")]
+        own = events[began[start - 1] :] if len(began) >= start else []
+        return max((line["step"] for line in own if line["event"] == "train"), default=0)
+
     def release(self) -> None:
         """Let waiting ranks continue."""
         for path in self.hold.iterdir():
@@ -109,7 +119,9 @@ class Scene:
         fields = self.slurm.fields(self.job)
         if fields["JobState"] != "COMPLETED":
             return Then.RESUBMITTED if (self.run / "provenance.json").exists() else Then.REFUSED
-        return Then.TRAINS_ON if fields["Restarts"] == "0" else Then.REQUEUED
+        if fields["Restarts"] != "0":
+            return Then.REQUEUED
+        return Then.RESTARTED if len(tiny.starts(self.run)) > 1 else Then.TRAINS_ON
 
     def exit_code(self) -> int | None:
         """Return the exit code of the interrupted start; None if Slurm ended its script."""
@@ -218,6 +230,17 @@ def freeze_and_thaw(scene: Scene) -> None:
 def freeze(scene: Scene) -> None:
     """Stop a rank for good."""
     scene.processes().ranks()[1].suspend()
+
+
+def kill_twice(scene: Scene) -> None:
+    """Kill a rank, and kill it again when the job has repeated the steps up to this one."""
+    for _ in range(2):
+        known = len(tiny.starts(scene.run))
+        rank = scene.processes().ranks()[1]
+        rank.kill()
+        rank.wait()
+        if known == 1:
+            wait_until(lambda: scene.trained_in(start=2) >= STEP, "no restart", scene.job.output)
 
 
 # Requests to stop
@@ -371,22 +394,33 @@ def without_torch(scene: Scene) -> None:
 
 TABLE = [
     Interruption(
-        "`kill -9` of a rank", kill(JobProcesses.ranks, 1), 76, Then.REQUEUED,
-        r"rank 1 on \w+ was killed by SIGKILL", lost=SAVE_STEPS - 1, fine_tuning=True,
-    ),
-    Interruption(
-        "`kill -9` of a data worker", kill(JobProcesses.data_workers, 1), 76, Then.REQUEUED,
-        r"rank 1 on \w+.*worker.*requeued", lost=SAVE_STEPS - 1,
-        settings={"dataloader_num_workers": 1},
-    ),
-    Interruption(
-        "`kill -9` of the first node's launcher", kill(lambda job: job.launchers(0)), 76,
-        Then.REQUEUED, r"job \d+: .*(?:lost|killed).*; requeued", lost=SAVE_STEPS - 1,
+        "`kill -9` of a rank", kill(JobProcesses.ranks, 1), None, Then.RESTARTED,
+        r"rank 1 on \w+ was killed by SIGKILL; restart 1 of at most 3", lost=SAVE_STEPS - 1,
         fine_tuning=True,
     ),
     Interruption(
-        "`kill -9` of another node's launcher", kill(lambda job: job.launchers(1)), 76,
-        Then.REQUEUED, r"job \d+: .*(?:lost|killed).*; requeued", lost=SAVE_STEPS - 1,
+        "`kill -9` of a rank, `restarts_in_job: 0`", kill(JobProcesses.ranks, 1), 76, Then.REQUEUED,
+        r"rank 1 on \w+ was killed by SIGKILL; requeued", lost=SAVE_STEPS - 1,
+        settings={"restarts_in_job": 0},
+    ),
+    Interruption(
+        "`kill -9` of a rank, twice after the same checkpoint", kill_twice, 76, Then.REQUEUED,
+        r"rank 1 on \w+ was killed by SIGKILL; requeued", lost=SAVE_STEPS - 1,
+    ),
+    Interruption(
+        "`kill -9` of a data worker", kill(JobProcesses.data_workers, 1), None, Then.RESTARTED,
+        r"rank 1 on \w+.*worker.*; restart 1 of at most 3", lost=SAVE_STEPS - 1,
+        settings={"dataloader_num_workers": 1},
+    ),
+    Interruption(
+        "`kill -9` of the first node's launcher", kill(lambda job: job.launchers(0)), None,
+        Then.RESTARTED, r"job \d+: .*(?:lost|killed).*; restart 1 of at most 3",
+        lost=SAVE_STEPS - 1, fine_tuning=True,
+    ),
+    Interruption(
+        "`kill -9` of another node's launcher", kill(lambda job: job.launchers(1)), None,
+        Then.RESTARTED, r"job \d+: .*(?:lost|killed).*; restart 1 of at most 3",
+        lost=SAVE_STEPS - 1,
     ),
     Interruption(
         "`kill -9` of `srun`", kill(JobProcesses.sruns), 76, Then.REQUEUED,
@@ -405,7 +439,8 @@ TABLE = [
         "a rank frozen and thawed (SIGSTOP, SIGCONT)", freeze_and_thaw, None, Then.TRAINS_ON, r"",
     ),
     Interruption(
-        "a rank frozen for good", freeze, 76, Then.REQUEUED, r"rank 1 on \w+ gave no sign of life",
+        "a rank frozen for good", freeze, None, Then.RESTARTED,
+        r"rank 1 on \w+ gave no sign of life",
         lost=SAVE_STEPS - 1, settings={"hang_timeout_s": 20},
     ),
     Interruption(

@@ -176,7 +176,9 @@ class Soak:
 
     def verify(self, run: Run, name: str, newest: int) -> None:
         """Check the run's checkpoints. If this kill ends all processes, wait for that first."""
-        if name not in ("slurmd restarted", "a rank frozen for 5 s"):
+        ends_job = name not in ("slurmd restarted", "a rank frozen for 5 s")
+        # The job may start the ranks again at once.
+        if ends_job and not re.search("kill -9 of a .*|kill -9 of the .* launcher", name):
             wait_until(lambda: not processes_of(run.directory), "processes are left")
         run.verify(newest)
 

@@ -21,10 +21,15 @@ _COMMANDS = {
 for left in verdict.txt exit_code run_started; do
   [[ ! -f $STAND_IN/$left ]] || cp "$STAND_IN/$left" "$STOKER_NOTES_DIR/"
 done
+[[ ! -f $STAND_IN/at_srun ]] || source "$STAND_IN/at_srun"
 read -r code <"$STAND_IN/srun.code"
 exit "$code"
 """,
-    "squeue": _RECORD + 'cat "$STAND_IN/state"\n',
+    "squeue": _RECORD
+    + r"""
+[[ ! -f $STAND_IN/at_squeue ]] || source "$STAND_IN/at_squeue"
+cat "$STAND_IN/state"
+""",
     "scontrol": _RECORD
     + r"""
 [[ $* != *config || ! -f $STAND_IN/config ]] || cat "$STAND_IN/config"

@@ -62,11 +62,12 @@ def test_jobs_that_cannot_work_end_at_once_with_the_reason(jobs, tmp_path):
     log = refused(jobs, job, 2, "lerning_rate.*learning_rate")
     assert log.count("lerning_rate") <= 6, log  # not once per rank
 
-    # This run makes no progress between its restarts.
+    # This run makes no progress between its restarts, the first of each start inside the job.
     assert jobs.slurm.wait(endless) == "FAILED", endless.output()
     log = endless.output()
     assert jobs.slurm.fields(endless)["ExitCode"] == "77:0", log
     assert jobs.slurm.fields(endless)["Restarts"] == "3", log
+    assert log.count("; restart 1 of at most 3 inside the job") == 3, log
     assert "reached no checkpoint beyond it" in "\n".join(log.splitlines()[-5:]), log
 
 

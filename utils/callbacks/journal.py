@@ -180,6 +180,8 @@ def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
             remarks.append(f"{rank} is slowest: the others wait {cost:.0%} of a step for it")
     if "first_step_time_s" in line:
         remarks.append(f"first step {line['first_step_time_s']:.1f} s")
+    if "recovery_s" in line:
+        remarks.append(f"{line['recovery_s']:.1f} s after the crash")
     if graphs := line.get("graphs_compiled"):
         remarks.append(f"compiled {graphs} graph{'s' * (graphs > 1)} meanwhile")
     return remarks

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from utils.data.loader import TrainLoader
 from utils.host.collectives import gathered
+from utils.launch.restart import recovery_s
 from utils.model.architecture import MISFITS
 from utils.model.flops import effective_length, peak_flops, token_products
 
@@ -69,6 +70,7 @@ class Throughput(TrainerCallback):
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.first_step_time_s: float | None = None
+        self.recovery_s: float | None = None  # since the crash before a restart inside the job
         self.window_step: int | None = None  # step of the last log; None before the first step
         self.flops_per_token = 0.0  # forward and backward; 0 if they cannot be counted
         self.mfu_per_rate: float | None = None  # MFU of one token per second and device
@@ -123,6 +125,7 @@ class Throughput(TrainerCallback):
             if self.own:
                 self.own.take()
             self.first_step_time_s = self.elapsed_s
+            self.recovery_s = recovery_s()
             self._begin_window()
 
     def _count_time(self) -> None:
@@ -153,7 +156,9 @@ class Throughput(TrainerCallback):
         figures: dict[str, float] = {"tokens_seen": self.loader.tokens_seen.count(self.step)}
         if self.first_step_time_s is not None:
             figures["first_step_time_s"] = self.first_step_time_s
-            self.first_step_time_s = None
+            if self.recovery_s is not None:
+                figures["recovery_s"] = self.recovery_s
+            self.first_step_time_s = self.recovery_s = None
         if steps:
             waited_s = self.loader.wait_s - self.window_wait_s
             ranks = gathered((self.elapsed_s, waited_s, *(self.own.take() if self.own else ())))

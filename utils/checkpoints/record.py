@@ -81,7 +81,8 @@ START: dict[str, Any] = {
     "slurm": {
         "job_id": _is_name, "array_job_id": _is_name, "array_task_id": _is_name,
         "job_name": str, "partition": str, "command": str, "nodes": _is_count,
-        "restart_count": _is_count, "submit_time": _is_time, "start_time": _is_time,
+        "restart_count": _is_count, "restart_in_job": _is_count,
+        "submit_time": _is_time, "start_time": _is_time,
     },
     "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},
 }  # fmt: skip

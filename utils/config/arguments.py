@@ -39,6 +39,7 @@ class RunArguments:
     assume: str | None = None
     suggest: bool = False
     hang_timeout_s: float = 600
+    restarts_in_job: int = 3
     save_minutes: float | None = 30
     save_best: bool = False
     early_stopping_patience: int | None = None

@@ -36,6 +36,7 @@ LONGEST_ERROR = 250  # characters; JSON takes up to twelve bytes for one, and a 
 SIZE = 4096
 
 NAMELESS = "a process that left no name"
+RESTART_IN_JOB = "STOKER_RESTART_IN_JOB"  # number of restarts in this start of the job, from 0
 BY_USER = "interrupted by the user (Ctrl-C)"  # the error of a process that Ctrl-C ended
 
 _held: dict[Path, "RunLock"] = {}
@@ -137,6 +138,7 @@ class RunOwner:
     pid: int
     job: str | None
     restart_count: int
+    restart_in_job: int
     since: float
     beats: int
     left: bool
@@ -172,9 +174,14 @@ class RunOwner:
         return not self.left and not self.gone and self.age_s < 2 * WATCH_S
 
     def belongs_to(self, slurm: Mapping[str, Any]) -> bool:
-        """Return whether the process has the job id and restart count in `slurm`."""
-        start = slurm.get("job_id"), int(slurm.get("restart_count") or 0)
-        return (self.job, self.restart_count) == start
+        """Return whether the process has the job id and restart counts in `slurm`."""
+        counts = (int(slurm.get(name) or 0) for name in ("restart_count", "restart_in_job"))
+        return (self.job, *self.start_of_job) == (slurm.get("job_id"), *counts)
+
+    @property
+    def start_of_job(self) -> tuple[int, int]:
+        """The restarts of the job by Slurm, and since then inside the job."""
+        return self.restart_count, self.restart_in_job
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -204,7 +211,7 @@ class RunLock:
             "machine": _machine(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
-            "restart_count": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            **dict(zip(("restart_count", "restart_in_job"), _start_of_job(), strict=True)),
             "since": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds"),
         }
         self.beats = 0
@@ -291,12 +298,18 @@ def _wait_for_the_last_owner(output_dir: Path) -> int:
 
 
 def _is_gone(last: RunOwner) -> bool:
-    # Slurm requeues a job only after all its processes have ended.
-    job, start = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    # Slurm requeues a job only after all its processes have ended, as slurm/training_job.sh does.
+    job = os.environ.get("SLURM_JOB_ID")
     silent = last in _silent  # not if it has a heartbeat since: then it is another value
-    return (
-        silent or last.gone or (job is not None and last.job == job and last.restart_count < start)
-    )
+    earlier = job is not None and last.job == job and last.start_of_job < _start_of_job()
+    return silent or last.gone or earlier
+
+
+def _start_of_job() -> tuple[int, int]:
+    """Return how often this job was restarted by Slurm, and since then inside the job."""
+    names = "SLURM_RESTART_COUNT", RESTART_IN_JOB
+    by_slurm, in_job = (int(os.environ.get(name) or 0) for name in names)
+    return by_slurm, in_job
 
 
 def _machine() -> str:
@@ -339,14 +352,14 @@ def _read_owner(folder: Path, number: int) -> RunOwner | None:
         given = content["owner"]
         owner = RunOwner(
             number, given.get("token") or "", given["host"], given["machine"], given["pid"],
-            given["job"], given.get("restart_count") or 0,
+            given["job"], given.get("restart_count") or 0, given.get("restart_in_job") or 0,
             datetime.datetime.fromisoformat(given["since"]).timestamp(), content["beat"],
             content["left"], content.get("error"), content.get("phase") or "", beat,
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     texts = (owner.host, owner.machine, owner.job or "", owner.error or "", owner.phase)
-    numbers = (owner.pid, owner.restart_count)
+    numbers = (owner.pid, *owner.start_of_job)
     fits = all(isinstance(text, str) for text in texts) and type(owner.left) is bool
     fits = fits and all(type(number) is int and 0 <= number < 2**31 for number in numbers)
     return owner if fits and owner.pid else None

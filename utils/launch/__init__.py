@@ -9,6 +9,7 @@ signals      Slurm's signals and Ctrl-C as requests to stop
 entry        the first import of every script
 script       logging, environment variables and exit codes of a training script
 opening      what a script says before it imports torch: version, short help, first line
+restart      restarts of the ranks inside the job after a lost rank
 verdict      files with the reason and exit code of each rank and of the whole job
 notify       messages about the end of a job to a webhook or a command
 """

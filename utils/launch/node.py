@@ -35,6 +35,7 @@ from utils.host.run_lock import BY_USER
 from utils.launch.caches import enter_node_directory, pack_compiled, unpack_compiled
 from utils.launch.notify import tell
 from utils.launch.rendezvous import check_nodes, node_facts
+from utils.launch.restart import Restarts
 from utils.launch.script import FAILED, configure_logging, missing_package, write_report
 from utils.launch.signals import (
     CTRL_C,
@@ -112,10 +113,9 @@ class StopSignals:
             (self.directory / STOP).write_text(f"{name} to the job\n", encoding="utf-8")
             # Do not use logging: the interrupted code may hold the lock of logging.
             line = f"launch_node on {host_name()}: {name}, asking the processes to stop"
+            said = f"\n{SAVING}\n" if by_user else f"{line}\n"
             with contextlib.suppress(OSError):  # a log on a full disk
-                os.write(
-                    sys.stdout.fileno(), (f"\n{SAVING}\n" if by_user else f"{line}\n").encode()
-                )
+                os.write(sys.stdout.fileno(), said.encode())
 
     @property
     def stage(self) -> Stage:
@@ -172,8 +172,8 @@ def run(command: list[str], signals: StopSignals) -> Verdict:
         known = unpack_compiled(directory / "compiled")
         arguments = prepare(command)
         signals.started = True
-        verdict = run_processes(arguments, signals)
-        kill_workers()
+        restarts = Restarts(directory, by_launcher=ALONE and arguments.num_machines == 1)
+        verdict = restarts.run(lambda: run_processes(arguments, signals), lambda: signals.asked)
         if os.environ.get("SLURM_NODEID", "0") == "0":
             pack_compiled(directory / "compiled", known)
         return verdict
@@ -354,7 +354,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
     kills = memory_kills()
     logging.disable(logging.ERROR)  # torchrun's own messages would hide the cause
     try:
-        launch_command(arguments)
+        launch_command(argparse.Namespace(**vars(arguments)))  # accelerate changes them
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except subprocess.CalledProcessError as error:
@@ -371,6 +371,7 @@ def run_processes(arguments: argparse.Namespace, signals: StopSignals) -> Verdic
         exit_codes = {}
         lost = f"{host_name()} lost the launcher of another node: {last_line(reason)}"
     finally:
+        kill_workers()
         logging.disable(logging.NOTSET)
     if exit_codes is not None:
         note_worker_ends(exit_codes, signals.asked, memory_ran_out=memory_kills() > kills)

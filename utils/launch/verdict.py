@@ -37,6 +37,8 @@ _LOST_PEER = re.compile(
 # Signals that can be the first cause. Others follow from another rank's end: torch aborts a process
 # (SIGABRT) that lost its peers, and launchers end processes by SIGTERM.
 _HARD = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+# The line of slurm/training_job.sh before it starts the ranks again in the same job.
+_RESTARTED = re.compile(r"(?m)  job \S+: (.*); restart \d+ of at most \d+ inside the job$")
 # The line that slurm/job_setup.sh writes into a job's log before it requeues the job, and the line
 # of slurmd if Slurm, with its reason, or somebody else ends the job. The line of a step without a
 # reason also comes after each failed rank (srun --kill-on-bad-exit).
@@ -103,7 +105,7 @@ def leave_note(
     if rank is None:
         rank = global_rank()
     note = Note(kind, int(exit_code), text, rank, host_name(), time.time(), **details)
-    _create(f"rank-{rank}.json", json.dumps(redacted(dataclasses.asdict(note))))
+    leave_file(f"rank-{rank}.json", json.dumps(redacted(dataclasses.asdict(note))))
     return note
 
 
@@ -118,13 +120,13 @@ def read_notes(directory: Path | None = None) -> list[Note]:
 def mark_run_started(output_dir: Path) -> None:
     """Write the file run_started, which tells slurm/training_job.sh that all checks passed."""
     runs_begun.append(output_dir)
-    _create(RUN_STARTED, f"{output_dir}\n")
+    leave_file(RUN_STARTED, f"{output_dir}\n")
 
 
 def leave_verdict(text: str, exit_code: int) -> bool:
     """Write the job's reason and exit code; return False if they exist or writing fails."""
-    first = _create(VERDICT, redact(text.rstrip()) + "\n")
-    return first and _create(EXIT_CODE, f"{int(exit_code)}\n")
+    first = leave_file(VERDICT, redact(text.rstrip()) + "\n")
+    return first and leave_file(EXIT_CODE, f"{int(exit_code)}\n")
 
 
 def read_verdict() -> Verdict | None:
@@ -149,9 +151,12 @@ def name_of_job(slurm: Mapping[str, Any]) -> str:
 def verdict_of(slurm: Mapping[str, Any]) -> str | None:
     """Return why a job ended, from .stoker/job-ID.RESTARTS/verdict.txt; None without a reason.
 
-    `slurm` is a field of a start in provenance.json.
+    `slurm` is a field of a start in provenance.json. After restarts inside the job, their number
+    follows RESTARTS in the folder's name.
     """
-    return _note(f"job-{name_of_job(slurm)}.{slurm.get('restart_count') or 0}/{VERDICT}")
+    again = int(slurm.get("restart_in_job") or 0)
+    start = f"{slurm.get('restart_count') or 0}{f'.{again}' if again else ''}"
+    return _note(f"job-{name_of_job(slurm)}.{start}/{VERDICT}")
 
 
 def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
@@ -161,7 +166,11 @@ def causes_in_log(log: str, slurm: Mapping[str, Any]) -> tuple[str, str]:
     ends = [at[2] for at in _REQUEUED.finditer(log) if (at[1], at[3]) == (name, str(number + 1))]
     own = log.partition(f"job {name}, start {number}: ")[2]
     own = own.partition(f"start {number + 1}")[0]  # it begins, or this one requeues the job
-    ended, by_slurm = _CANCELLED.search(own), ""
+    # The log before the first restart inside the job, the reason of that restart, and so on.
+    rounds = _RESTARTED.split(own)[2 * int(slurm.get("restart_in_job") or 0) :]
+    if len(rounds) > 1:
+        return rounds[1], ""
+    ended, by_slurm = _CANCELLED.search("".join(rounds)), ""
     if ended is not None:
         by_slurm = f"ended by Slurm: {ended[1].lower()}" if ended[1] else "ended by scancel"
     return "".join(ends[-1:]), by_slurm
@@ -190,7 +199,7 @@ def _note(name: str) -> str | None:
     return text.strip() or None
 
 
-def _create(name: str, text: str) -> bool:
+def leave_file(name: str, text: str) -> bool:
     """Create a file in STOKER_NOTES_DIR atomically; return False if it exists or writing fails."""
     directory = notes_directory()
     if directory is None:

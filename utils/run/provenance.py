@@ -28,6 +28,7 @@ from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
 from utils.host.environment import inherited, without_indices
 from utils.host.redaction import redacted, without_exported
+from utils.host.run_lock import RESTART_IN_JOB
 from utils.launch.opening import git_state, package_versions
 from utils.launch.processes import LaunchFacts
 from utils.launch.signals import NODE_DIR
@@ -43,7 +44,8 @@ _SLURM_FIELDS = {
     "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
     "cluster": "SLURM_CLUSTER_NAME", "partition": "SLURM_JOB_PARTITION",
     "node_list": "SLURM_JOB_NODELIST", "nodes": "SLURM_JOB_NUM_NODES",
-    "restart_count": "SLURM_RESTART_COUNT", "command": "STOKER_SUBMITTED",
+    "restart_count": "SLURM_RESTART_COUNT", "restart_in_job": RESTART_IN_JOB,
+    "command": "STOKER_SUBMITTED",
 }  # fmt: skip
 LAUNCHER = "slurm/launch_node.sh"
 

@@ -48,6 +48,7 @@ from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, refuse_if_in_use, run_owners, take_run_lock
 from utils.kernels.cpu_products import choose_products, keep_freed_memory, products_name
 from utils.launch.processes import LaunchFacts, check_connected, check_launch, requested_strategy
+from utils.launch.restart import note_restarts
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
 from utils.launch.verdict import mark_run_started
@@ -203,11 +204,12 @@ def start_run(
         background=background,
     )
     if launch.rank == 0:
+        step = int(Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2])
+        note_restarts(settings.run.restarts_in_job, step)
         mark_run_started(output_dir)
         if not run.finished:
-            step = Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2]
             name = tracker_name(settings.training, run.run_id)
-            prepare_trackers(settings, name, output_dir, run.run_id, int(step))
+            prepare_trackers(settings, name, output_dir, run.run_id, step)
     return run, checkpoints
 
 
@@ -327,7 +329,8 @@ def check_progress(
     """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
 
     `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
-    requeued passes.
+    requeued passes. Restarts inside the job do not count, because a requeue follows the second loss
+    of a rank after the same step.
     """
     if job is None or int(job["restart_count"] or 0) == 0:
         return
@@ -336,7 +339,9 @@ def check_progress(
     number = sum(
         Path(start["resumed_from"] or "step 0").name == where
         for start in starts
-        if start["slurm"] and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
+        if start["slurm"]
+        and all(start["slurm"][key] == job[key] for key in ("cluster", "job_id"))
+        and not int(start["slurm"].get("restart_in_job") or 0)
     )
     if number >= STARTS_WITHOUT_PROGRESS:
         raise NoProgressError(

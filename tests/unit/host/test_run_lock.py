@@ -176,6 +176,9 @@ def test_a_requeued_job_takes_its_own_lock_at_once(tmp_path, monkeypatch, caplog
         owned_by(tmp_path, ELSEWHERE | {"job": "42", "restart_count": 1}, number=2 * number)
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
         assert waits_to_take(tmp_path, caplog) == (count == "1")
+    owned_by(tmp_path, ELSEWHERE | {"job": "42", "restart_count": 2, "token": "x"}, number=6)
+    monkeypatch.setenv("STOKER_RESTART_IN_JOB", "1")
+    assert not waits_to_take(tmp_path, caplog), "restarted inside the job"
 
 
 def wait_for(condition: Callable[[], object]) -> None:

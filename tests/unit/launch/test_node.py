@@ -241,3 +241,42 @@ def test_a_lost_launcher_is_no_unfit_cluster(monkeypatch, tmp_path, error, nodes
     leave_note("killed", 76, "SIGSEGV", rank=3)
     if "lost" in text:
         assert node.run_processes(arguments, signals).text == "rank 3 on n2 was killed by SIGSEGV"
+
+
+CRASHING = """
+import os, signal, sys
+from pathlib import Path
+from utils.launch.restart import note_restarts, recovery_s
+from utils.launch.script import run_script
+from utils.launch.verdict import mark_run_started
+
+def main():
+    number, steps = int(os.environ.get("STOKER_RESTART_IN_JOB", "0")), sys.argv[1].split(",")
+    first = os.environ["RANK"] == "0"
+    if first:
+        note_restarts(2, int(steps[number]))
+        mark_run_started(Path("run"))
+    if first and number < len(steps) - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if first and recovery_s() is not None:
+        print("recovered after restart", number)
+    return 0
+
+sys.exit(run_script(main))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_lost_start_again_once_from_each_checkpoint(tmp_path):
+    script = tmp_path / "crashing.py"
+    script.write_text(CRASHING)
+    ranks = {"STOKER_PROCESSES_PER_NODE": "2"}
+    done = launch(tmp_path, script, "0,10,20", **ranks)
+    assert done.returncode == 0, done.stdout
+    for number in (1, 2):
+        assert f"killed by SIGKILL; restart {number} of at most 2 inside the job" in done.stdout
+    assert "recovered after restart 2" in done.stdout
+    done = launch(tmp_path, script, "10,10,10", **ranks)
+    assert done.returncode == 76, done.stdout
+    assert done.stdout.count("inside the job") == 1
+    assert done.stdout.splitlines()[-1].endswith("was killed by SIGKILL")

@@ -7,6 +7,7 @@ import pytest
 from utils.launch import verdict
 from utils.launch.verdict import (
     Note,
+    causes_in_log,
     judge,
     leave_verdict,
     note_worker_ends,
@@ -113,3 +114,27 @@ def test_a_verdict_that_is_there_is_the_jobs(notes_dir):
     assert not leave_verdict("another", 1)
     found = wait_for_verdict(several_nodes=True)
     assert (found.text, found.exit_code) == ("rank 1 on n2 hung", 76)
+
+
+def test_the_log_tells_why_the_ranks_of_each_restart_ended():
+    log = (
+        "10:00:00  job 7, start 1: 2 node(s) n[1-2], in /r\n"
+        "10:05:00  job 7: rank 1 was killed by SIGKILL; restart 1 of at most 3 inside the job\n"
+        "10:15:00  job 7: rank 0 on n1 hung; requeued, start 2 will resume\n"
+        "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-27T09:00:00 DUE TO X ***\n"
+        "10:20:00  job 7, start 2: 2 node(s) n[1-2], in /r\n"
+        "10:25:00  job 7: a; restart 1 of at most 3 inside the job\n"
+        "10:26:00  job 7: b; restart 2 of at most 3 inside the job\n"
+        "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-27T10:27:00 ***\n"
+    )
+    told = {
+        (0, 0): ("rank 1 was killed by SIGKILL", ""),
+        (0, 1): ("rank 0 on n1 hung", ""),
+        (1, 0): ("a", ""),
+        (1, 1): ("b", ""),
+        (1, 2): ("", "ended by scancel"),
+        (1, 3): ("", ""),
+    }
+    for (count, again), cause in told.items():
+        slurm = {"job_id": "7", "restart_count": str(count), "restart_in_job": str(again)}
+        assert causes_in_log(log, slurm) == cause, slurm
