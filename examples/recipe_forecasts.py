@@ -28,7 +28,7 @@ from utils.config.settings import (  # noqa: E402
     parse_pretraining,
 )
 from utils.kernels.varlen import NAME  # noqa: E402
-from utils.launch.processes import LaunchFacts, requested_strategy  # noqa: E402
+from utils.launch.processes import LaunchFacts, requested_replicas, requested_strategy  # noqa: E402
 from utils.model.adapters import plan_adapters  # noqa: E402
 from utils.model.attention import OPEN, AttentionChoice  # noqa: E402
 from utils.model.compilation import choose_compilation  # noqa: E402
@@ -268,7 +268,8 @@ def planner_of(path: Path) -> Planner:
     argv = ["--config", str(path), "--dry_run", "--assume", hardware(path.read_text())]
     settings = parse(argv, "")
     ranks, environment = settings.values.world_size, settings.values.environment
-    launch = LaunchFacts(0, ranks, requested_strategy(environment, ranks), (), "cpu")
+    strategy, replicas = requested_strategy(environment, ranks), requested_replicas(environment)
+    launch = LaunchFacts(0, ranks, strategy, (), "cpu", replicas)
     config = model_config(settings)
     choose_optimizer_states(settings, config, launch)
     adapters = plan_adapters(settings.model, config)
@@ -288,7 +289,7 @@ def predicted_line(path: Path) -> str:
     planner = planner_of(path)
     setup, settings = planner.setup, planner.setup.settings
     choice = plan_memory(setup, Report()).choice
-    found = planner.candidate(setup.launch.strategy, setup.micro_batch, choice)
+    found = planner.candidate(setup.launch.name, setup.micro_batch, choice)
     step_tokens = settings.run.global_batch_size * settings.data.sequence_length
     tokens = settings.training.max_steps * step_tokens
     whole = f"{shown_durations(tokens, found.speeds)} for {tokens / 1e9:,.3g} B tokens"

@@ -16,10 +16,12 @@ from forked_ranks import ROOT, STRATEGIES, Launched, Ranks, rank_environment
 CONFIGS = ROOT / "accelerate_configs"
 
 # Environment for each config's strategy on CPUs, see cpu_strategies/sitecustomize.py.
+SHARDED = {"ACCELERATE_USE_CPU": "true", "STOKER_TEST_CPU_STRATEGY": "fsdp2"}
 CPU_ENVIRONMENT = {
     "multi_gpu": {"ACCELERATE_USE_CPU": "true"},
     "cpu": {"ACCELERATE_USE_CPU": "true"},
-    "fsdp2": {"ACCELERATE_USE_CPU": "true", "STOKER_TEST_CPU_STRATEGY": "fsdp2"},
+    "fsdp2": SHARDED,
+    "hsdp": SHARDED,
 } | {
     f"zero{stage}": {"DS_ACCELERATOR": "cpu", "STOKER_TEST_CPU_STRATEGY": "deepspeed"}
     for stage in (1, 2, 3)

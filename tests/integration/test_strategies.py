@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from launching import CONFIGS, run_processes, run_torchrun
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
@@ -135,6 +136,67 @@ def test_a_cut_run_of_four_processes_resumes_exactly(pretraining, tmp_path):
     tiny.assert_same_run(cut, whole)
 
 
+FOUR_IN_TWO_COPIES = {"dp_shard": 2, "global_batch_size": 8, "per_device_train_batch_size": 1}
+
+
+def largest_difference(run: Path, reference: Path) -> tuple[float, float]:
+    """Return the largest differences of training losses and of finished weights."""
+    losses = zip(tiny.losses(run), tiny.losses(reference), strict=True)
+    weights, expected = (load_file(each / "final/model.safetensors") for each in (run, reference))
+    assert weights.keys() == expected.keys()
+    return (
+        max(abs(one - other) for one, other in losses),
+        max(float((weights[name] - expected[name]).abs().max()) for name in weights),
+    )
+
+
+def launch_of(run: Path) -> tuple[str, int, int]:
+    """Return strategy, processes and copies of the states in the last start of a run."""
+    launch = tiny.starts(run)[-1]["launch"]
+    return launch["strategy"], launch["world_size"], launch["replicas"]
+
+
+def test_two_copies_of_two_shards_train_like_one_process(
+    pretraining, pretrained, heldout, exhaustive, tmp_path
+):
+    """HSDP with accumulation; its checkpoint resumes bit for bit, and under FSDP2 on two ranks."""
+    settings = FOUR_IN_TWO_COPIES | heldout | ODD_ROWS
+    alone = pretrained(tmp_path / "alone", **settings | {"dp_shard": None})
+    run = tmp_path / "run"
+    shown = run_processes("hsdp", "pretrain.py", pretraining(run, **settings), processes=4)
+    assert "hsdp: 2 x the states, each sharded over 2 ranks" in shown.succeeded()
+    assert launch_of(run) == ("hsdp", 4, 2)
+    assert_same_losses(run, alone)
+    losses, weights = largest_difference(run, alone)
+    assert losses <= 5e-7
+    assert weights <= 1e-6
+    cut = tiny.copied(run, tmp_path / "cut", step=3)
+    argv = pretraining(cut, **settings)
+    assert "resuming from" in run_processes("hsdp", "pretrain.py", argv, processes=4).succeeded()
+    tiny.assert_same_run(cut, run)
+    for ranks in (2, 4) if exhaustive else (2,):
+        other = tiny.copied(run, tmp_path / f"on {ranks}", step=3)
+        argv = pretraining(other, **settings | {"dp_shard": None})
+        run_processes("fsdp2", "pretrain.py", argv, processes=ranks).succeeded()
+        assert launch_of(other) == ("fsdp2", ranks, 1)
+        losses, weights = largest_difference(other, alone)
+        assert losses <= 5e-7
+        assert weights <= 1e-6
+
+
+def test_adapters_on_two_copies_of_two_shards_train_like_one_process(
+    fine_tuning, fine_tuned, chats_heldout, tmp_path
+):
+    settings = LORA | FOUR_IN_TWO_COPIES | chats_heldout | ODD_ROWS
+    alone = fine_tuned(tmp_path / "alone", **settings | {"dp_shard": None})
+    argv = fine_tuning(tmp_path / "run", **settings)
+    run_processes("hsdp", "sft_train.py", argv, processes=4).succeeded()
+    assert_same_losses(tmp_path / "run", alone)
+    losses, weights = largest_difference(tmp_path / "run", alone)
+    assert losses <= 5e-7
+    assert weights <= 1e-6
+
+
 FSDP2_AS_DDP, NOT_CONNECTED = {"ACCELERATE_USE_CPU": "true"}, {}
 
 
@@ -165,7 +227,7 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def test_every_config_is_trained_by_a_test():
-    assert sorted([*(name for name, *_ in WAYS), "single_gpu"]) == NAMES
+    assert sorted([*(name for name, *_ in WAYS), "hsdp", "single_gpu"]) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,7 +241,7 @@ def test_a_config_has_only_keys_that_accelerate_reads(name):
     assert ClusterConfig.from_yaml_file(CONFIGS / f"{name}.yaml").num_machines == 1
     # ... unknown keys of a nested block silently become attributes of the launcher's arguments.
     arguments = {action.dest for action in launch_command_parser()._actions}
-    for block in ("fsdp_config", "deepspeed_config"):
+    for block in ("fsdp_config", "deepspeed_config", "parallelism_config"):
         prefix = "fsdp_" if block == "fsdp_config" else ""
         assert all({key, prefix + key} & arguments for key in content.get(block, {}))
     # These two keys only work on the command line; in a file they would do nothing.

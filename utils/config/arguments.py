@@ -36,6 +36,7 @@ class RunArguments:
     max_tokens: float | str | None = None
     dry_run: bool = False
     strategy: str = "auto"
+    dp_shard: int | None = None
     assume: str | None = None
     suggest: bool = False
     hang_timeout_s: float = 600

@@ -5,7 +5,6 @@ one table of variables covers files, flags and the environment.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.declarations import SettingValues, is_true
+from utils.config.rules import leave_out
 
 # Variables of MPI launchers and srun. accelerate/utils/environment.py takes them for a launch.
 MPI_VARIABLES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
@@ -28,7 +28,10 @@ BY_RECIPE = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "global_batch_size decides",
     "ACCELERATE_GRADIENT_CLIPPING": "max_grad_norm decides",
 }
-_DATA_PARALLEL = ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE")
+# Numbers of HSDP: copies of the sharded states, and ranks that share one copy.
+REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+_DATA_PARALLEL = (REPLICAS, SHARDS)
+_USES_SIZES = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
 
 
@@ -49,7 +52,7 @@ def strategy_variables(config: Mapping[str, Any]) -> dict[str, str]:
     sizes = block(config, "parallelism_config")
     variables |= {key.upper(): str(value) for key, value in sizes.items()}
     if config.get("parallelism_config"):
-        variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        variables[_USES_SIZES] = "true"
     compiler = block(config, "dynamo_config").get("dynamo_backend", config.get("dynamo_backend"))
     if compiler:
         variables["ACCELERATE_DYNAMO_BACKEND"] = str(compiler).upper()
@@ -105,14 +108,74 @@ def launch_faults(variables: Mapping[str, str]) -> Iterator[str]:
         if name in variables and is_wrong(variables[name]):
             key = name.removeprefix("ACCELERATE_").lower()
             yield f"{key} {variables[name]}: {why}"
-    if not is_true("ACCELERATE_USE_PARALLELISM_CONFIG", variables):
-        return
-    fsdp2 = is_true("ACCELERATE_USE_FSDP", variables) and variables.get("FSDP_VERSION") == "2"
     for name in _DATA_PARALLEL:
-        if not fsdp2 and _several(variables.get(name, "1")):
+        if not _several(variables.get(name, "1")) or is_hybrid(variables):
+            continue
+        if not is_true(_USES_SIZES, variables):
+            yield (
+                f"{name.lower()} {variables[name]} has no effect without {_USES_SIZES}=true: use "
+                "accelerate_configs/hsdp.yaml with the setting dp_shard, or unset the variable"
+            )
+        else:
             yield (
                 f"{name.lower()} {variables[name]} needs FSDP2 and would do nothing: write "
                 "distributed_type: FSDP with fsdp_version: 2, or remove parallelism_config"
+            )
+
+
+def is_hybrid(variables: Mapping[str, str]) -> bool:
+    """Return whether the variables of a launch ask for FSDP2 with sizes of its groups (HSDP)."""
+    fsdp2 = is_true("ACCELERATE_USE_FSDP", variables) and variables.get("FSDP_VERSION") == "2"
+    return fsdp2 and is_true(_USES_SIZES, variables)
+
+
+def group_sizes(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with HSDP's numbers of copies and of shards; {} without HSDP."""
+    return {name: variables.get(name, "1") for name in _DATA_PARALLEL if is_hybrid(variables)}
+
+
+def derive_group_sizes(values: SettingValues) -> None:
+    """Set HSDP's sizes in `environment` if the accelerate config leaves them open (1 and 1).
+
+    A copy of the states has `dp_shard` ranks, by default those of a node. In a launch without HSDP
+    a strategy of a stronger source overrules `dp_shard`.
+    """
+    environment, shards = values.environment, values["dp_shard"]
+    if set(group_sizes(environment).values()) == {"1"}:
+        shards = shards or int(environment.get("LOCAL_WORLD_SIZE", values.world_size))
+        sizes = {REPLICAS: str(values.world_size // shards), SHARDS: str(shards)}
+        values.environment = {**environment, **sizes}
+    elif not is_hybrid(environment) and 0 < values.rank("dp_shard") < values.rank("strategy"):
+        leave_out(values, "dp_shard", "strategy")
+
+
+def _group_faults(values: SettingValues) -> Iterator[str]:
+    """Yield a line if HSDP's sizes are not those of the launch, or not those of dp_shard."""
+    processes, given = values.world_size, values["dp_shard"]
+    if not is_hybrid(values.environment):
+        if given is not None and processes > 1:
+            yield (
+                f"{values.shown('dp_shard')} has no effect, because this launch does not use HSDP: "
+                "set strategy: hsdp (accelerate launch --config_file accelerate_configs/hsdp.yaml),"
+                " or leave it out"
+            )
+        return
+    if processes == 1:
+        yield "HSDP needs at least 2 processes: for one use accelerate_configs/single_gpu.yaml"
+        return
+    with suppress(ValueError):  # accelerate reports sizes that are no integers
+        replicas, shards = map(int, group_sizes(values.environment).values())
+        if replicas * shards != processes or shards < 2:
+            possible = [str(size) for size in range(2, processes + 1) if processes % size == 0]
+            yield (
+                f"HSDP: dp_replicate_size {replicas} x dp_shard_size {shards} are not the "
+                f"{processes} processes of this launch, with at least 2 to shard over: set dp_shard"
+                f" to {' or '.join(possible)}, and no sizes in the accelerate config"
+            )
+        elif given not in (None, shards):
+            yield (
+                f"{values.shown('dp_shard')} contradicts dp_shard_size {shards} of the accelerate "
+                "config: remove one of them"
             )
 
 
@@ -121,16 +184,8 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
     environment, processes = values.environment, values.world_size
     faults = [*launch_faults(environment)]
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
-    needed = "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP"
-    if all(is_true(name, environment) for name in needed) and not faults:
-        sizes = [environment.get(name, "1") for name in _DATA_PARALLEL]
-        with suppress(ValueError):  # accelerate reports sizes that are no integers
-            if math.prod(map(int, sizes)) != processes or int(sizes[1]) < 2:
-                yield (
-                    f"the accelerate config: dp_replicate_size {sizes[0]} x dp_shard_size "
-                    f"{sizes[1]} are not the {processes} processes of this launch, with at least 2 "
-                    "to shard over: correct them, or remove parallelism_config"
-                )
+    if not faults:
+        yield from _group_faults(values)
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
         yield from _deepspeed_file_faults(file, values, processes)

@@ -164,7 +164,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0 and below 2**31", lambda value: 0 <= value < 2**31, "ddp_bucket_cap_mb"),
     ("at least 0 and at most 1024", lambda value: 0 <= value <= 1024, "dataloader_num_workers"),
     # The newest checkpoint may be damaged, so keep two. A sequence of one token has no target.
-    ("at least 2", lambda value: value >= 2, "save_total_limit sequence_length"),
+    ("at least 2", lambda value: value >= 2,
+     "dp_shard save_total_limit sequence_length"),
     ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32, "seed"),
     ("at least 1, or -1 to go by num_train_epochs", lambda value: value >= 1 or value == -1,
      "max_steps"),

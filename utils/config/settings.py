@@ -20,7 +20,11 @@ from utils.config.arguments import (
 )
 from utils.config.command_line import read_settings
 from utils.config.declarations import Check, SettingValues, counted_ranks
-from utils.config.launch_settings import launch_for_libraries, let_recipe_decide
+from utils.config.launch_settings import (
+    derive_group_sizes,
+    launch_for_libraries,
+    let_recipe_decide,
+)
 from utils.config.own_code import OwnCode
 from utils.config.precision import settle_precision
 from utils.config.raw_data import RawData, hold_out, take_out_raw
@@ -81,7 +85,8 @@ def _parse(
     description: str,
 ) -> RunSettings:
     settle = (
-        *(describe_launch, rename_checkpointing, choose_length, leave_out_overruled, hold_out),
+        *(describe_launch, derive_group_sizes, rename_checkpointing, choose_length),
+        *(leave_out_overruled, hold_out),
         *(leave_out_old_keywords, derive_batch_sizes, derive_evaluation, derive_best_model),
         *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
     )

@@ -27,9 +27,12 @@ CONFIG = "ACCELERATE_CONFIG"
 SUBMITTING = "STOKER_SUBMITTING"  # set if slurm/submit.sh started the dry run
 AUTO = "auto"
 FOLDER = Path("accelerate_configs")
-NAMES = ("single_gpu", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "cpu")
+NAMES = ("single_gpu", "multi_gpu", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cpu")
 # Names of the strategies in other toolkits.
-FOREIGN = {"ddp": "multi_gpu", "dp": "multi_gpu", "single": "single_gpu", "deepspeed": "zero2"}
+FOREIGN = {
+    "ddp": "multi_gpu", "dp": "multi_gpu", "single": "single_gpu", "deepspeed": "zero2",
+    "hybrid_shard": "hsdp",
+}  # fmt: skip
 ONE_PROCESS = ("NO", False, "MULTI_CPU")  # YAML reads an unquoted NO as false
 SHARDING = ("FSDP", "DEEPSPEED")
 _ROOT = Path(__file__).parents[2]
@@ -120,7 +123,7 @@ def read_config(path: Path, chosen_by: str) -> StrategyConfig:
 
 
 def describe_launch(values: SettingValues) -> None:
-    """Add the variables of the planned launch (WORLD_SIZE, strategy) to a dry run's `environment`.
+    """Add the variables of the planned launch (processes, strategy) to a dry run's `environment`.
 
     The number of processes comes from `assume`, or from WORLD_SIZE, which slurm/submit.sh sets. Do
     nothing if neither is given, or if `accelerate launch` started a dry run without `assume`.
@@ -132,8 +135,9 @@ def describe_launch(values: SettingValues) -> None:
     # check_strategy reports these errors.
     with suppress(ValueError):
         if values["assume"]:
-            world_size = assumed_gpus(values["assume"]).world_size
-            environment = {**environment, "WORLD_SIZE": str(world_size)}
+            gpus = assumed_gpus(values["assume"])
+            sizes = {"WORLD_SIZE": str(gpus.world_size), "LOCAL_WORLD_SIZE": str(gpus.per_node)}
+            environment = {**environment, **sizes}
         values.environment = environment
         strategy = Given(values["strategy"], values.source("strategy"))
         on_cpu = not values["assume"] and values.on_cpu

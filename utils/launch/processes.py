@@ -4,6 +4,7 @@ Without these checks, processes that are not connected would each train alone. a
 silently replace a strategy that cannot run. A broken network would look like a hang.
 """
 
+import logging
 import os
 import re
 import threading
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
+from utils.config.launch_settings import REPLICAS, group_sizes
 from utils.host.collectives import gathered
 from utils.host.machine import host_name
+
+logger = logging.getLogger(__name__)
 
 # Ranks do not start at the same time: with a cold file cache, imports take a minute longer.
 FIRST_COLLECTIVE_LIMIT_S = 180.0
@@ -33,8 +37,9 @@ class LaunchFacts:
     """The rank of this process, the number of ranks, the strategy, all hosts and the device type.
 
     strategy  requested by `accelerate launch`: single, ddp, fsdp1, fsdp2, zero1, zero2, zero3, or
-              zero_file for a DeepSpeed config file
+              zero_file for a DeepSpeed config file; it decides the files of a checkpoint
     hosts     one host name per rank
+    replicas  copies of the sharded states; above 1 only for HSDP, which is fsdp2 with copies
     """
 
     rank: int
@@ -42,6 +47,17 @@ class LaunchFacts:
     strategy: str
     hosts: tuple[str, ...]
     device: str
+    replicas: int = 1
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share one copy of the states, if the strategy shards them."""
+        return self.world_size // self.replicas
+
+    @property
+    def name(self) -> str:
+        """The strategy for messages, where HSDP is not fsdp2."""
+        return "hsdp" if self.replicas > 1 else self.strategy
 
 
 def check_launch() -> LaunchFacts:
@@ -58,7 +74,8 @@ def check_launch() -> LaunchFacts:
     check_connected(state.num_processes, torch.cuda.device_count() if device == "cuda" else 0)
     hosts = all_hosts(state.process_index, state.device)
     strategy = requested_strategy(os.environ, state.num_processes)
-    return LaunchFacts(state.process_index, state.num_processes, strategy, hosts, device)
+    ranks, replicas = state.num_processes, requested_replicas(os.environ)
+    return LaunchFacts(state.process_index, ranks, strategy, hosts, device, replicas)
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:
@@ -132,6 +149,30 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
     return "ddp" if processes > 1 else "single"
 
 
+def requested_replicas(environment: Mapping[str, str]) -> int:
+    """Return the copies of sharded states that the environment asks for: 1 without HSDP."""
+    return int(group_sizes(environment).get(REPLICAS, "1"))
+
+
+def report_groups(launch: LaunchFacts, per_node: int) -> None:
+    """Log HSDP's copies and shards; warn if a copy needs the GPUs of several nodes."""
+    copies, shards = launch.replicas, launch.shards
+    also = ", as with fsdp2: there is one copy" if copies == 1 else ""
+    logger.info("hsdp: %d x the states, each sharded over %d ranks%s", copies, shards, also)
+    if shards > per_node:
+        logger.warning(
+            "dp_shard %d: a node has %d GPUs, so each layer's weights cross the network twice per "
+            "micro-batch; with dp_shard %d only gradients do, once per step",
+            shards, per_node, per_node,
+        )  # fmt: skip
+
+
+def has_replicas(accelerator: Any) -> bool:
+    """Return whether accelerate runs FSDP2 with several copies of the sharded states (HSDP)."""
+    sizes = accelerator.parallelism_config
+    return accelerator.is_fsdp2 and sizes is not None and sizes.dp_replicate_enabled
+
+
 def tune_strategy(accelerator: Any) -> None:
     """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
@@ -142,6 +183,9 @@ def tune_strategy(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
+    if has_replicas(accelerator):
+        # Else each rank would keep gradients of all weights until the last micro-batch of a step.
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
 
 def check_running_strategy(facts: LaunchFacts) -> None:
@@ -154,6 +198,13 @@ def check_running_strategy(facts: LaunchFacts) -> None:
 
     state = AcceleratorState()
     requested, actual = facts.strategy, "ddp"
+    sizes = state.parallelism_config
+    replicas = 1 if sizes is None else sizes.dp_replicate_size
+    if facts.strategy == "fsdp2" and replicas != facts.replicas:
+        raise ConfigurationError(
+            f"The launcher asked for {facts.replicas} copies of the sharded states, but accelerate "
+            f"runs {replicas}: use accelerate_configs/hsdp.yaml and the setting dp_shard."
+        )
     if state.distributed_type.value == "DEEPSPEED":
         actual = f"zero{state.deepspeed_plugin.zero_stage}"
     elif state.distributed_type.value == "FSDP":

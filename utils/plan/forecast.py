@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from utils.model.flops import TokenProducts, token_products
 from utils.plan.memory_estimate import GIB, estimate_memory
 from utils.plan.memory_plan import (
     MARGIN,
+    REPLICAS,
     RESERVED,
     ROWS,
     VARIABLE,
@@ -48,6 +50,7 @@ NOT_COMPILED, OF_EXPERTS, FLOAT32, SELECTIVE = 0.8, 0.5, 0.5, 1.04
 # Not measured: the share of a link's speed that an exchange reaches. The network's speed is not
 # known: 200 Gbit/s per GPU are assumed, in bytes per second.
 LINK_SHARE, NETWORK = 0.8, 25e9
+HSDP = "hsdp"
 FILES = {"single": "single_gpu", "ddp": "multi_gpu"}  # strategies whose file has another name
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 AS_FAST = 0.98  # a speed of at least this share of the fastest counts as equal
@@ -127,17 +130,19 @@ class Planner:
         )
         share *= math.prod(factor for factor, applies in factors if applies)
         work_s = tokens * self.step_flops(recomputed) / (share * known.flops)
-        # The exchange is a ring through all GPUs. Between nodes it uses one network card per GPU.
-        link = known.link if gpus.nodes == 1 else min(known.link, gpus.per_node * NETWORK)
-        per_micro_batch, at_the_end = exchanged_bytes(setup, gpus.world_size)
-        each_s = max(work_s, per_micro_batch / (link * LINK_SHARE))
+        exchange_s, exchange_at_the_end_s = exchange_times(setup, gpus, known.link)
+        each_s = max(work_s, exchange_s)
         # The exchange at the end overlaps with the last backward pass, 2/3 of a micro-batch's time.
-        last_s = max(at_the_end / (link * LINK_SHARE) - work_s * 2 / 3, 0)
+        last_s = max(exchange_at_the_end_s - work_s * 2 / 3, 0)
         return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
 
     def candidate(self, strategy: str, micro_batch: int, recomputed: str) -> Candidate:
         """Predict memory and speed. Raises ConfigurationError if the batch does not divide."""
-        setup = changed(self.setup, {"strategy": strategy, ROWS: micro_batch})
+        changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch}
+        if strategy == HSDP:
+            copies = self.setup.launch.replicas
+            changes |= {"strategy": "fsdp2", REPLICAS: copies if copies > 1 else self.gpus.nodes}
+        setup = changed(self.setup, changes)
         speeds, memory = self.speeds(setup, recomputed), estimate_memory(setup, recomputed)
         return Candidate(strategy, micro_batch, recomputed, memory.total, speeds, memory.counted)
 
@@ -150,7 +155,9 @@ class Planner:
         """Yield settings that fit into `room`; DeepSpeed's strategies if the run uses one."""
         launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
-        for strategy in ("ddp", *zero, "fsdp2") if launch.world_size > 1 else ("single",):
+        hybrid = (HSDP,) if self.gpus.nodes > 1 and self.gpus.per_node > 1 else ()
+        several = ("ddp", *zero, *hybrid, "fsdp2")
+        for strategy in several if launch.world_size > 1 else ("single",):
             for choice in possible_checkpointing(changed(self.setup, {"strategy": strategy})):
                 for size in MICRO_BATCHES:
                     if batch % (size * launch.world_size):
@@ -159,6 +166,25 @@ class Planner:
                     if not found.counted or found.total_bytes > self.room:
                         break
                     yield found
+
+
+def exchange_times(setup: Setup, gpus: AssumedGpus, link: float) -> tuple[float, float]:
+    """Return the seconds of exchange per micro-batch, and those at the end of each step.
+
+    link: bytes/s between GPUs of a node. The exchange is a ring through all GPUs. Between nodes it
+    uses the network cards of all GPUs of a node. HSDP has a ring through the GPUs of each copy,
+    and at the end of a step a ring through the copies for each GPU's share of the gradients, in 4
+    bytes each.
+    """
+    replicas, shards = setup.launch.replicas, gpus.world_size // setup.launch.replicas
+    network = link if gpus.nodes == 1 else min(link, gpus.per_node * NETWORK)
+    within = link if shards <= gpus.per_node else network
+    per_micro_batch, at_the_end = exchanged_bytes(setup, shards)
+    end_s = at_the_end / (within * LINK_SHARE)
+    if replicas > 1:
+        sent = 8 * setup.parameters[1] / shards * (replicas - 1) / replicas
+        end_s += sent / ((link if gpus.nodes == 1 else min(link, NETWORK)) * LINK_SHARE)
+    return per_micro_batch / (within * LINK_SHARE), end_s
 
 
 def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:

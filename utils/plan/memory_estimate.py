@@ -64,7 +64,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
         size, gradients = 2, 2 * trained  # DeepSpeed computes with half precision
     weights = (parameters - trained) * size + gradients
     shards = {
-        kind: launch.world_size if launch.strategy in strategies else 1
+        kind: launch.shards if launch.strategy in strategies else 1
         for kind, strategies in SHARDED_BY.items()
     }
     gradients //= shards["gradients"]

@@ -34,7 +34,8 @@ RESERVED = {"cuda": 0.06, "cpu": 0.05}
 # threads and gaps between tensors: small models need up to 1.8 times (docs/memory.md).
 MARGIN = {"cuda": 1.10, "cpu": 2.0}
 # A change that may make a run fit is {setting: value}. The key GPUS sets the number of GPUs.
-GPUS = "GPUs"
+# The key REPLICAS sets the copies of sharded states: with another strategy they become 1.
+GPUS, REPLICAS = "GPUs", "copies"
 ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
 SHOWN = 3
 SHORTEST = 256  # tokens
@@ -94,7 +95,7 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     if room is not None and needed > room:
         problem = (
             f"memory: {needed / GIB:.1f} GiB predicted for a device of {(size or room) / GIB:.1f} "
-            f"GiB (strategy {launch.strategy}, {launch.world_size} rank(s), micro-batch "
+            f"GiB (strategy {launch.name}, {launch.world_size} rank(s), micro-batch "
             f"{setup.micro_batch}); {remedies(setup, choice, room)}"
         )
         refused = weights > room if size is None else needed > margin * size
@@ -226,7 +227,8 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
     if more:
         yield from (one | {RECOMPUTED: possible[-1]} for one in smaller)
     ranks, length = setup.launch.world_size, settings.data.sequence_length
-    if ranks > 1 and setup.launch.strategy not in SHARDED_BY["weights"]:
+    unsharded = setup.launch.strategy not in SHARDED_BY["weights"]
+    if ranks > 1 and (unsharded or setup.launch.replicas > 1):
         yield {"strategy": "fsdp2"}
         yield {"strategy": "fsdp2"} | least
     while (ranks := ranks * 2) <= settings.run.global_batch_size:
@@ -270,5 +272,6 @@ def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
         launch,
         strategy=changes.get("strategy", launch.strategy),
         world_size=changes.get(GPUS, launch.world_size),
+        replicas=changes.get(REPLICAS, 1 if "strategy" in changes else launch.replicas),
     )
     return replace(setup, settings=settings, launch=launch, parameters=parameters)

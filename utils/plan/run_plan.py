@@ -289,7 +289,7 @@ def report_run(
             "where accelerate would train with plain DDP: use strategy: cpu, or "
             "leave it out"
         )
-    report.say(f"processes: {launch.world_size}, strategy {launch.strategy}")
+    report.say(f"processes: {launch.world_size}, strategy {launch.name}")
     if every := save_interval(training, total_steps):
         count = math.ceil(total_steps / every)
         most = most_at_once(training.save_total_limit, count) + settings.run.save_best

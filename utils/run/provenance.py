@@ -71,8 +71,9 @@ def write_provenance(
         "python": platform.python_version(),
         "git": git_state(),
         "launch": {
-            "strategy": launch.strategy,
+            "strategy": launch.name,
             "world_size": launch.world_size,
+            "replicas": launch.replicas,
             "hosts": list(dict.fromkeys(launch.hosts)),
             "devices": devices,
             "launcher": LAUNCHER if NODE_DIR in os.environ else None,

@@ -35,7 +35,7 @@ from utils.checkpoints.pickles import guard_loading, refuse_code
 from utils.checkpoints.record import RunRecord
 from utils.checkpoints.store import BackgroundWriter, Checkpoints, remove_leftovers
 from utils.config.errors import ConfigurationError, NoProgressError, StorageError
-from utils.config.launch_settings import strategy_variables
+from utils.config.launch_settings import group_sizes, is_hybrid, strategy_variables
 from utils.config.recipes import MASKED_NOTE, dump_yaml
 from utils.config.settings import RunSettings
 from utils.config.strategy import AUTO, SUBMITTING, read_config, strategy_path
@@ -47,7 +47,14 @@ from utils.host.machine import global_rank
 from utils.host.redaction import load_env_file, redacted
 from utils.host.run_lock import leave_run_lock, refuse_if_in_use, run_owners, take_run_lock
 from utils.kernels.cpu_products import choose_products, keep_freed_memory, products_name
-from utils.launch.processes import LaunchFacts, check_connected, check_launch, requested_strategy
+from utils.launch.processes import (
+    LaunchFacts,
+    check_connected,
+    check_launch,
+    report_groups,
+    requested_replicas,
+    requested_strategy,
+)
 from utils.launch.restart import note_restarts
 from utils.launch.script import configure_logging
 from utils.launch.signals import install_stop_signals
@@ -123,6 +130,7 @@ def _settle_hub(settings: RunSettings) -> bool:
 def _launch(settings: RunSettings) -> LaunchFacts:
     """Check the launch; on rank 0 copy the checkpoint of --resume_from_checkpoint to output_dir."""
     install_stop_signals()
+    os.environ |= group_sizes(settings.values.environment)  # accelerate reads them
     launch = check_launch()
     check_same_start(settings, launch)
     args = settings.training
@@ -153,12 +161,16 @@ def _planned_launch(settings: RunSettings) -> LaunchFacts:
     strategy = requested_strategy(settings.values.environment, world_size)
     if SUBMITTING not in os.environ and not settings.run.assume:  # the run would use this host
         check_connected(world_size, visible_gpus=0)
-    return LaunchFacts(global_rank(), world_size, strategy, hosts=(), device=device)
+    replicas = requested_replicas(settings.values.environment)
+    return LaunchFacts(global_rank(), world_size, strategy, (), device, replicas)
 
 
 def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
     """Log that --strategy has no effect if `accelerate launch` was given another strategy."""
     given, shown = settings.run.strategy, settings.values.shown("strategy")
+    environment = settings.values.environment
+    if is_hybrid(environment):
+        report_groups(launch, int(environment.get("LOCAL_WORLD_SIZE", launch.world_size)))
     if given == AUTO:
         return
     asked = strategy_variables(read_config(strategy_path(given), shown).content)
@@ -166,8 +178,8 @@ def report_strategy(settings: RunSettings, launch: LaunchFacts) -> None:
     if launch.world_size == 1 and launch.strategy == "single":
         if given not in ("single_gpu", "cpu"):
             logger.info("%s has no effect: there is one process", shown)
-    elif strategy != launch.strategy:
-        logger.warning("%s has no effect: the launch decides, by %s", shown, launch.strategy)
+    elif (strategy, is_hybrid(asked)) != (launch.strategy, is_hybrid(environment)):
+        logger.warning("%s has no effect: the launch decides, by %s", shown, launch.name)
 
 
 def start_run(

@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_end(job, options, Path(directory, job_script))
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | launch
     environment |= {"WORLD_SIZE": str(allocation.world_size), SUBMITTING: "1"}
+    environment["LOCAL_WORLD_SIZE"] = str(allocation.processes)
     code = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
     if code == 0:
         make_log_folder(log)

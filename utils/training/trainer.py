@@ -21,7 +21,7 @@ from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import PADDING_SEQUENCE, eval_batches
-from utils.launch.processes import tune_strategy
+from utils.launch.processes import has_replicas, tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products
 from utils.model.finished_model import finished_generation
@@ -82,6 +82,7 @@ class PackedTrainer(SavingTrainer):
         # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
         tune_strategy(self.accelerator)
+        self.sums_replicas = has_replicas(self.accelerator)
         # Replace Trainer's NEFTune noise, which depends on the length of packed sequences.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(self.model, alpha) if alpha else None
@@ -139,6 +140,13 @@ class PackedTrainer(SavingTrainer):
         if self.callbacks.balance is not None:
             self.callbacks.balance.begin_step(batches, self._expert_assignments)
         return batches, items
+
+    @override
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a micro-batch. HSDP sums gradients over its copies in the last one of a step."""
+        if self.sums_replicas:
+            model.set_requires_all_reduce(self.accelerator.sync_gradients)
+        return super().training_step(model, *args, **kwargs)
 
     def _expert_assignments(self, batch: Batch) -> torch.Tensor:
         """Return the number of tokens routed to each expert, (experts,), in training mode."""

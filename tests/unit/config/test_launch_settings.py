@@ -12,7 +12,12 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from command_lines import BASE
 
 from utils.config.errors import ConfigurationError
-from utils.config.launch_settings import launch_faults, launch_for_libraries, strategy_variables
+from utils.config.launch_settings import (
+    group_sizes,
+    launch_faults,
+    launch_for_libraries,
+    strategy_variables,
+)
 from utils.config.settings import parse_pretraining
 from utils.config.strategy import read_config
 
@@ -117,6 +122,67 @@ def test_sizes_that_are_not_the_processes_of_the_launch_are_refused(monkeypatch)
         else:
             with pytest.raises(ConfigurationError, match="are not the 4 processes of this launch"):
                 parse_pretraining(argv, "")
+
+
+HYBRID = {
+    "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+}  # fmt: skip
+
+
+@pytest.fixture
+def hybrid(monkeypatch):
+    """Return a function that reads settings in a launch by hsdp.yaml, with changed variables."""
+
+    def read(changes: dict[str, str | None] | None = None, **settings):
+        for name, value in (HYBRID | (changes or {})).items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        given = {"dry_run": "true", "use_cpu": None, "global_batch_size": 48} | settings
+        return parse_pretraining(tiny.flags(**BASE | given), "").values
+
+    return read
+
+
+def test_sizes_that_the_config_leaves_open_follow_from_the_setting_or_the_node(hybrid):
+    for shards, expected in ((None, (4, 4)), (2, (8, 2)), (8, (2, 8)), (16, (1, 16))):
+        sizes = group_sizes(hybrid(dp_shard=shards).environment)
+        assert tuple(map(int, sizes.values())) == expected
+    assert os.environ.keys().isdisjoint(sizes), "the process stays as it is"
+    given = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "8", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    assert group_sizes(hybrid(given).environment) == given, "sizes of a config stay"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shards", "said"),
+    [
+        ({}, 3, "HSDP: dp_replicate_size 5 x dp_shard_size 3 are not the 16 processes of this "
+         "launch.* set dp_shard to 2 or 4 or 8 or 16, and"),
+        ({}, 32, "0 x dp_shard_size 32 are not the 16 processes"),
+        ({}, 1, "dp_shard 1 .*: it must be at least 2"),
+        ({"LOCAL_WORLD_SIZE": "1"}, None, "at least 2 to shard over: set dp_shard to 2 or 4 or 8"),
+        ({"WORLD_SIZE": "1"}, None, "HSDP needs at least 2 processes: .*single_gpu.yaml"),
+        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, 8,
+         "dp_shard 8 .* contradicts dp_shard_size 4 of the accelerate config"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": None}, 4, "dp_shard 4 .* has no effect, because this"
+         " launch does not use HSDP: set strategy: hsdp"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": None, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, None,
+         "dp_shard_size 4 has no effect without ACCELERATE_USE_PARALLELISM_CONFIG=true"),
+    ],
+)  # fmt: skip
+def test_groups_that_cannot_be_are_refused_before_the_mesh_is_made(hybrid, changes, shards, said):
+    with pytest.raises(ConfigurationError, match=said):
+        hybrid(changes, dp_shard=shards)
+
+
+def test_a_strategy_of_a_stronger_source_overrules_the_shards_of_a_recipe(hybrid, tmp_path):
+    (recipe := tmp_path / "a.yaml").write_text("strategy: hsdp\ndp_shard: 4\n")
+    ddp = {name: None for name in HYBRID if "SIZE" not in name}
+    values = hybrid(ddp, config=recipe, strategy="multi_gpu")
+    assert values["dp_shard"] is None
+    line = next(note for note in values.notes if note.startswith("dp_shard 4"))
+    assert "a.yaml:2) has no effect: strategy multi_gpu" in line
 
 
 def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):

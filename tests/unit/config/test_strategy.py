@@ -9,7 +9,7 @@ from command_lines import BASE
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_pretraining
 from utils.config.strategy import assumed_gpus
-from utils.launch.processes import requested_strategy
+from utils.launch.processes import requested_replicas, requested_strategy
 
 LAUNCH = ("WORLD_SIZE", "ACCELERATE_CONFIG", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP")
 
@@ -74,6 +74,10 @@ def test_a_dry_run_sees_the_launch_it_is_about_and_leaves_the_process_alone():
     before = dict(os.environ)
     words = "--dry_run", "--assume", "2x4x48GB", "--strategy", "fsdp2"
     assert described(*words) == (8, "fsdp2")
+    hybrid = [*words[:-1], "hsdp"]
+    assert described(*hybrid) == (8, "fsdp2")
+    for more, copies in (([], 2), (["--dp_shard", "2"], 4), (["--dp_shard", "8"], 1)):
+        assert requested_replicas(parse(*hybrid, *more).values.environment) == copies
     settings = parse(*words)
     assert settings.training.per_device_train_batch_size == 1, "8 sequences divide over 8 ranks"
     assert settings.resolved["bf16"] is True, "the assumed GPUs have it"

@@ -77,7 +77,7 @@ def test_the_settings_name_a_strategy_and_the_environment_wins_over_it():
 
 
 def test_one_process_has_nothing_to_share_but_may_offload(tmp_path):
-    for name in ("multi_gpu", "fsdp2", "zero1", "zero2", "zero3"):
+    for name in ("multi_gpu", "fsdp2", "hsdp", "zero1", "zero2", "zero3"):
         config = chosen(name, ONE)
         assert config.path == Path("accelerate_configs/single_gpu.yaml")
         assert config.chosen_by.endswith("which has no effect on one process")

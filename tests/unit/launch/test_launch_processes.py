@@ -47,6 +47,7 @@ def test_another_strategy_than_asked_for_is_refused(monkeypatch):
         distributed_type=DistributedType.DEEPSPEED,
         deepspeed_plugin=SimpleNamespace(zero_stage=2),
         fsdp_plugin=SimpleNamespace(fsdp_version=1),
+        parallelism_config=None,
     )
     monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
     facts = LaunchFacts(0, 1, "zero_file", ("n1",), "cuda")
@@ -56,6 +57,13 @@ def test_another_strategy_than_asked_for_is_refused(monkeypatch):
     state.distributed_type = DistributedType.FSDP
     with pytest.raises(ConfigurationError, match="asked for fsdp2, but accelerate runs fsdp1"):
         check_running_strategy(replace(facts, strategy="fsdp2"))
+    state.fsdp_plugin.fsdp_version = 2
+    hybrid = replace(facts, strategy="fsdp2", world_size=8, replicas=4)
+    with pytest.raises(ConfigurationError, match=r"for 4 copies .* accelerate runs 1: use acc"):
+        check_running_strategy(hybrid)
+    state.parallelism_config = SimpleNamespace(dp_replicate_size=4)
+    check_running_strategy(hybrid)
+    assert (hybrid.shards, hybrid.name) == (2, "hsdp")
 
 
 def test_one_process_passes_unless_more_were_started(monkeypatch):

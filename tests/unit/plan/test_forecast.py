@@ -107,10 +107,11 @@ def test_recomputation_is_counted():
     assert llama.step_flops("selective") == llama.step_flops("none")
 
 
-def on_gpus(planner, gpus, strategy, rows, length, accumulation, **changes):
-    """Return the planner's setup on these GPUs with these batches."""
+def on_gpus(planner, gpus, strategy, rows, length, accumulation, copies=1, **changes):
+    """Return the planner's setup on these GPUs with these batches and copies of the states."""
     batch = {"sequence_length": length, "per_device_train_batch_size": rows}
-    run = changed(planner.setup, batch | {"GPUs": gpus.world_size, "strategy": strategy})
+    batch |= {"GPUs": gpus.world_size, "strategy": strategy, "copies": copies}
+    run = changed(planner.setup, batch)
     whole = replace(run.settings.run, global_batch_size=rows * gpus.world_size * accumulation)
     return replace(run, settings=replace(run.settings, run=whole), **changes)
 
@@ -129,5 +130,12 @@ def test_gpus_that_wait_for_each_other_are_slower():
     assert per_gpu("fsdp2", node, rows=1, length=256) < 0.5 * one
     assert per_gpu("fsdp2", slow, **short) < 0.7 * per_gpu("fsdp2", slow)
     assert per_gpu("fsdp2", nodes, **short) < per_gpu("fsdp2", node, **short)
+    short["accumulation"] = 64
+    copies = per_gpu("fsdp2", nodes, copies=8, **short)
+    assert copies == pytest.approx(per_gpu("fsdp2", node, **short), rel=0.02), "once per step"
+    assert per_gpu("fsdp2", nodes, copies=4, **short) < copies, "each copy is on two nodes"
+    short["accumulation"] = 1
+    assert per_gpu("fsdp2", nodes, copies=8, **short) < 0.8 * copies, "gradients do cross it"
+    del short["accumulation"]
     once = per_gpu("ddp", slow, accumulation=1, **short)
     assert per_gpu("ddp", slow, accumulation=32, **short) > 1.3 * once

@@ -105,6 +105,23 @@ def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
     assert {one.strategy for one in alone.candidates()} == {"single"}
 
 
+def test_on_several_nodes_a_copy_on_each_is_suggested_where_it_fits(plan):
+    """Of equally fast strategies HSDP wins over FSDP2."""
+    nodes = AssumedGpus("A100", 2, 2, 250 / 1024, 312e12, 300e9)
+
+    def best(memory_mib: float) -> Candidate:
+        planner = replace(plan(0), gpus=replace(nodes, memory_gib=memory_mib / 1024))
+        return best_of(list(planner.candidates()))
+
+    assert [best(mib).strategy for mib in (200, 300)] == ["fsdp2", "hsdp"]
+    planner = replace(plan(0), gpus=nodes)
+    by_four = replace(planner.setup.launch, replicas=1)
+    two, four = planner.candidate("hsdp", 1, "full"), planner.candidate("fsdp2", 1, "full")
+    assert two.total_bytes > four.total_bytes
+    own = replace(planner, setup=replace(planner.setup, launch=replace(by_four, replicas=4)))
+    assert own.candidate("hsdp", 1, "full").total_bytes > two.total_bytes, "the run's dp_shard"
+
+
 def test_gpus_have_to_be_known_and_their_speed_may_not_be(plan, monkeypatch):
     run = planned.setup(LLAMA, planned.settings(dry_run="true"), world_size=4, strategy="fsdp2")
     with pytest.raises(ConfigurationError, match="add --assume 8xH100-80GB"):

@@ -37,7 +37,7 @@ def test_each_start_records_where_it_comes_from(tmp_path, monkeypatch):
     assert first["argv"] == ["pretrain.py", "--run_name", "***"]
     assert first["launch"] == {
         "strategy": "fsdp2", "world_size": 3, "hosts": ["n1", "n2"], "devices": ["cpu"],
-        "launcher": None,
+        "launcher": None, "replicas": 1,
     }  # fmt: skip
     assert second["launch"]["launcher"] == "slurm/launch_node.sh"
     assert first["slurm"]["job_id"] == "7"

@@ -86,11 +86,12 @@ def test_ranks_that_decide_differently_or_have_other_own_code_are_refused(monkey
 def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
     caplog.set_level("INFO")
 
-    def said(strategy: str, launched: str, ranks: int) -> str:
+    def said(strategy: str, launched: str, ranks: int, copies=1, **environment: str) -> str:
         caplog.clear()
-        values = SimpleNamespace(shown=lambda name: f"{name} {strategy} (a.yaml:3)")
+        shown = f"strategy {strategy} (a.yaml:3)"
+        values = SimpleNamespace(shown=lambda _: shown, environment=environment)
         settings = SimpleNamespace(run=SimpleNamespace(strategy=strategy), values=values)
-        report_strategy(settings, LaunchFacts(0, ranks, launched, (), "cpu"))
+        report_strategy(settings, LaunchFacts(0, ranks, launched, (), "cpu", copies))
         return "".join(f"{each.levelname} {each.getMessage()}" for each in caplog.records)
 
     assert said("auto", "ddp", 2) == said("fsdp2", "fsdp2", 2) == said("multi_gpu", "ddp", 2) == ""
@@ -104,3 +105,12 @@ def test_where_the_launch_is_not_as_the_recipe_says_one_line_says_so(caplog):
     assert said("fsdp2", "single", 1) == (
         "INFO strategy fsdp2 (a.yaml:3) has no effect: there is one process"
     )
+    assert said("hsdp", "fsdp2", 16).endswith("has no effect: the launch decides, by fsdp2")
+    hybrid = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "LOCAL_WORLD_SIZE": "4"}
+    hybrid["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    line = "INFO hsdp: 4 x the states, each sharded over 4 ranks"
+    assert said("hsdp", "fsdp2", 16, 4, **hybrid) == line
+    assert said("fsdp2", "fsdp2", 16, 4, **hybrid).endswith("the launch decides, by hsdp")
+    assert said("hsdp", "fsdp2", 4, **hybrid).endswith("4 ranks, as with fsdp2: there is one copy")
+    over = said("hsdp", "fsdp2", 16, 2, **hybrid)
+    assert "WARNING dp_shard 8: a node has 4 GPUs, so each layer's weights cross the net" in over
