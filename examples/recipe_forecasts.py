@@ -48,7 +48,8 @@ CHAT_TOKENS = 1090  # the length of the document that a token is in: `effective_
 # qwen3_600m_sft.json in benchmarks/results/gpu
 HARDWARE = re.compile(r"^# Hardware: (\d+) x (\S+?)(?:, (\d+) nodes)?(?: \(.*\))?\.$", re.MULTILINE)
 LINE = re.compile(r"^# Predicted on .*\n", re.MULTILINE)
-WORDS = {"allenai/OLMo-2-0425-1B": 100_352, "openai-community/gpt2": 50_304}  # by tokenizer
+# The vocabularies of the data's tokenizers, by a part of the data's name.
+VOCABULARIES = {"gpt2": 50_304, "real-text": 8_192, "": 100_352}
 
 
 def _sizes(
@@ -258,7 +259,7 @@ def model_config(settings: RunSettings) -> PreTrainedConfig:
     file = model.model_config or "recipes/model/llama_1b_32k.yaml"
     values = {name: value for name, (value, _) in load_file(ROOT / file).items()}
     (data,) = settings.data.train_data
-    words = WORDS["openai-community/gpt2" if "gpt2" in data else "allenai/OLMo-2-0425-1B"]
+    words = next(size for part, size in VOCABULARIES.items() if part in data)
     return AutoConfig.for_model(**values, vocab_size=words)
 
 

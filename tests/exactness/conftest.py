@@ -36,7 +36,8 @@ def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
     """Return a function from the name of a proof to a dict that the tests fill with figures.
 
     The figures are printed after the module. An exhaustive run writes them to
-    benchmarks/results/exactness/NAME.json, which the documents quote.
+    benchmarks/results/exactness/NAME.json, which the documents quote. A run of some of the tests
+    replaces their rows only. Each row has its commit.
     """
     found: dict[str, dict[str, Any]] = {}
     yield lambda name: found.setdefault(name, {})
@@ -45,14 +46,28 @@ def figures(exhaustive: bool) -> Iterator[Callable[[str], dict[str, Any]]]:
         print(f"\n{name}{'' if exhaustive else ' (sampled)'}: {text}")
         if exhaustive:
             RESULTS.mkdir(parents=True, exist_ok=True)
-            record = {
-                "made_by": f"make test-exhaustive ({name})",
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "commit": current_commit(),
-                "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                **values,
-            }
-            (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+            path = RESULTS / f"{name}.json"
+            earlier = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps(merged(name, values, earlier), indent=2) + "\n")
+
+
+def merged(name: str, values: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a proof: the rows of `values`, and the other rows of an earlier record.
+
+    Each row gets the commit that it was made at.
+    """
+    made = {
+        "made_by": f"make test-exhaustive ({name})",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": current_commit(),
+        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    rows = {name: row for name, row in earlier.items() if isinstance(row, dict)}
+    for row in rows.values():
+        row.setdefault("commit", earlier["commit"])
+    for row_name, row in values.items():
+        rows[row_name] = {**row, "commit": made["commit"]} if isinstance(row, dict) else row
+    return made | rows

@@ -62,6 +62,8 @@ _NEEDLESS = (
     ("DeepSpeed", "to CPU."),  # on every machine without a GPU
     ("py.warnings", "`is_gradient_checkpointing` is deprecated"),  # by PEFT at every start
     ("py.warnings", "torch.distributed is disabled, unavailable or unin"),  # EMA, one process
+    # At a resume. The comparison with the recorded run has these settings too.
+    ("transformers.trainer_utils", "do not match the ones in the `trainer_state.json`"),
 )
 _SWITCHES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # otherwise TRL reports each trainer to the Hub

@@ -19,7 +19,7 @@ _ANSWERS = (
     *("output", "response", "answer", "solution", "completion", "target", "targets", "outputs"),
     *("generation", "assistant", "gpt", "bot", "generated_solution", "canonical_solution"),
     *("answers", "summary", "highlights", "tgt", "message_2", "chatgpt_answers", "output_text"),
-    *("targets_pretokenized", "preferred_output"),
+    *("targets_pretokenized", "preferred_output", "reply", "replies"),
 )
 CHATS = (
     *("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
