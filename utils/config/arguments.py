@@ -87,6 +87,7 @@ class ModelArguments(ModelConfig):
     attn_implementation: str | None = setting("auto", choices=ATTENTION)
     loss_head: str = setting("auto", choices=("auto", "fused", "logits"))
     compile: bool | None = None
+    fp8: bool | str = setting(False, choices=(False, True, "tensorwise"))
 
 
 @dataclass

@@ -89,7 +89,7 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
      "sequence parallelism is not supported, the loss would be a mean per micro-batch; "
      f"{_OTHERS}, and activation_checkpointing: full for long sequences"),
     (PRECISION_VARIABLE, lambda value: value.lower() == "fp8",
-     "fp8 is not supported: write \"no\" there, and bf16: true in the recipe"),
+     "write \"no\" there, and fp8: true in the recipe"),
     ("ACCELERATE_DYNAMO_BACKEND", lambda value: value.lower() not in ("no", "none", ""),
      "it compiles the whole model, with a dense attention mask on packed sequences: remove it; "
      "compile: true in the recipe compiles layer by layer"),

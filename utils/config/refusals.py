@@ -83,7 +83,7 @@ def check_order(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
+    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes, fp8."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -98,6 +98,11 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["load_in_4bit"] and not is_installed("bitsandbytes"):
         yield "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+    if values["fp8"] and values["load_in_4bit"]:
+        given = values.shown("load_in_4bit")
+        yield f"{values.shown('fp8')} does not go with {given}, whose layers multiply in bf16"
+    if values["fp8"] and not is_installed("torchao"):
+        yield f"{values.shown('fp8')} needs torchao, which is not installed: pip install '{TORCHAO}'"
 
 
 def check_backend(values: SettingValues) -> Iterator[str]:
@@ -184,7 +189,7 @@ def check_ranges(values: SettingValues) -> Iterator[str]:
                 yield f"{values.shown(name)}: it must be {range_text}"
 
 
-LM_EVAL = "lm_eval>=0.4.13,<0.5"
+LM_EVAL, TORCHAO = "lm_eval>=0.4.13,<0.5", "torchao>=0.18,<0.19"
 
 
 def is_installed(module: str) -> bool:

@@ -186,6 +186,7 @@ class AssumedGpus:
     flops  peak FLOP/s of a GPU in bf16, if known
     link   bytes/s that a GPU can send to the other GPUs of its node, if known
     bf16   whether a GPU multiplies in bf16
+    fp8    whether a GPU multiplies in fp8, or this is not known
     """
 
     name: str
@@ -195,6 +196,7 @@ class AssumedGpus:
     flops: float | None = None
     link: float | None = None
     bf16: bool = True
+    fp8: bool = True
 
     @property
     def world_size(self) -> int:
@@ -236,6 +238,7 @@ def assumed_gpus(text: str) -> AssumedGpus:
     name = known[asked.lower()]
     gpu = known_gpus()[name]
     if "tflops" not in gpu:
-        return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], bf16=False)
+        return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], bf16=False, fp8=False)
     flops, link = gpu["tflops"] * 1e12, gpu["link_gb_s"] / 2 * 1e9
-    return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], flops, link)
+    fp8 = gpu.get("fp8", True)
+    return AssumedGpus(name, nodes, per_node, gpu["memory_gib"], flops, link, fp8=fp8)

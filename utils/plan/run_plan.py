@@ -34,6 +34,7 @@ from utils.model.attention import (
 )
 from utils.model.compilation import choose_compilation, pads_to_longest
 from utils.model.finished_model import name_of, saved_dtype
+from utils.model.float8 import Float8Plan, plan_float8
 from utils.model.flops import effective_length
 from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.own_loss import check_own_loss
@@ -74,6 +75,7 @@ class RunPlan:
     total_steps: int
     adapters: AdapterPlan | None
     quantized: Quantized | None
+    float8: Float8Plan | None
     attention: AttentionChoice
     loss_head: LossHeadChoice
     memory: MemoryPlan
@@ -150,6 +152,7 @@ def plan_run(
         with naming(str(settings.model.model_config or config.name_or_path)):
             attention = _attention(settings, data, config, device)
         report.say(f"attention: {attention.reason}; {attention.proof}")
+        float8 = plan_float8(settings, config, launch, elsewhere, report)
         adapters = plan_adapters(settings.model, config)
         for line in adapters.report if adapters else ():
             report.say(line)
@@ -181,6 +184,7 @@ def plan_run(
         total_steps=sampler.total_steps,
         adapters=adapters,
         quantized=setup.quantized,
+        float8=float8,
         attention=attention,
         loss_head=loss_head,
         memory=memory,

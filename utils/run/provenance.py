@@ -97,7 +97,7 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
 IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "order", "on_overlong", "global_batch_size", "seed",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
-    "dtype", "bf16", "fp16", "lora_alpha", "use_rslora", "lr_scheduler_type",
+    "dtype", "bf16", "fp16", "fp8", "lora_alpha", "use_rslora", "lr_scheduler_type",
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
     "bnb_4bit_quant_type", "use_bnb_nested_quant", "loss",
 })  # fmt: skip

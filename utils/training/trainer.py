@@ -58,6 +58,8 @@ class PackedTrainer(SavingTrainer):
         loss_head.install(model, self.compiled)  # before PEFT wraps it
         if own_loss:
             install_own_loss(model, own_loss)
+        if plan.float8:
+            plan.float8.convert(model)  # before PEFT wraps its layers
         if plan.memory.choice == "selective":
             keep_products(model)
         if self.compiled:
