@@ -83,7 +83,7 @@ def check_order(values: SettingValues) -> Iterator[str]:
 
 
 def check_precision(values: SettingValues) -> Iterator[str]:
-    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes, fp8."""
+    """Yield faults: trained float16 weights, fp16 on a CPU, 4 bits without LoRA or bitsandbytes."""
     if values["dtype"] == "float16" and not values["use_peft"]:
         yield (
             "dtype float16: weights in float16 cannot be trained (updates underflow); leave dtype "
@@ -98,11 +98,17 @@ def check_precision(values: SettingValues) -> Iterator[str]:
         )
     if values["load_in_4bit"] and not is_installed("bitsandbytes"):
         yield "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
-    if values["fp8"] and values["load_in_4bit"]:
-        given = values.shown("load_in_4bit")
-        yield f"{values.shown('fp8')} does not go with {given}, whose layers multiply in bf16"
-    if values["fp8"] and not is_installed("torchao"):
-        yield f"{values.shown('fp8')} needs torchao, which is not installed: pip install '{TORCHAO}'"
+
+
+def check_fp8(values: SettingValues) -> Iterator[str]:
+    """Yield faults of fp8: layers in 4 bits, no torchao. The plan checks GPU and model."""
+    if not values["fp8"]:
+        return
+    shown = values.shown("fp8")
+    if values["load_in_4bit"]:
+        yield f"{shown} does not go with {values.shown('load_in_4bit')}: leave one of them out"
+    if not is_installed("torchao"):
+        yield f"{shown} needs torchao, which is not installed: pip install '{TORCHAO}'"
 
 
 def check_backend(values: SettingValues) -> Iterator[str]:
@@ -214,6 +220,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_strategy,
     check_launch_settings,
     check_precision,
+    check_fp8,
     check_backend,
     check_evaluation,
     check_ranges,

@@ -59,6 +59,9 @@ _NOISY = (
 _NEEDLESS = (
     # PEFT imports bitsandbytes, which then asks for a package that training never uses.
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit"),
+    # transformers imports torchao, whose C++ parts are for other versions of torch. fp8 needs none.
+    ("torchao", "Failed to load"),
+    ("torch.utils._pytree", "is an Enum subclass"),
     ("DeepSpeed", "to CPU."),  # on every machine without a GPU
     ("py.warnings", "`is_gradient_checkpointing` is deprecated"),  # by PEFT at every start
     ("py.warnings", "torch.distributed is disabled, unavailable or unin"),  # EMA, one process

@@ -10,6 +10,7 @@ attention               chooses the kernel; proves that packed documents do not 
 loss_head               the last layer with its loss, and the experts' load-balancing term
 own_loss                a training loss from a file of the user
 compilation             activation checkpointing, and compilation of single layers
+float8                  linear layers that multiply in 8 bits, by torchao
 flops                   model FLOPs per token and peaks of known GPUs, for MFU
 finished_model          generation settings and other files of final/
 """

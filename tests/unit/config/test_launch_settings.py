@@ -32,7 +32,7 @@ WRONG = {
     "sp": ({"distributed_type": "DEEPSPEED", "parallelism_config": {"sp_size": 8}}, "sequence p"),
     "hsdp of ddp": (DDP | {"parallelism_config": HSDP}, "dp_shard_size 2 needs FSDP2"),
     "hsdp of fsdp1": ({"distributed_type": "FSDP", "parallelism_config": HSDP}, "needs FSDP2"),
-    "fp8": (DDP | {"mixed_precision": "fp8"}, "fp8 is not supported: .* bf16: true"),
+    "fp8": (DDP | {"mixed_precision": "fp8"}, "write \"no\" there, and fp8: true"),
     "dynamo, older": (DDP | {"dynamo_backend": "inductor"}, "dynamo_backend INDUCTOR: it comp"),
     "ignored": (FSDP2 | {"fsdp_config": {"version": 2, "ignored_modules": "lm_head"}}, "summed"),
     "recomputation": (FSDP2 | {"fsdp_config": {"version": 2, "activation_checkpointing": True}},
