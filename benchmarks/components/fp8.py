@@ -8,6 +8,7 @@ a layer. Losses: pretrain.py on the bytes of Python's own library. Needs torchao
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -27,19 +28,24 @@ from benchmarks.hardware.circumstances import ROOT, circumstances
 from benchmarks.progress import say
 from benchmarks.workloads.workload import SEED, make_tokenizer
 
-RECIPES = {"bf16": False, "rowwise": True, "tensorwise": "tensorwise"}  # values of --fp8
+RECIPES: dict[str, Any] = {
+    "bf16": False,
+    "rowwise": True,
+    "tensorwise": "tensorwise",
+}  # values of --fp8
 ROWS, LENGTH, DEPTHS = 2, 4096, (4, 12)
-WARM, TIMED = 3, 10
+WARM, TIMED = 3, 8
+STEPS, SEQUENCE, HELD_OUT = 300, 1024, 64
 BYTES = 272  # the vocabulary: 256 bytes after two special tokens, a multiple of 16
-LLAMA_124M = {
+LLAMA_124M: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
     "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 2048,
     "vocab_size": BYTES,
 }  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
-TRAINING = {
-    "sequence_length": 1024, "global_batch_size": 16, "per_device_train_batch_size": 16,
+TRAINING: dict[str, Any] = {
+    "global_batch_size": 8, "per_device_train_batch_size": 8,
     "learning_rate": 6e-4, "warmup_steps": 30, "bf16": "true", "compile": "true", "seed": SEED,
     "save_strategy": "no", "logging_steps": 1,
 }  # fmt: skip
@@ -63,7 +69,8 @@ def main() -> int:
             file = Path(scratch) / "speed.json"
             command = [sys.executable, "-m", "benchmarks.components.fp8", str(file)]
             command += ["--speed", recipe, *(["--toy"] if given.toy else [])]
-            if in_time({recipe: command}, LIMIT_S["speed"], Path(scratch), result["failed"]):
+            part = f"speed of {recipe}"
+            if in_time({part: command}, LIMIT_S["speed"], Path(scratch), result["failed"]):
                 result["speed"][recipe] = json.loads(file.read_text())
                 say(f"{recipe}: {file.read_text()}")
             write(result, given.output)
@@ -125,6 +132,7 @@ def speed(recipe: str, is_toy: bool) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() if cuda and depth == depths[-1] else 0
         first_s = round(durations[0], 1)
         del step
+        gc.collect()
     layer = (found[depths[1]] - found[depths[0]]) / (depths[1] - depths[0])
     whole = found[depths[1]] + (LLAMA_8B["num_hidden_layers"] - depths[1]) * layer
     return {
@@ -176,11 +184,12 @@ def step_of(recipe: str, shape: dict[str, Any], rows: int, length: int) -> Any:
 
 def train(result: dict[str, Any], scratch: Path, is_toy: bool) -> None:
     """Train in bf16 and in fp8 on the same data at the same time, and LoRA for five steps."""
-    shape = LLAMA_124M | (TINY if is_toy else {})
-    steps, chosen = (4, TRAINING | {"compile": "false", "use_cpu": "true"}) if is_toy else (
-        300, TRAINING)  # fmt: skip
-    make_data(scratch, steps * 24, shape)
-    chosen |= {"tokenizer_name_or_path": scratch / "tokenizer"}
+    shape, steps, length, chosen = LLAMA_124M, STEPS, SEQUENCE, dict(TRAINING)
+    if is_toy:
+        shape, steps, length = LLAMA_124M | TINY, 2, 64
+        chosen |= {"compile": "false", "use_cpu": "true"}
+    make_data(scratch, shape, steps, length)
+    chosen |= {"tokenizer_name_or_path": scratch / "tokenizer", "sequence_length": length}
     evaluated = {"eval_data": f"heldout={scratch / 'heldout'}", "eval_steps": 100}
     commands = {}
     for recipe, fp8 in RECIPES.items():
@@ -194,39 +203,39 @@ def train(result: dict[str, Any], scratch: Path, is_toy: bool) -> None:
     result |= {"losses": {}, "evaluations": {}}
     for name in commands:
         journal = scratch / name / "metrics.jsonl"
-        lines = [json.loads(line) for line in journal.read_text().splitlines()] if (
-            journal.exists()) else []  # fmt: skip
+        text = journal.read_text() if journal.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines()]
         result["losses"][name] = [line["loss"] for line in lines if "loss" in line]
         figures = [line["eval_heldout_loss"] for line in lines if "eval_heldout_loss" in line]
         result["evaluations"][name] = figures
         say(f"{name}: {result['losses'][name][-3:]}, held out {figures}")
 
 
-def make_data(directory: Path, documents: int, shape: dict[str, Any]) -> None:
-    """Write train/ and heldout/ from Python's library as bytes, a tokenizer, and LoRA's base."""
+def make_data(directory: Path, shape: dict[str, Any], steps: int, length: int) -> None:
+    """Write train/, heldout/ and chats/ from Python's library as bytes; tokenizer and LoRA's base.
+
+    Lengths of documents differ: rows of one length that end in blanks would look padded.
+    """
     import datasets
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    length, files = int(TRAINING["sequence_length"]), []
-    size, held_out = 0, 64
-    for folder in ("stdlib", "purelib"):
-        for path in sorted(Path(sysconfig.get_path(folder)).rglob("*.py")):
-            if size < 3 * (documents + held_out) * length:
-                files.append(np.frombuffer(path.read_bytes(), dtype=np.uint8))
-                size += len(files[-1])
     random = np.random.default_rng(SEED)
-    tokens = np.concatenate([files[index] for index in random.permutation(len(files))])
-    tokens = tokens[: size // 3].astype(np.uint16) + 2
-    # Documents of one length that end in blanks would be taken for padded ones.
-    rows = np.split(tokens, np.cumsum(random.integers(length // 2, length, documents + held_out)))
-    rows = [row for row in rows if len(row) > 1]
-    masks = [(np.arange(len(row)) > 9).astype(np.int8) for row in rows]
+    documents = steps * TRAINING["global_batch_size"] * 3 // 2 + HELD_OUT
+    lengths = random.integers(length // 2, length, documents)
+    paths = [path for kind in ("stdlib", "purelib") for path in library(kind)]
+    tokens = np.zeros(0, dtype=np.uint16)
+    for path in random.permutation(np.array(paths, dtype=object)):
+        if len(tokens) < lengths.sum():
+            text = np.frombuffer(path.read_bytes()[: 100 * length], dtype=np.uint8)
+            tokens = np.concatenate([tokens, text.astype(np.uint16) + 2])
+    rows = np.split(tokens, np.cumsum(lengths))[:documents]
+    masks = [(np.arange(len(row)) > 9).astype(np.int8) for row in rows[:HELD_OUT]]
     datasets.disable_progress_bars()
     for name, columns in {
-        "train": {"input_ids": rows[held_out:]},
-        "heldout": {"input_ids": rows[:held_out]},
-        "chats": {"input_ids": rows[:held_out], "completion_mask": masks[:held_out]},
+        "train": {"input_ids": rows[HELD_OUT:]},
+        "heldout": {"input_ids": rows[:HELD_OUT]},
+        "chats": {"input_ids": rows[:HELD_OUT], "completion_mask": masks},
     }.items():
         datasets.Dataset.from_dict(columns).save_to_disk(directory / name)
     make_tokenizer(BYTES, directory / "tokenizer")
@@ -234,6 +243,11 @@ def make_data(directory: Path, documents: int, shape: dict[str, Any]) -> None:
     torch.manual_seed(SEED)
     base = AutoConfig.for_model(**shape | {"num_hidden_layers": 3})
     AutoModelForCausalLM.from_config(base, dtype=torch.bfloat16).save_pretrained(directory / "base")
+
+
+def library(kind: str) -> list[Path]:
+    """Return the Python files of the standard library or of the installed packages."""
+    return sorted(Path(sysconfig.get_path(kind)).rglob("*.py"))
 
 
 def command_of(script: str, settings: dict[str, Any]) -> list[str]:

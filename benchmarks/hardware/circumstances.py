@@ -14,7 +14,7 @@ from utils.host.machine import cpu_fact
 
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow", "flash-attn",
-    "liger-kernel", "cut-cross-entropy", "litgpt", "unsloth", "torchtune",
+    "liger-kernel", "cut-cross-entropy", "litgpt", "unsloth", "torchtune", "torchao",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
