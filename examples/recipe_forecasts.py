@@ -260,7 +260,7 @@ def model_config(settings: RunSettings) -> PreTrainedConfig:
     values = {name: value for name, (value, _) in load_file(ROOT / file).items()}
     (data,) = settings.data.train_data
     words = next(size for part, size in VOCABULARIES.items() if part in data)
-    return AutoConfig.for_model(**values, vocab_size=words)
+    return AutoConfig.for_model(**{"vocab_size": words, **values})
 
 
 def planner_of(path: Path) -> Planner:

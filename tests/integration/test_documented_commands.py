@@ -51,7 +51,8 @@ def stand_ins(script: str, recipe: dict, workspace: Path, model: Path) -> list[s
 def long_model(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model directory with enough positions for any recipe."""
     directory = tmp_path_factory.mktemp("long")
-    tiny.make_model_config(directory / "config.json", max_position_embeddings=1 << 20)
+    sizes = {"max_position_embeddings": 1 << 20, "num_attention_heads": 8}
+    tiny.make_model_config(directory / "config.json", **sizes)
     config = AutoConfig.from_pretrained(directory)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory

@@ -67,8 +67,10 @@ class Throughput(TrainerCallback):
     anyway.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, context_parallel: int = 1
+    ) -> None:
+        self.clock, self.context_parallel = clock, context_parallel
         self.first_step_time_s: float | None = None
         self.recovery_s: float | None = None  # since the crash before a restart inside the job
         self.window_step: int | None = None  # step of the last log; None before the first step
@@ -86,7 +88,7 @@ class Throughput(TrainerCallback):
             model = extract_model_from_parallel(kwargs["model"])
             self._count_flops(model, args.device)
             if self.world_size > 1:
-                self.own = OwnTime(model, args.device)
+                self.own = OwnTime(model, args.device, exchanges=self.context_parallel > 1)
         self._leave_out()
         self.elapsed_s = 0.0
 
@@ -182,17 +184,19 @@ class OwnTime:
     """Seconds that a rank computes, without waits for other ranks.
 
     DDP: the time of the forward passes and of the backward passes up to the embedding, because no
-    collective delays them. FSDP and DeepSpeed: both passes wait for other ranks, so each rank times
-    a fixed matrix product every PROBE_S instead. On a GPU, CUDA events measure the passes.
+    collective delays them. FSDP, DeepSpeed and context parallelism (`exchanges`): both passes wait
+    for other ranks, so each rank times a fixed matrix product every PROBE_S instead. On a GPU, CUDA
+    events measure the passes.
     """
 
-    def __init__(self, model: Any, device: torch.device):
+    def __init__(self, model: Any, device: torch.device, exchanges: bool = False):
         self.device, self.on_gpu = device, device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if self.on_gpu else None
         self.spans = deque[tuple[Any, Any]]()  # (begin, end) of passes not yet in `seconds`
         self.seconds, self.product_s, self.probed = 0.0, 0.0, -PROBE_S
-        self.sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
-        if not self.sharded:
+        sharded = PartialState().distributed_type.value in ("FSDP", "DEEPSPEED")
+        self.waits = sharded or exchanges
+        if not self.waits:
             # Hook the model inside DDP: DDP's own forward begins with a broadcast of buffers.
             model.register_forward_pre_hook(self._begin)
             model.register_forward_hook(self._forward_ends)
@@ -227,7 +231,7 @@ class OwnTime:
     def take(self) -> tuple[float, float]:
         """Return (seconds of passes since the last call, seconds of a product), 0 if not timed."""
         own_s, self.seconds = self.seconds, 0.0
-        if self.sharded and time.monotonic() - self.probed >= PROBE_S:
+        if self.waits and time.monotonic() - self.probed >= PROBE_S:
             self.product_s = min(self._product_s() for _ in range(3))
             self.probed = time.monotonic()
         return own_s, self.product_s

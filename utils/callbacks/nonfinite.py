@@ -41,10 +41,11 @@ class NonFiniteGuard(TrainerCallback):
     ranks compare findings one step later, so no step waits.
 
     judges_gradients: False if a loss scaler (fp16) handles gradients that overflow.
+    context_parallel: the number of ranks that share a micro-batch.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str]):
-        self.output_dir = Path(output_dir)
+    def __init__(self, output_dir: str | os.PathLike[str], context_parallel: int = 1):
+        self.output_dir, self.context_parallel = Path(output_dir), context_parallel
         self.judges_gradients = True
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the current step
@@ -104,8 +105,8 @@ class NonFiniteGuard(TrainerCallback):
         group = self.agreement.group
         found = [finding for findings in gathered(self.findings, group) for finding in findings]
         if found:
-            message = on_rank_0(lambda: write_report(found, self.loader, self.output_dir), group)
-            raise NotFiniteError(message)
+            given = found, self.loader, self.output_dir, self.context_parallel
+            raise NotFiniteError(on_rank_0(lambda: write_report(*given), group))
 
     def _read(self, wait: bool) -> None:
         while self.on_their_way:
@@ -154,11 +155,13 @@ def spoilt_weights(model: nn.Module) -> list[str]:
     return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
-def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> str:
+def write_report(
+    found: Sequence[Finding], loader: TrainLoader, run: Path, context_parallel: int = 1
+) -> str:
     """Write nonfinite-step-N.json for the earliest step in `found`; return the error message.
 
     The file lists the documents of the micro-batches, or of the global batch if all losses are
-    finite.
+    finite. `context_parallel` ranks share a micro-batch.
     """
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]
@@ -180,7 +183,8 @@ def write_report(found: Sequence[Finding], loader: TrainLoader, run: Path) -> st
     sequences, of_what = sampler.sequences_of_step(step), "the global batch"
     if losses:
         by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
-        sequences = np.concatenate([by_rank[loss["micro_batch"], loss["rank"]] for loss in losses])
+        places = [(loss["micro_batch"], loss["rank"] // context_parallel) for loss in losses]
+        sequences = np.concatenate([by_rank[place] for place in dict.fromkeys(places)])
         of_what = "the micro-batches"
     parts = loader.dataset.documents_in(sequences)
     facts = {

@@ -37,6 +37,7 @@ class RunArguments:
     dry_run: bool = False
     strategy: str = "auto"
     dp_shard: int | None = None
+    context_parallel: int = 1
     assume: str | None = None
     suggest: bool = False
     hang_timeout_s: float = 600

@@ -201,6 +201,11 @@ class SettingValues(Mapping[str, Any]):
         return int(self.environment.get("WORLD_SIZE", "1"))
 
     @property
+    def data_ranks(self) -> int:
+        """Return the number of processes, or of their groups, that read different data."""
+        return max(self.world_size // max(self["context_parallel"], 1), 1)
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether the settings or the launch ask for the CPU."""
         return bool(self["use_cpu"] or is_true("ACCELERATE_USE_CPU", self.environment))

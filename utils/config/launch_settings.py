@@ -83,11 +83,11 @@ WRONG: tuple[tuple[str, Callable[[str], bool], str], ...] = (
      "tensor parallelism is not supported, ranks of a group would read different data and the loss "
      f"would be wrong; {_OTHERS}"),
     ("PARALLELISM_CONFIG_CP_SIZE", _several,
-     "context parallelism is not supported, packed documents would attend to each other; "
-     f"{_OTHERS}, and activation_checkpointing: full for long sequences"),
+     "accelerate's context parallelism lets packed documents attend to each other: remove it, and "
+     "set context_parallel in the recipe"),
     ("PARALLELISM_CONFIG_SP_SIZE", _several,
-     "sequence parallelism is not supported, the loss would be a mean per micro-batch; "
-     f"{_OTHERS}, and activation_checkpointing: full for long sequences"),
+     "accelerate's sequence parallelism makes the loss a mean per micro-batch: remove it, and set "
+     "context_parallel in the recipe"),
     (PRECISION_VARIABLE, lambda value: value.lower() == "fp8",
      "write \"no\" there, and fp8: true in the recipe"),
     ("ACCELERATE_DYNAMO_BACKEND", lambda value: value.lower() not in ("no", "none", ""),

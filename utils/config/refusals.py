@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from utils.config.arguments import eval_splits, profiled_steps, token_count, train_sources
-from utils.config.declarations import Check, SettingValues, UnusableSettingError
+from utils.config.declarations import Check, SettingValues, UnusableSettingError, is_true
 from utils.config.foreign_words import other_names, unknown_name
 from utils.config.launch_settings import check_launch_settings
 from utils.config.own_code import source_of
@@ -126,6 +126,27 @@ def check_backend(values: SettingValues) -> Iterator[str]:
         yield f"{shown}: torch has no such backend here; leave it out"
 
 
+def check_context_parallel(values: SettingValues) -> Iterator[str]:
+    """Yield faults: processes that are no whole groups, a strategy that cannot share sequences."""
+    size, processes, environment = values["context_parallel"], values.world_size, values.environment
+    shown = values.shown("context_parallel")
+    if size < 2:
+        return
+    if processes % size:
+        fitting = [str(each) for each in range(2, processes + 1) if processes % each == 0]
+        yield (
+            f"{shown}: {processes} processes are not groups of {size}: give a number that divides "
+            f"them ({', '.join(fitting)}), or other GPUs"
+        )
+    if is_true("ACCELERATE_USE_DEEPSPEED", environment):
+        yield (
+            f"{shown} does not go with DeepSpeed, which would shard and scale the loss in its own "
+            "way: use strategy: fsdp2 or multi_gpu"
+        )
+    if is_true("ACCELERATE_USE_FSDP", environment) and environment.get("FSDP_VERSION") != "2":
+        yield f"{shown} was proved with FSDP2, not with FSDP1: use strategy: fsdp2"
+
+
 def check_evaluation(values: SettingValues) -> Iterator[str]:
     """Yield faults: save_strategy best, evaluation at each log line, a faulty best-model metric."""
     splits = eval_splits(values["eval_data"])
@@ -167,8 +188,9 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0 and below 1000", lambda value: 0 <= value < 1000, "restarts_in_job"),
     # Products of these numbers with the sizes of a model must fit into 64 bits.
     ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9,
-     "dataloader_prefetch_factor ddp_timeout early_stopping_patience global_batch_size lora_alpha "
-     "lora_r max_eval_sequences pad_embeddings_to_multiple_of sample_max_new_tokens"),
+     "context_parallel dataloader_prefetch_factor ddp_timeout early_stopping_patience "
+     "global_batch_size lora_alpha lora_r max_eval_sequences pad_embeddings_to_multiple_of "
+     "sample_max_new_tokens"),
     # The sequences of an evaluation are padded to whole micro-batches.
     ("at least 1 and below 2**20", lambda value: 1 <= value < 2**20,
      "per_device_eval_batch_size per_device_train_batch_size"),
@@ -222,6 +244,7 @@ FINE_TUNING_CHECKS: tuple[Check, ...] = (
     check_precision,
     check_fp8,
     check_backend,
+    check_context_parallel,
     check_evaluation,
     check_ranges,
 )

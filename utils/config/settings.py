@@ -86,9 +86,9 @@ def _parse(
 ) -> RunSettings:
     settle = (
         *(describe_launch, derive_group_sizes, rename_checkpointing, choose_length),
-        *(leave_out_overruled, hold_out),
-        *(leave_out_old_keywords, derive_batch_sizes, derive_evaluation, derive_best_model),
-        *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
+        *(leave_out_overruled, hold_out, leave_out_old_keywords, derive_context_parallel),
+        *(derive_batch_sizes, derive_evaluation, derive_best_model, derive_packing),
+        *(settle_precision, let_recipe_decide, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, OwnCode, training_class)
     values = read_settings(
@@ -176,7 +176,7 @@ def derive_batch_sizes(values: SettingValues) -> None:
     only if the global batch has a stronger source, or is a multiple of it without the ranks.
     """
     total, micro = values["global_batch_size"], values["per_device_train_batch_size"]
-    ranks = values.world_size
+    ranks = values.data_ranks
     micro_rank = values.rank("per_device_train_batch_size")
     if micro < 1:
         return  # check_ranges reports it
@@ -190,6 +190,14 @@ def derive_batch_sizes(values: SettingValues) -> None:
     if 0 < smaller < micro and may_change:
         why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)
+
+
+def derive_context_parallel(values: SettingValues) -> None:
+    """Derive 1 for one process, which has nobody to share sequences with."""
+    given = values["context_parallel"]
+    if given > 1 and values.world_size == 1:
+        why = f"{values.shown('context_parallel')} has no effect on one process"
+        values.derive("context_parallel", 1, why)
 
 
 def derive_packing(values: SettingValues) -> None:

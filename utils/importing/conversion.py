@@ -106,8 +106,11 @@ def _convert_batch(given: Conversion) -> None:
     if total:
         given.run["global_batch_size"] = (total, "batch_size, the total over all GPUs")
     else:
-        product = f"{micro} x {steps} accumulation x {given.gpus} GPU(s): --gpus of this command"
-        given.run["global_batch_size"] = (micro * steps * given.gpus, product)
+        shared = given.value("context_parallel") or 1
+        gpus = f"{given.gpus} GPU(s)" + (f" / {shared} that share sequences" if shared > 1 else "")
+        product = f"{micro} x {steps} accumulation x {gpus}: --gpus of this command"
+        size = micro * steps * max(given.gpus // shared, 1)
+        given.run["global_batch_size"] = (size, product)
     packed, kind = given.value("packing", False), given.value("packing_strategy")
     if packed in (False, "none") and not given.pretraining:
         given.put("packing", "none", "not packed there; best_fit is faster, with a smaller batch")

@@ -25,6 +25,7 @@ from utils.kernels.per_document import (
     causal_sdpa,
     per_document_sdpa,
 )  # fmt: skip
+from utils.kernels.ulysses import ContextGroup
 
 # Must not contain "flash", "sdpa" or "flex_attention": transformers treats such names differently.
 NAME = "packed_varlen"
@@ -100,13 +101,16 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
     attention_mask: Tensor | None = None, *, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT, **_: Any,
+    max_length_q: int | None = None, kernel: VarlenKernel = PER_DOCUMENT,
+    context: ContextGroup | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally inside each document of a packed micro-batch.
 
     query (B, H, T, D), key and value (B, Hkv, T, D); returns ((B, T, H, D), None). `cu_seq_lens_q`
     has the begins and ends of documents in the B * T tokens. On a CPU or in float32, PER_DOCUMENT
-    replaces a kernel that needs CUDA. Raises ConfigurationError for unsupported inputs.
+    replaces a kernel that needs CUDA. With `context`, the states have this rank's slice of each
+    sequence, and `cu_seq_lens_q` counts whole sequences. Raises ConfigurationError for unsupported
+    inputs.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     terms = ScoreTerms(scaling, dropout, sliding_window, softcap, s_aux)
@@ -132,13 +136,17 @@ def packed_varlen(  # noqa: PLR0913 - transformers' signature
             f"{type(module).__name__} uses {', '.join(missing)}, which {kernel.label} does not "
             "compute; use --attn_implementation eager"
         )
-    (rows, heads, length, head_dim), value_dim = query.shape, value.shape[-1]
+    query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+    if context is not None:
+        query, key, value, terms = context.own_heads(query, key, value, terms)
+    (rows, length, heads, head_dim), value_dim = query.shape, value.shape[-1]
     if kernel.on_cuda_only and value_dim != head_dim:
         value = functional.pad(value, (0, head_dim - value_dim))
-    query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    query, key, value = (states.flatten(0, 1) for states in (query, key, value))
     documents = Documents(cu_seq_lens_q, max_length_q or length, row_length=length)
     output = kernel.run(query, key, value, documents, terms)
-    return output[..., :value_dim].reshape(rows, length, heads, value_dim), None
+    output = output[..., :value_dim].reshape(rows, length, heads, value_dim)
+    return (output if context is None else context.own_tokens(output)), None
 
 
 def find_kernels(

@@ -165,6 +165,8 @@ def pads_to_longest(
         why = f"{'compiled layers need' if compiled else f'{FLEX} needs'} one length"
     elif config.model_type == "xlstm" and PADDED_TO % config.chunk_size:
         why = f"a multiple of chunk_size {config.chunk_size}"  # for Triton's kernels
+    elif PADDED_TO % settings.run.context_parallel:
+        why = f"a multiple of context_parallel {settings.run.context_parallel}"
     elif starts and not starts[-1].get("to_longest"):
         why = "as in the last start of this run"
     to = f"sequence_length, {why}" if why else f"its longest document, in steps of {PADDED_TO}"

@@ -92,6 +92,7 @@ class LossHeadChoice:
         The new forward has more arguments. loss_positions: the result of `find_loss_positions`,
         which is called by default and makes the host wait for the GPU. sequence_tokens: passed on
         to `count_routed`, whose sums are then in the output. count_only: compute only these sums.
+        shift_labels (B, T): the result of `next_labels`, which is called by default.
         sources, bool (sources, B): the data source of each sequence. compiled: compile the softmax
         on a GPU.
         """
@@ -99,8 +100,6 @@ class LossHeadChoice:
         has_term = hasattr(model.config.get_text_config(), SWITCH)
         if fused:
             _fuse_head(model, compiled)
-        elif not has_term:
-            return
 
         @functools.wraps(original)
         def forward(
@@ -115,12 +114,14 @@ class LossHeadChoice:
         ) -> Any:
             if labels is None:
                 return original(*args, **kwargs)
-            items, sources = {"num_items_in_batch": num_items_in_batch}, kwargs.pop("sources", None)
+            items: dict[str, Any] = {"num_items_in_batch": num_items_in_batch}
+            sources, shift_labels = (kwargs.pop(name, None) for name in ("sources", "shift_labels"))
             routed = router is not None and sequence_tokens is not None
             if has_term:
                 kwargs[SWITCH] = routed
-            if not fused and not routed:
+            if not fused and not routed and shift_labels is None:
                 return original(*args, labels=labels, **items, **kwargs)
+            following = next_labels(labels) if shift_labels is None else shift_labels
             run = body_of(self) if fused or count_only else original
             outputs, made = run(*args, **kwargs), LossOutput()
             if router is not None and sequence_tokens is not None:
@@ -128,11 +129,13 @@ class LossHeadChoice:
             if count_only:
                 return made
             if not fused:
-                logits = outputs.logits
-                made.loss = self.loss_function(logits, labels, logits.shape[-1], **items)
+                logits, size = outputs.logits, outputs.logits.shape[-1]
+                items["shift_labels"] = following.contiguous()
+                made.loss = self.loss_function(logits, labels, size, **items)
+                made.hits = None if self.training else logits.argmax(-1) == following
                 return made
             hidden = outputs.last_hidden_state
-            total, losses, hits = _head_losses(self, hidden, labels, loss_positions)
+            total, losses, hits = _head_losses(self, hidden, following, loss_positions)
             made.loss = total / (len(losses) if num_items_in_batch is None else num_items_in_batch)
             made.hits = hits
             made.by_source = _sums_by_source(losses, loss_positions, sources, labels.shape[1])
@@ -161,11 +164,11 @@ def _fuse_head(model: PreTrainedModel, compiled: bool) -> None:
 
 
 def _head_losses(
-    model: Any, hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None
+    model: Any, hidden: torch.Tensor, following: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the results of `linear_cross_entropy` for the loss tokens of hidden (B, T, width)."""
-    positions = find_loss_positions(labels) if positions is None else positions
-    targets = _following(labels).index_select(0, positions)
+    positions = find_loss_positions(following) if positions is None else positions
+    targets = following.flatten().index_select(0, positions)
     head: Any = model.get_output_embeddings()
     return head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
 
@@ -181,17 +184,17 @@ def _sums_by_source(
     return torch.stack((torch.where(own, losses.double(), 0.0), own.double())).sum(dim=2)
 
 
-def find_loss_positions(labels: torch.Tensor) -> torch.Tensor:
+def find_loss_positions(following: torch.Tensor) -> torch.Tensor:
     """Return the indices of flattened tokens (B * T) whose next token has a loss, int64 (N,).
 
-    labels (B, T) are not shifted. If they are on the CPU, nothing waits for the GPU.
+    `following` is the result of `next_labels`. If it is on the CPU, nothing waits for the GPU.
     """
-    return _following(labels).ne(IGNORED).nonzero().squeeze(-1)
+    return following.flatten().ne(IGNORED).nonzero().squeeze(-1)
 
 
-def _following(labels: torch.Tensor) -> torch.Tensor:
-    """Return the label that follows each token in its sequence, flattened (B * T,)."""
-    return functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].flatten()
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label that follows each token in its sequence, (B, T)."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def _logit_terms(text_config: PretrainedConfig) -> LogitTerms:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from utils.config.errors import ConfigurationError
 from utils.config.own_code import load_own
-from utils.model.loss_head import LossOutput, find_loss_positions
+from utils.model.loss_head import LossOutput, find_loss_positions, next_labels
 
 TOKENS, VOCABULARY = 7, 11  # of the check
 
@@ -48,15 +48,16 @@ def install_own_loss(model: PreTrainedModel, entry: str) -> None:
     @functools.wraps(original)
     def forward(
         self: Any, *args: Any, labels: torch.Tensor | None = None,
-        num_items_in_batch: Any = None, loss_positions: torch.Tensor | None = None, **kwargs: Any,
+        num_items_in_batch: Any = None, loss_positions: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         if labels is None:
             return original(*args, **kwargs)
         logits = original(*args, **kwargs).logits
-        chosen = find_loss_positions(labels) if loss_positions is None else loss_positions
+        following = next_labels(labels) if shift_labels is None else shift_labels
+        chosen = find_loss_positions(following) if loss_positions is None else loss_positions
         of_tokens = logits.flatten(0, 1).index_select(0, chosen).float()
-        following = chosen + 1  # a target follows its prediction in the same document
-        targets = labels.flatten().index_select(0, following)
+        targets = following.flatten().index_select(0, chosen)
         if not self.training:
             total = cross_entropy(of_tokens, targets, reduction="sum")
             return LossOutput(loss=total / num_items_in_batch, hits=of_tokens.argmax(-1) == targets)
@@ -65,7 +66,8 @@ def install_own_loss(model: PreTrainedModel, entry: str) -> None:
         positions = kwargs.get("position_ids")
         if positions is None:  # each sequence is one document
             positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-        places = positions.flatten().index_select(0, following)
+        # A target follows its prediction in the same document.
+        places = positions.flatten().index_select(0, chosen) + 1
         return LossOutput(loss=function(of_tokens, targets, places) / num_items_in_batch)
 
     model.forward = types.MethodType(forward, model)

@@ -23,12 +23,14 @@ from utils.model.architecture import MISFITS, first_line, has_experts, without_w
 from utils.model.flops import TokenProducts, token_products
 from utils.plan.memory_estimate import GIB, estimate_memory
 from utils.plan.memory_plan import (
+    CONTEXT,
     MARGIN,
     REPLICAS,
     RESERVED,
     ROWS,
     VARIABLE,
     changed,
+    context_sizes,
     kept_batch,
     planned_device,
     possible_checkpointing,
@@ -63,7 +65,8 @@ USUAL = assumed_gpus("1xH100-80GB")
 class Candidate:
     """Settings with their prediction: bytes per GPU, and tokens per second of all GPUs.
 
-    speeds: the lowest and the highest prediction. counted: whether the bytes include activations,
+    context_parallel: ranks that share each sequence. speeds: the lowest and the highest prediction.
+    counted: whether the bytes include activations,
     which cannot be counted for some architectures.
     """
 
@@ -73,6 +76,7 @@ class Candidate:
     total_bytes: int
     speeds: tuple[float, float]
     counted: bool
+    context_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,9 @@ class Planner:
         assert known.flops is not None
         assert known.link is not None
         batch = setup.settings.run.global_batch_size
-        accumulation = accumulation_steps(batch, setup.micro_batch, setup.launch.world_size)
-        tokens = setup.micro_batch * setup.settings.data.sequence_length
+        accumulation = accumulation_steps(batch, setup.micro_batch, setup.data_ranks)
+        size = setup.settings.run.context_parallel
+        tokens = setup.micro_batch * setup.settings.data.sequence_length // size
         width = setup.config.get_text_config(decoder=True).hidden_size
         share = float(np.interp(math.log(width), np.log([*SHARES]), [*SHARES.values()]))
         factors = (
@@ -132,37 +137,69 @@ class Planner:
         work_s = tokens * self.step_flops(recomputed) / (share * known.flops)
         exchange_s, exchange_at_the_end_s = exchange_times(setup, gpus, known.link)
         each_s = max(work_s, exchange_s)
+        # Attention waits for the exchange of heads. Groups of ranks stay in a node if they fit.
+        link_of_group = known.link if gpus.per_node % size == 0 else NETWORK
+        each_s += tokens * self.head_bytes(setup, recomputed) / (link_of_group * LINK_SHARE)
         # The exchange at the end overlaps with the last backward pass, 2/3 of a micro-batch's time.
         last_s = max(exchange_at_the_end_s - work_s * 2 / 3, 0)
         return tokens * accumulation * gpus.world_size / (accumulation * each_s + last_s)
 
-    def candidate(self, strategy: str, micro_batch: int, recomputed: str) -> Candidate:
+    def head_bytes(self, setup: Setup, recomputed: str) -> float:
+        """Return the bytes per token that a rank sends to the others that share its sequences.
+
+        Queries, keys, values and outputs are exchanged in the forward pass, and their gradients in
+        the backward pass. Recomputation exchanges them again.
+        """
+        size, text = setup.settings.run.context_parallel, setup.config.get_text_config(decoder=True)
+        if size == 1:
+            return 0.0
+        heads = text.num_attention_heads
+        keys = max(getattr(text, "num_key_value_heads", None) or heads, size)
+        states = 2 * self.products.scores(1) * (1 + keys / heads)
+        passes = 2 if recomputed == "none" else 3
+        return passes * states * (setup.autocast or setup.dtype).itemsize * (size - 1) / size
+
+    def candidate(
+        self, strategy: str, micro_batch: int, recomputed: str, size: int | None = None
+    ) -> Candidate:
         """Predict memory and speed. Raises ConfigurationError if the batch does not divide."""
-        changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch}
+        size = size or self.setup.settings.run.context_parallel
+        changes: dict[str, Any] = {"strategy": strategy, ROWS: micro_batch, CONTEXT: size}
         if strategy == HSDP:
             copies = self.setup.launch.replicas
             changes |= {"strategy": "fsdp2", REPLICAS: copies if copies > 1 else self.gpus.nodes}
         setup = changed(self.setup, changes)
         speeds, memory = self.speeds(setup, recomputed), estimate_memory(setup, recomputed)
-        return Candidate(strategy, micro_batch, recomputed, memory.total, speeds, memory.counted)
+        predicted = (memory.total, speeds, memory.counted)
+        return Candidate(strategy, micro_batch, recomputed, *predicted, size)
 
     @property
     def room(self) -> int:
         """The bytes per GPU that a prediction may have, as for `activation_checkpointing: auto`."""
         return int(self.gpus.memory_gib * GIB * (1 - RESERVED["cuda"]) / MARGIN["cuda"])
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield settings that fit into `room`; DeepSpeed's strategies if the run uses one."""
+    def candidates(self) -> list[Candidate]:
+        """Return settings that fit into `room`. Ranks share sequences only as far as needed."""
+        for size in (self.setup.settings.run.context_parallel, *context_sizes(self.setup)):
+            if fitting := list(self._candidates(size)):
+                return fitting
+        return []
+
+    def _candidates(self, size: int) -> Iterator[Candidate]:
+        """Yield settings that fit into `room`; DeepSpeed's strategies if the run uses one.
+
+        `size` ranks share each sequence.
+        """
         launch, batch = self.setup.launch, self.setup.settings.run.global_batch_size
         zero = ("zero1", "zero2", "zero3") if launch.strategy.startswith("zero") else ()
         hybrid = (HSDP,) if self.gpus.nodes > 1 and self.gpus.per_node > 1 else ()
         several = ("ddp", *zero, *hybrid, "fsdp2")
         for strategy in several if launch.world_size > 1 else ("single",):
             for choice in possible_checkpointing(changed(self.setup, {"strategy": strategy})):
-                for size in MICRO_BATCHES:
-                    if batch % (size * launch.world_size):
+                for rows in MICRO_BATCHES:
+                    if batch % (rows * launch.world_size // size):
                         break
-                    found = self.candidate(strategy, size, choice)
+                    found = self.candidate(strategy, rows, choice, size)
                     if not found.counted or found.total_bytes > self.room:
                         break
                     yield found
@@ -248,7 +285,7 @@ def suggest(planner: Planner, report: Report) -> None:
     if not planner.candidate(setup.launch.strategy, 1, most).counted:
         report.warn("suggest: nothing, for what activations take cannot be counted here")
         return
-    fitting = list(planner.candidates())
+    fitting = planner.candidates()
     if not fitting:
         report.warn(f"suggest: nothing fits {gpus}; {remedies(setup, most, planner.room)}")
         return
@@ -258,7 +295,8 @@ def suggest(planner: Planner, report: Report) -> None:
         f"suggest: the fastest that fits {gpus}, by forecast (global_batch_size {kept}):",
         f"  strategy: {FILES.get(best.strategy, best.strategy)}",
         f"  per_device_train_batch_size: {best.micro_batch}",
-        *(f"  {name}: {size}" for name, size in batch.items()),
+        *([f"  {CONTEXT}: {best.context_parallel}"] if best.context_parallel > 1 else []),
+        *(f"  {name}: {value}" for name, value in batch.items()),
         f"  activation_checkpointing: {best.recomputed}",
         "the best of each kind:",
         f"  {'strategy':<11} {'micro-batch':>11} {'recomputation':<13} {'GiB a GPU':>9} "

@@ -68,7 +68,7 @@ def estimate_memory(setup: Setup, choice: str, micro_batch: int | None = None) -
         for kind, strategies in SHARDED_BY.items()
     }
     gradients //= shards["gradients"]
-    accumulates = settings.run.global_batch_size > setup.micro_batch * launch.world_size
+    accumulates = settings.run.global_batch_size > setup.micro_batch * setup.data_ranks
     ddp = launch.strategy == "ddp"
     # DDP's buckets hold gradients all the time, after the first step.
     held = gradients if accumulates or ddp else 0

@@ -17,6 +17,7 @@ from utils.model.adapters import plan_adapters
 from utils.model.architecture import causal_lm_class
 from utils.model.compilation import CHOICES
 from utils.model.finished_model import name_of
+from utils.plan.context_parallel import head_faults, hindrances
 from utils.plan.memory_estimate import (
     GIB,
     SHARDED_BY,
@@ -37,6 +38,7 @@ MARGIN = {"cuda": 1.10, "cpu": 2.0}
 # The key REPLICAS sets the copies of sharded states: with another strategy they become 1.
 GPUS, REPLICAS = "GPUs", "copies"
 ROWS, RECOMPUTED = "per_device_train_batch_size", "activation_checkpointing"
+CONTEXT = "context_parallel"
 SHOWN = 3
 SHORTEST = 256  # tokens
 LORA = {"use_peft": True, "dtype": "bfloat16"}
@@ -211,7 +213,7 @@ def remedies(setup: Setup, choice: str, room: int) -> str:
 def kept_batch(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the global batch to give with `changes`, or {}: it is not given and would change."""
     given = setup.settings.values.rank("global_batch_size") > 0
-    changes_it = {ROWS, GPUS} & changes.keys() and not given
+    changes_it = {ROWS, GPUS, CONTEXT} & changes.keys() and not given
     return {"global_batch_size": setup.settings.run.global_batch_size} if changes_it else {}
 
 
@@ -227,18 +229,39 @@ def _possible_changes(setup: Setup, choice: str) -> Iterator[dict[str, Any]]:
     if more:
         yield from (one | {RECOMPUTED: possible[-1]} for one in smaller)
     ranks, length = setup.launch.world_size, settings.data.sequence_length
-    unsharded = setup.launch.strategy not in SHARDED_BY["weights"]
+    groups, unsharded = setup.data_ranks, setup.launch.strategy not in SHARDED_BY["weights"]
     if ranks > 1 and (unsharded or setup.launch.replicas > 1):
         yield {"strategy": "fsdp2"}
         yield {"strategy": "fsdp2"} | least
-    while (ranks := ranks * 2) <= settings.run.global_batch_size:
-        if settings.run.global_batch_size % ranks == 0:
+    for size in context_sizes(setup):
+        yield {CONTEXT: size} | least
+        yield {CONTEXT: size, "strategy": "fsdp2"} | least
+    while (groups := groups * 2) <= settings.run.global_batch_size:
+        ranks *= 2
+        if settings.run.global_batch_size % groups == 0:
             yield {GPUS: ranks, "strategy": "fsdp2"} | least
     if settings.script == "sft_train.py" and not settings.model.load_in_4bit:
         yield LORA | least
         yield QLORA | least
     while (length := length // 2) >= SHORTEST:
         yield {"sequence_length": length} | least
+
+
+def context_sizes(setup: Setup) -> list[int]:
+    """Return the numbers of ranks that could share sequences, above that of the settings."""
+    run, ranks = setup.settings.run, setup.launch.world_size
+    if setup.launch.strategy not in ("ddp", "fsdp2") or any(
+        hindrances(setup.config, setup.attention)
+    ):
+        return []
+    return [
+        size
+        for size in range(run.context_parallel + 1, ranks + 1)
+        if ranks % size == 0
+        and run.global_batch_size % (ranks // size) == 0
+        and setup.settings.data.sequence_length % size == 0
+        and not head_faults(setup.config, size)
+    ]
 
 
 def _fits(setup: Setup, changes: Mapping[str, Any], choice: str, room: int) -> bool:
@@ -257,6 +280,8 @@ def changed(setup: Setup, changes: Mapping[str, Any]) -> Setup:
     Raises ConfigurationError if the changes ask for LoRA and PEFT does not adapt the model.
     """
     settings, launch, parameters = setup.settings, setup.launch, setup.parameters
+    size = changes.get(CONTEXT, settings.run.context_parallel)
+    settings = replace(settings, run=replace(settings.run, context_parallel=size))
     for part in ("training", "data", "model"):
         old = getattr(settings, part)
         own = {name: value for name, value in changes.items() if name in vars(old)}

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.config.settings import RunSettings
 from utils.kernels.linear_cross_entropy import SIZES, ChunkedHead
+from utils.kernels.ulysses import ContextGroup, cut_inputs
 from utils.kernels.varlen import VarlenKernel, packed_varlen
 from utils.launch.processes import LaunchFacts
 from utils.model.adapters import with_adapters
@@ -63,6 +64,11 @@ class Setup:
     def micro_batch(self) -> int:
         """The sequences per rank and forward pass."""
         return self.settings.training.per_device_train_batch_size
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks, or of groups that share sequences, that read different data."""
+        return self.launch.world_size // self.settings.run.context_parallel
 
     @property
     def compiles(self) -> bool:
@@ -151,7 +157,7 @@ def _trace(setup: Setup, choice: str, micro_batch: int, *, cut: bool) -> tuple[l
         _put_on_device(model)
         if cut:
             for kind in set(kinds):
-                cut_as_compiled(layers[kind])
+                cut_as_compiled(layers[kind], **_context(setup))
             _go_through(model, layers, setup, micro_batch)  # traces the layers; not counted
         stretches = _go_through(model, layers, setup, micro_batch)
     sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers]
@@ -205,12 +211,13 @@ def _as_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
     return output[0, ..., : value.shape[-1]].transpose(0, 1)
 
 
-def cut_as_compiled(layer: nn.Module) -> None:
+def cut_as_compiled(layer: nn.Module, **fixed: Any) -> None:
     """Make a layer keep the same tensors for its backward pass as a compiled layer does.
 
     torch's compiler joins forward and backward pass in one graph, and cuts the graph where the
     fewest bytes pass between them. The first call makes the same cut here, without compilation.
-    Later calls must have tensors of the same shapes.
+    Later calls must have tensors of the same shapes. `fixed`: arguments of each call that are no
+    tensors or numbers, which torch's functions do not take.
     """
     # These imports take seconds. A run that compiles needs them anyway.
     from torch._functorch.aot_autograd import aot_function
@@ -219,7 +226,7 @@ def cut_as_compiled(layer: nn.Module) -> None:
     from torch._inductor.decomposition import select_decomp_table
 
     inner: Any = nn.Module()
-    inner.layer, inner.forward = layer, layer.forward
+    inner.layer, inner.forward = layer, partial(layer.forward, **fixed)
     weights = {f"layer.{name}": weight for name, weight in layer.named_parameters()}
     run = aot_function(
         partial(torch.func.functional_call, inner),
@@ -227,7 +234,11 @@ def cut_as_compiled(layer: nn.Module) -> None:
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
-    layer.forward = lambda *args, **kwargs: run(weights, args, kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(weights, args, {name: kwargs[name] for name in kwargs if name not in fixed})
+
+    layer.forward = forward
 
 
 def _go_through(
@@ -252,8 +263,8 @@ def _go_through(
 
 
 def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
-    """Return a micro-batch of zeros with the inputs that utils/data/loader.py gives the model."""
-    length = setup.settings.data.sequence_length
+    """Return a micro-batch of zeros with the inputs that the trainer gives the model."""
+    length, size = setup.settings.data.sequence_length, setup.settings.run.context_parallel
     per_token = ("input_ids", "labels", "position_ids")
     bounds = torch.zeros(micro_batch + 1, dtype=torch.int32)
     inputs: dict[str, Any] = {
@@ -263,10 +274,18 @@ def fake_batch(setup: Setup, micro_batch: int) -> dict[str, Any]:
         "num_items_in_batch": torch.zeros((), dtype=torch.int64),
     }
     if setup.loss_head.name == "fused":
-        inputs["loss_positions"] = torch.zeros(micro_batch * length, dtype=torch.int64)
+        inputs["loss_positions"] = torch.zeros(micro_batch * length // size, dtype=torch.int64)
     if setup.loss_head.router is not None:
         inputs["sequence_tokens"] = torch.zeros(micro_batch, dtype=torch.int64)
+    if found := _context(setup):
+        inputs = cut_inputs(inputs, found["context"])
     return shape_inputs(inputs, setup.attention.batches) | {"use_cache": False}
+
+
+def _context(setup: Setup) -> dict[str, ContextGroup]:
+    """Return {"context": a group that exchanges nothing}, or {} if ranks share no sequences."""
+    size = setup.settings.run.context_parallel
+    return {"context": ContextGroup(size, rank=0)} if size > 1 else {}
 
 
 class LiveBytes(TorchDispatchMode):

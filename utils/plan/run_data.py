@@ -115,7 +115,7 @@ def choose_sizes(
         return settings
     found = on_rank_0(lambda: _sizes_of_the_run(settings))
     if not found and None in (settings.data.sequence_length, settings.run.global_batch_size):
-        found = _derived_sizes(settings, config, launch.world_size)
+        found = _derived_sizes(settings, config, launch.world_size // settings.run.context_parallel)
     settings = with_derived(settings, found)
     for note in settings.values.notes:
         logger.info("settings: %s", note)
@@ -351,7 +351,8 @@ def plan_steps(
     if the data is smaller than one global batch, or if profile_steps come after the last step.
     """
     run, training, length = settings.run, settings.training, settings.data.sequence_length
-    micro_batch, ranks = training.per_device_train_batch_size, launch.world_size
+    micro_batch, context_parallel = training.per_device_train_batch_size, run.context_parallel
+    rank, ranks = launch.rank // context_parallel, launch.world_size // context_parallel
     accumulation = accumulation_steps(run.global_batch_size, micro_batch, ranks)
     if (rows := len(data.train)) < run.global_batch_size:
         size = batch_for(rows, ranks)
@@ -379,10 +380,12 @@ def plan_steps(
         SampleOrder(
             data.train.per_source, training.seed, data.weights, settings.data.order == "shuffled"
         ),
-        run.global_batch_size, micro_batch, launch.rank, ranks, total_steps,
+        run.global_batch_size, micro_batch, rank, ranks, total_steps,
     )  # fmt: skip
+    shared = f" / {context_parallel} (context_parallel)" if context_parallel > 1 else ""
+    readers = f"{counted_ranks(launch.world_size)}{shared}"
     report.say(
-        f"batch: {micro_batch} sequences x {length:,} tokens x {counted_ranks(ranks)} "
+        f"batch: {micro_batch} sequences x {length:,} tokens x {readers} "
         f"x {accumulation} accumulation = {step_tokens:,} tokens/step"
     )
     report.say(

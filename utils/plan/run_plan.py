@@ -40,6 +40,7 @@ from utils.model.loss_head import LossHeadChoice, choose_loss_head, router_term
 from utils.model.own_loss import check_own_loss
 from utils.model.probe import CPU, ProbeError
 from utils.model.weights import COMPUTED, Quantized, check_quantization, weights_dtype
+from utils.plan.context_parallel import check_context_parallel
 from utils.plan.forecast import forecast_line, make_planner, suggest
 from utils.plan.memory_estimate import checkpoint_bytes, count_parameters
 from utils.plan.memory_plan import MemoryPlan, plan_memory
@@ -152,6 +153,7 @@ def plan_run(
         with naming(str(settings.model.model_config or config.name_or_path)):
             attention = _attention(settings, data, config, device)
         report.say(f"attention: {attention.reason}; {attention.proof}")
+        check_context_parallel(settings, config, launch, attention, device, report)
         float8 = plan_float8(settings, config, launch, elsewhere, report)
         adapters = plan_adapters(settings.model, config)
         for line in adapters.report if adapters else ():

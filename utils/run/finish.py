@@ -63,7 +63,7 @@ def run_callbacks(
         profiler = ProfilerWindow(*profiled_steps(options.profile_steps), output_dir)
     router, balance = plan.loss_head.router, None
     if router is not None:
-        balance = ExpertBalance(router, settings.training)
+        balance = ExpertBalance(router, settings.training, options.context_parallel)
     source_losses, sources = None, [dataset.path for dataset in data.train.datasets]
     if len(sources) > 1 and plan.loss_head.name == "fused":
         source_losses = SourceLosses(source_names(sources), settings.training)
@@ -83,10 +83,10 @@ def run_callbacks(
         early_stopping=early_stopping,
         average=average,
         profiler=profiler,
-        throughput=Throughput(),
+        throughput=Throughput(context_parallel=options.context_parallel),
         mixture=MixtureShares(),
         memory=memory,
-        guard=NonFiniteGuard(output_dir),
+        guard=NonFiniteGuard(output_dir, options.context_parallel),
         journal=journal,
         live=LiveView(progress, stop.limit_s),
         samples=Samples(data.prompts, options.sample_max_new_tokens, journal),

@@ -251,6 +251,7 @@ def _claim(settings: RunSettings, plan: RunPlan, data: RunData, launch: LaunchFa
         attention=dataclasses.asdict(plan.attention),
         loss_head=dataclasses.asdict(plan.loss_head),
         activation_checkpointing=dataclasses.asdict(plan.memory),
+        context_parallel=settings.run.context_parallel,
         compiled=plan.compiled,
         to_longest=plan.to_longest,
         float32_products=products_name(),

@@ -75,8 +75,8 @@ class ExpertBalance:
     The logged value is not multiplied by the coefficient, as in TRL.
     """
 
-    def __init__(self, term: RouterTerm, args: TrainingArguments):
-        self.term, self.args = term, args
+    def __init__(self, term: RouterTerm, args: TrainingArguments, context_parallel: int = 1):
+        self.term, self.args, self.context_parallel = term, args, context_parallel
         self.tokens: torch.Tensor | None = None  # in the global batch
         self.counted: torch.Tensor | None = None  # assignments of the global batch, if counted
         self.total: torch.Tensor | float = 0.0  # this rank's sum over the steps not logged yet
@@ -97,6 +97,7 @@ class ExpertBalance:
         """Count the tokens of the global batch; of several micro-batches, also by expert."""
         self.steps += 1
         tokens = float(sum(batch["sequence_tokens"].sum() for batch in batches))
+        tokens /= self.context_parallel  # so many ranks count the same micro-batch
         self.tokens = reduce(torch.full((), tokens, device=self.args.device), reduction="sum")
         self.counted = None
         if len(batches) > 1:
@@ -145,12 +146,12 @@ class EvaluationTotals:
     def __init__(self, device: torch.device):
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
-    def add(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Add a micro-batch with a summed loss; labels (batch, sequence) are unshifted."""
-        next_labels, hits = labels[:, 1:], outputs.get("hits")
+    def add(self, outputs: Any, following: torch.Tensor) -> None:
+        """Add a micro-batch with a summed loss; `following` is the result of `next_labels`."""
+        hits = outputs.get("hits")
         if hits is None:  # compute from all logits; argmax never equals -100
-            hits = outputs["logits"][:, :-1].argmax(-1) == next_labels
-        own = outputs["loss"], next_labels.ne(-100).sum(), hits.sum()
+            hits = outputs["logits"].argmax(-1) == following
+        own = outputs["loss"], following.ne(-100).sum(), hits.sum()
         self.totals += torch.stack([value.double() for value in own])
 
     def figures(self, prefix: str) -> dict[str, float]:

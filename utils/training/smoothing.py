@@ -11,6 +11,8 @@ from torch.distributed import checkpoint, is_initialized
 from transformers import TrainerCallback
 from typing_extensions import override
 
+from utils.kernels.ulysses import ContextGroup
+
 FOLDER = "ema"  # in a checkpoint; contains the averaged weights
 AVERAGED = "averaged_steps"  # key of our values in a checkpoint's trainer_state.json
 
@@ -94,14 +96,21 @@ class EmbeddingNoise:
 
     def __init__(self, model: Any, alpha: float):
         self.alpha = alpha
-        self.lengths: Tensor | None = None  # length of each token's document, (batch * sequence,)
+        self.lengths: Tensor | None = None  # length of each token's document, (B, T)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.get_input_embeddings().register_forward_hook(self._add)
 
-    def take_boundaries(self, cu_seq_lens: Tensor, tokens: int) -> None:
-        """Compute document lengths from the document boundaries of the next micro-batch."""
+    def take_boundaries(
+        self, cu_seq_lens: Tensor, shape: torch.Size, context: ContextGroup | None = None
+    ) -> None:
+        """Compute document lengths from the boundaries of the next micro-batch, (B, T).
+
+        `context`: this rank gets a slice of each sequence.
+        """
         lengths = cu_seq_lens.diff()
-        self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)
+        self.lengths = lengths.repeat_interleave(lengths, output_size=shape.numel()).view(shape)
+        if context is not None:
+            self.lengths = context.slice_of(self.lengths)
 
     def _add(self, embedding: nn.Module, _: Any, output: Tensor) -> Tensor | None:
         if not embedding.training:
@@ -109,4 +118,4 @@ class EmbeddingNoise:
         assert self.lengths is not None, "take_boundaries comes first"
         scale = self.alpha * (self.lengths * output.shape[-1]).float().rsqrt()
         noise = torch.empty_like(output).uniform_(-1, 1)
-        return output + noise * scale.view(*output.shape[:-1], 1).to(output.dtype)
+        return output + noise * scale.reshape(*output.shape[:-1], 1).to(output.dtype)

@@ -21,10 +21,12 @@ from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import PADDING_SEQUENCE, eval_batches
+from utils.kernels.ulysses import context_group, cut_inputs, cut_positions
 from utils.launch.processes import has_replicas, tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products
 from utils.model.finished_model import finished_generation
+from utils.model.loss_head import next_labels
 from utils.model.own_loss import install_own_loss
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
@@ -52,6 +54,7 @@ class PackedTrainer(SavingTrainer):
         splits = data.evaluation.items()
         self.eval_splits = {name: rows.padded(plan.to_longest) for name, rows in splits}
         self.sampler, self.compiled, self.memory = plan.sampler, plan.compiled, plan.memory
+        self.context = context_group(settings.run.context_parallel, args.ddp_timeout)
         loss_head, self.batches = plan.loss_head, plan.attention.batches
         self.fused_head, own_loss = loss_head.name == "fused", settings.own_code.loss
         self.used = {"loss_positions": self.fused_head or own_loss, "sources": self.fused_head}
@@ -108,9 +111,12 @@ class PackedTrainer(SavingTrainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader of a held-out split, or of its first max_eval_sequences sequences."""
         sequences, args = self.eval_splits[eval_dataset], self.args
+        context_parallel = self.settings.run.context_parallel
         batches = eval_batches(
-            len(sequences), args.per_device_eval_batch_size, rank=args.process_index,
-            world_size=args.world_size, at_most=self.settings.data.max_eval_sequences,
+            len(sequences), args.per_device_eval_batch_size,
+            rank=args.process_index // context_parallel,
+            world_size=args.world_size // context_parallel,
+            at_most=self.settings.data.max_eval_sequences,
         )  # fmt: skip
         workers, pinned = args.dataloader_num_workers, args.dataloader_pin_memory
         return eval_loader(sequences, batches, num_workers=workers, pin_memory=pinned)
@@ -122,11 +128,16 @@ class PackedTrainer(SavingTrainer):
         needed = {**self.used, "sequence_tokens": self.callbacks.balance is not None}
         used = {name: value for name, value in inputs.items() if needed.get(name, True)}
         self.callbacks.progress.begin_batch(inputs)
+        context, length = self.context, inputs["input_ids"].shape[1]
+        if context is not None and "loss_positions" in used:
+            used["loss_positions"] = cut_positions(used["loss_positions"], length, context)
         made = model_inputs(used, self.args.device)
         if self.noise is not None:
-            self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].numel())
+            self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].shape, context)
         if self.compiled:  # layers accept any number of documents
             torch._dynamo.mark_dynamic(made["cu_seq_lens_q"], 0)
+        if context is not None:
+            made = cut_inputs(made, context)
         return shape_inputs(made, self.batches)
 
     @override
@@ -139,6 +150,7 @@ class PackedTrainer(SavingTrainer):
         own = sum(len(batch["loss_positions"]) for batch in batches)
         items = torch.full((), own, dtype=torch.int64, device=device)
         items = self.accelerator.reduce(items, reduction="sum")
+        items //= self.settings.run.context_parallel  # so many ranks have the same micro-batch
         if self.callbacks.balance is not None:
             self.callbacks.balance.begin_step(batches, self._expert_assignments)
         return batches, items
@@ -194,7 +206,10 @@ class PackedTrainer(SavingTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             # Divide by one: the loss is the sum over tokens, 0 for a micro-batch of padding.
             outputs = model(**prepared, use_cache=False, num_items_in_batch=1)
-        self._eval_totals.add(outputs, prepared["labels"])
+        following = prepared.get("shift_labels")
+        if following is None:
+            following = next_labels(prepared["labels"])
+        self._eval_totals.add(outputs, following)
         self.callbacks.progress.batches_done += 1
         return None, None, None
 

@@ -1,0 +1,124 @@
+"""The models and launches with which ranks can share sequences (`context_parallel`)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from utils.config.errors import ConfigurationError, Report
+from utils.config.settings import RunSettings
+from utils.config.strategy import assumed_gpus
+from utils.kernels.varlen import NAME, AttentionNeeds
+from utils.launch.processes import LaunchFacts
+from utils.model.attention import AttentionChoice, is_recurrent
+from utils.model.loss_head import choose_loss_head
+from utils.model.probe import CPU, ProbeError, observe_attention, probe_config
+
+WITHOUT = "set context_parallel: 1"
+# Their frequencies depend on the longest position in a micro-batch, and a rank sees only its own.
+BY_LENGTH = {"dynamic", "longrope"}
+KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
+
+
+def check_context_parallel(
+    settings: RunSettings,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    attention: AttentionChoice,
+    device: torch.device | None,
+    report: Report,
+) -> None:
+    """Raise ConfigurationError if the ranks of a group cannot share this model's sequences.
+
+    `device` trains; None: this host lacks it. Adds a warning to `report` if a group spans nodes.
+    """
+    size, length = settings.run.context_parallel, settings.data.sequence_length
+    if size == 1:
+        return
+    shown, problems = settings.values.shown("context_parallel"), list[str]()
+    if length % size:
+        problems.append(f"{size} does not divide sequence_length {length}: use a multiple of it")
+    problems += head_faults(config, size) or hindrances(config, attention, device or CPU)
+    if problems:
+        raise ConfigurationError([f"{shown}: {problem}." for problem in problems])
+    if spans_nodes(size, launch, settings.run.assume):
+        report.warn(
+            f"{shown}: a group has ranks on several nodes, so every layer waits for the network: "
+            "a number that divides the GPUs of a node is faster"
+        )
+
+
+def hindrances(
+    config: PreTrainedConfig, attention: AttentionChoice, device: torch.device = CPU
+) -> Iterator[str]:
+    """Yield why no number of ranks can share sequences of this model, and what to do."""
+    name = config.model_type
+    if is_recurrent(config):
+        yield (
+            f"{name} has recurrent layers, which carry a state from token to token, so that a rank "
+            f"cannot begin inside a sequence: {WITHOUT}"
+        )
+        return
+    if kinds := BY_LENGTH & _rope_types(config.get_text_config(decoder=True)):
+        yield (
+            f"{name} has rotary positions of type {min(kinds)}, whose frequencies depend on the "
+            f"longest document of a micro-batch: {WITHOUT}, or use rope_type yarn"
+        )
+    if attention.name != NAME:
+        yield (
+            f"ranks share sequences through {NAME} alone, and this run uses {attention.name} "
+            f"({attention.reason}): {WITHOUT}"
+        )
+        return
+    try:
+        needs = observe_attention(probe_config(config, device), device)
+        plain = choose_loss_head("auto", config, device=device)
+    except ProbeError:
+        return  # where the run trains, the attention's own check says so
+    if not isinstance(needs, AttentionNeeds):
+        yield f"{needs}, and ranks share sequences through {NAME} alone: {WITHOUT}"
+    elif needs.dropout:
+        yield (
+            f"{name} has attention dropout ({needs.dropout:g}), and the ranks of a group would "
+            "draw the same masks for different heads: set it to 0 in the model's config"
+        )
+    if plain.name != "fused":
+        yield f"{plain.reason}, which ranks that see slices cannot compute: {WITHOUT}"
+
+
+def head_faults(config: PreTrainedConfig, size: int) -> list[str]:
+    """Return a line for each kind of layer with heads that `size` ranks cannot divide."""
+    faults: dict[str, None] = {}
+    for layer in config.get_text_config(decoder=True).per_layer_config:
+        heads = getattr(layer, "num_attention_heads", 0)
+        if not heads:  # a layer without attention
+            continue
+        keys = [getattr(layer, name, None) or heads for name in KEY_HEADS]
+        # Each rank gets whole heads with their own key heads, or a copy of one key head.
+        fitting = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and all(own % n == 0 or n % own == 0 for own in keys)
+        ]
+        if size not in fitting:
+            own = f" and {min(keys)} key heads" if min(keys) < heads else ""
+            text = f"{heads} attention heads{own} do not divide over {size} ranks: take one of "
+            faults[text + ", ".join(map(str, fitting))] = None
+    return list(faults)
+
+
+def _rope_types(text: Any) -> set[str]:
+    """Return the types of the rotary positions of all layers."""
+    given = getattr(text, "rope_parameters", None) or {}
+    each = [given, *(value for value in given.values() if isinstance(value, dict))]
+    return {one["rope_type"] for one in each if "rope_type" in one}
+
+
+def spans_nodes(size: int, launch: LaunchFacts, assume: str | None) -> bool:
+    """Return whether a group of consecutive ranks has ranks on several nodes."""
+    if assume:
+        gpus = assumed_gpus(assume)
+        return gpus.nodes > 1 and gpus.per_node % size > 0
+    hosts = launch.hosts
+    return any(len({*hosts[first : first + size]}) > 1 for first in range(0, len(hosts), size))
