@@ -97,13 +97,14 @@ def as_rank(rank, store, answers):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_two_ranks_share_sequences_through_each_kernel(tmp_path):
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     torch.multiprocessing.spawn(as_rank, (str(tmp_path / "store"), answers), nprocs=2)
     found = []
     while not answers.empty():
         found.append(answers.get())
-    print(found)
+    print(found)  # the report of a run on a GPU
     assert {kernel for kernel, *_ in found} >= {"torch_varlen", "per_document_sdpa"}
     assert {compiled for _, compiled, *_ in found} == {False, True}
     for kernel, compiled, worst, memory in found:
