@@ -150,10 +150,7 @@ def plan_run(
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)
-        with naming(str(settings.model.model_config or config.name_or_path)):
-            attention = _attention(settings, data, config, device)
-        report.say(f"attention: {attention.reason}; {attention.proof}")
-        check_context_parallel(settings, config, launch, attention, device, report)
+        attention = _attention(settings, data, config, launch, device, report)
         float8 = plan_float8(settings, config, launch, elsewhere, report)
         adapters = plan_adapters(settings.model, config)
         for line in adapters.report if adapters else ():
@@ -322,26 +319,34 @@ def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
 
 
 def _attention(
-    settings: RunSettings, data: RunData, config: PreTrainedConfig, device: torch.device | None
+    settings: RunSettings,
+    data: RunData,
+    config: PreTrainedConfig,
+    launch: LaunchFacts,
+    device: torch.device | None,
+    report: Report,
 ) -> AttentionChoice:
-    """Choose the attention and prove that it keeps packed documents apart in this model."""
+    """Choose the attention; prove that documents stay apart and that ranks may share sequences."""
     model, training = settings.model, settings.training
     whole_rows = all(
         plan.one_document_each
         for rows in (data.train, *data.evaluation.values())
         for plan in rows.plans
     )
-    if not whole_rows:
-        check_row_positions(config, settings.data.sequence_length)
-    if device is None:
-        asked = model.attn_implementation
-        reason = f"{asked}, settled on the compute node (there is no accelerator here)"
-        proof = _proved_on_cpu(asked, config, whole_rows)
-        return AttentionChoice(NAME, OPEN, reason, unproved=proof)
-    computed = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
-    return choose_isolated_attention(
-        model.attn_implementation, config, device, computed, whole_rows=whole_rows
-    )
+    asked = model.attn_implementation
+    with naming(str(model.model_config or config.name_or_path)):
+        if not whole_rows:
+            check_row_positions(config, settings.data.sequence_length)
+        if device is None:
+            reason = f"{asked}, settled on the compute node (there is no accelerator here)"
+            proof = _proved_on_cpu(asked, config, whole_rows)
+            choice = AttentionChoice(NAME, OPEN, reason, unproved=proof)
+        else:
+            dtype = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
+            choice = choose_isolated_attention(asked, config, device, dtype, whole_rows=whole_rows)
+    report.say(f"attention: {choice.reason}; {choice.proof}")
+    check_context_parallel(settings, config, launch, choice, device, report)
+    return choice
 
 
 def _proved_on_cpu(requested: str | None, config: PreTrainedConfig, whole_rows: bool) -> str:
