@@ -157,7 +157,7 @@ def launch_of(run: Path) -> tuple[str, int, int]:
 
 
 def test_two_copies_of_two_shards_train_like_one_process(
-    pretraining, pretrained, heldout, exhaustive, tmp_path
+    pretraining, pretrained, heldout, pytestconfig, tmp_path
 ):
     """HSDP with accumulation; its checkpoint resumes bit for bit, and under FSDP2 on two ranks."""
     settings = FOUR_IN_TWO_COPIES | heldout | ODD_ROWS
@@ -174,7 +174,7 @@ def test_two_copies_of_two_shards_train_like_one_process(
     argv = pretraining(cut, **settings)
     assert "resuming from" in run_processes("hsdp", "pretrain.py", argv, processes=4).succeeded()
     tiny.assert_same_run(cut, run)
-    for ranks in (2, 4) if exhaustive else (2,):
+    for ranks in (2, 4) if pytestconfig.getoption("--exhaustive") else (2,):
         other = tiny.copied(run, tmp_path / f"on {ranks}", step=3)
         argv = pretraining(other, **settings | {"dp_shard": None})
         run_processes("fsdp2", "pretrain.py", argv, processes=ranks).succeeded()
