@@ -25,7 +25,7 @@ ALLOWED = {
         "checkpoints", "data", "launch", "config", "host",
     },
     "training": {
-        "plan", "model", "callbacks", "checkpoints", "data", "launch", "config", "host",
+        "plan", "model", "callbacks", "checkpoints", "kernels", "data", "launch", "config", "host",
     },
     "plan": {
         "model", "checkpoints", "prepare", "data", "kernels", "launch", "config", "host",
