@@ -160,7 +160,7 @@ def step_of(recipe: str, shape: dict[str, Any], rows: int, length: int) -> Any:
     on = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
     with torch.device(on):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         tokens = torch.randint(shape["vocab_size"], (rows, length))
     if recipe != "bf16":
         Float8Plan(recipe, float8_layers(config)[0], emulated=on == "cpu").convert(model)

@@ -5,9 +5,9 @@ of its weight. Before each product both factors are rounded to fp8. Their scales
 largest value of each row (`rowwise`) or of the whole tensor (`tensorwise`). Weights, gradients and
 optimizer states keep their types, so checkpoints and `final/` do not change.
 
-These layers stay in bf16: the last layer and routers, whose rounding changes the loss most; the
-first decoder layer, as its input are the embeddings; experts, which are no linear layers; and
-layers whose sizes the GPU's kernels do not take. torchtitan and accelerate leave out similar ones.
+In bf16 stay the last layer and routers, whose rounding changes the loss most, the first decoder
+layer, experts (they are no linear layers), and sizes that the GPU's kernels do not take. torchtitan
+leaves out the last layer, accelerate also the first.
 """
 
 import dataclasses
@@ -65,6 +65,7 @@ def plan_float8(
     config: PreTrainedConfig,
     launch: LaunchFacts,
     elsewhere: bool,
+    compiled: bool,
     report: Report,
 ) -> Float8Plan | None:
     """Return the layers for `fp8`, or None if it is off; add lines to `report`.
@@ -81,12 +82,10 @@ def plan_float8(
             f"{shown} does not go with {launch.strategy}, which keeps weights in its own way: use "
             "strategy: multi_gpu or fsdp2, or leave it out"
         )
-    computed = COMPUTED.get(settings.training.mixed_precision) or weights_dtype(
-        settings.model, config
-    )
-    if computed != torch.bfloat16:
+    own = weights_dtype(settings.model, config)
+    if COMPUTED.get(settings.training.mixed_precision, own) != torch.bfloat16:
         raise ConfigurationError(f"{shown} needs --bf16 true, as the other layers compute in bf16")
-    emulated = _checked_device(settings, launch, elsewhere, shown)
+    emulated = _emulates(settings, launch, elsewhere)
     length, rows = settings.data.sequence_length, settings.training.per_device_train_batch_size
     if length * rows % MULTIPLE:
         raise ConfigurationError(
@@ -97,35 +96,33 @@ def plan_float8(
     layers, left_out = float8_layers(config)
     if not layers:
         raise ConfigurationError(
-            f"{shown}: no layer of {config.model_type} can use it ({'; '.join(left_out)}): leave "
-            "it out"
+            f"{shown}: leave it out, no layer of {config.model_type} fits ({'; '.join(left_out)})"
         )
     report.say(f"fp8: {recipe}, {len(layers)} linear layers; in bf16: {'; '.join(left_out)}")
     if launch.strategy == "fsdp2":
-        report.say("fp8: FSDP2 gathers weights in bf16, each GPU rounds them to fp8")
+        report.say("fp8: weights are gathered in bf16, then each GPU rounds them to fp8")
     if emulated:
         report.warn("fp8: emulated on this CPU, to try the settings; bf16 alone is faster")
+    elif not compiled:
+        report.warn("fp8: without compiled layers rounding to fp8 may take more time than it saves")
     return Float8Plan(recipe, layers, emulated)
 
 
-def _checked_device(
-    settings: RunSettings, launch: LaunchFacts, elsewhere: bool, shown: str
-) -> bool:
-    """Return whether fp8 must be emulated. Raises ConfigurationError for a GPU without fp8."""
-    needed = "needs a GPU of compute capability 8.9 or newer (H100, L40S, RTX 4090)"
+def _emulates(settings: RunSettings, launch: LaunchFacts, elsewhere: bool) -> bool:
+    """Return whether a CPU must emulate fp8. Raises ConfigurationError for a GPU without fp8."""
+    found = ""
     if settings.run.assume:
         gpus = assumed_gpus(settings.run.assume)
-        if not gpus.fp8:
-            raise ConfigurationError(f"{shown} {needed}, not {gpus.name}: leave it out")
-        return False
-    if elsewhere or launch.device == "cpu":
-        return not elsewhere
-    capability = gpu_capability() if launch.device == "cuda" else None
-    lowest = min(gathered(capability or (0, 0)))
-    if lowest < LOWEST_CAPABILITY:
-        found = ".".join(map(str, lowest)) if capability else launch.device
-        raise ConfigurationError(f"{shown} {needed}, and this run has {found}: leave it out")
-    return False
+        found = "" if gpus.fp8 else gpus.name
+    elif not elsewhere and launch.device != "cpu":
+        lowest = min(gathered(gpu_capability() or (0, 0)))
+        found = "" if lowest >= LOWEST_CAPABILITY else f"capability {lowest[0]}.{lowest[1]}"
+    if found:
+        raise ConfigurationError(
+            f"{settings.values.shown('fp8')} needs a GPU of compute capability 8.9 or newer (L4, "
+            f"L40S, RTX 4090, H100), not {found}: leave it out"
+        )
+    return not elsewhere and launch.device == "cpu"
 
 
 def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]:
@@ -133,32 +130,24 @@ def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]
     built = without_weights(config)
     linear, experts = linear_and_experts(built)
     routing = {id(module) for router in routers(built) for module in router.modules()}
-    chosen: list[str] = []
-    first, others, misfits, of_routers = [], [], [], []
+    groups: dict[str, list[str]] = {}
     for name in linear:
         layer: Any = built.get_submodule(name)
-        number = next((part for part in name.split(".") if part.isdigit()), None)
+        decoder_layer = next(filter(str.isdigit, name.split(".")), "0")
         if id(layer) in routing:
-            of_routers.append(name)
+            what = "of routers"
         elif type(layer) is not nn.Linear:
-            others.append(name)
+            what = "of another class than nn.Linear"
         elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-            misfits.append(name)
-        elif number in (None, "0"):
-            first.append(name)
+            what = f"with sizes that {MULTIPLE} does not divide"
         else:
-            chosen.append(name)
-    texts = {
-        "of the first decoder layer": first,
-        f"with sizes that {MULTIPLE} does not divide": misfits,
-        "of another class than nn.Linear": others,
-        "of routers": of_routers,
-    }
-    left_out = ["the last layer"]
-    left_out += [f"{len(names)} {what} ({_kinds(names)})" for what, names in texts.items() if names]
+            what = "of the first decoder layer" if decoder_layer == "0" else "chosen"
+        groups.setdefault(what, []).append(name)
+    chosen = tuple(groups.pop("chosen", ()))
+    left_out = [f"{len(names)} {what} ({_kinds(names)})" for what, names in groups.items()]
     if experts:
         left_out.append(f"the experts' grouped matrices ({_kinds(experts)})")
-    return tuple(chosen), left_out
+    return chosen, ["the last layer", *left_out]
 
 
 def _kinds(names: Sequence[str]) -> str:

@@ -151,7 +151,6 @@ def plan_run(
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)
         attention = _attention(settings, data, config, launch, device, report)
-        float8 = plan_float8(settings, config, launch, elsewhere, report)
         adapters = plan_adapters(settings.model, config)
         for line in adapters.report if adapters else ():
             report.say(line)
@@ -160,6 +159,7 @@ def plan_run(
         compiled, why = choose_compilation(settings, config, launch, elsewhere)
         if why:
             report.say(f"compile: {why}")
+        float8 = plan_float8(settings, config, launch, elsewhere, compiled, report)
         to_longest = pads_to_longest(settings, config, attention.name, compiled, report)
         setup = Setup(
             replace(settings, model=model), config, launch, attention, loss_head,
