@@ -37,6 +37,7 @@ OPTIONAL = {
     "flash-attn": "FlashAttention 2, about as fast as torch's own kernels",
     "gigatoken": "prepares texts many times faster",
     "bitsandbytes": "load_in_4bit (QLoRA), and optimizers of 8 bits",
+    "torchao": "fp8",
     "lm_eval": "benchmarks of a finished model",
 }
 LIMIT_S = 180.0  # for all checks, which run at once: a busy machine is slow, but not that slow
