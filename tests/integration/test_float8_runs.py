@@ -67,7 +67,10 @@ def test_adapters_train_beside_layers_in_fp8(fine_tuned, base_model, tmp_path):
     ("settings", "message"),
     [
         ({"bf16": False}, "needs --bf16 true"),
-        ({"sequence_length": 60, **ONE_ROW}, "60 x per_device_train_batch_size 1 is 60: set .*64"),
+        (
+            {"sequence_length": 60, **ONE_ROW},
+            "60 x per_device_train_batch_size 1 must be one of 16: set .*64",
+        ),
         ({"model_config_overrides": '{"num_hidden_layers": 1}'}, "no layer of llama fits"),
         ({"use_cpu": None, "assume": "8xA100-80GB"}, "not A100-80GB: leave it out"),
     ],

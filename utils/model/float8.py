@@ -87,11 +87,12 @@ def plan_float8(
         raise ConfigurationError(f"{shown} needs --bf16 true, as the other layers compute in bf16")
     emulated = _emulates(settings, launch, elsewhere)
     length, rows = settings.data.sequence_length, settings.training.per_device_train_batch_size
-    if length * rows % MULTIPLE:
+    multiple = MULTIPLE * settings.run.context_parallel
+    if length * rows % multiple:
         raise ConfigurationError(
-            f"{shown} needs a multiple of {MULTIPLE} tokens in a micro-batch, and "
-            f"sequence_length {length} x per_device_train_batch_size {rows} is {length * rows}: "
-            f"set sequence_length: {-(-length // MULTIPLE) * MULTIPLE}"
+            f"{shown} needs a multiple of {MULTIPLE} tokens on each rank: sequence_length {length} "
+            f"x per_device_train_batch_size {rows} must be one of {multiple}: set "
+            f"sequence_length: {-(-length // multiple) * multiple}"
         )
     layers, left_out = float8_layers(config)
     if not layers:
