@@ -73,6 +73,7 @@ figures: recipes-table
 	$(BIN)/python -m benchmarks.figures.speed_plot
 	$(BIN)/python -m benchmarks.figures.loss_plot
 	$(BIN)/python -m benchmarks.figures.memory
+	$(BIN)/python -m benchmarks.figures.float8
 	$(BIN)/python -m benchmarks.figures.models
 
 recipes-table:

@@ -1,9 +1,10 @@
-"""Write the figures of the demo and of the run on real text into docs/demo.md.
+"""Write the figures of the demo and of the runs on real text into docs/demo.md.
 
     python examples/demo_figures.py
-    python examples/demo_figures.py --record runs/real-text     # keep another run's figures first
+    python examples/demo_figures.py --record runs/real-text real_text   # first keep a new run
 
-They come from demo_cpu.json and real_text/ in benchmarks/results.
+The figures come from demo_cpu.json and the folders real_text and gpu/real_text in
+benchmarks/results.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from run_demo import ROOT, table
 from benchmarks.figures.marks import replace_between
 from utils.host.journal_file import read_journal, read_lines, strict_json
 
-DEMO, REAL = (ROOT / "benchmarks" / "results" / name for name in ("demo_cpu.json", "real_text"))
+RESULTS = ROOT / "benchmarks" / "results"
+# By the name of the table: the folder in RESULTS, and the shown characters of a sample.
+RUNS = {"real": ("real_text", 40), "real gpu": ("gpu/real_text", 120)}
 BEGIN, END = "<!-- {} figures: make figures -->", "<!-- end of {} figures -->"
 SPLITS = ("novels", "python")
 # The recorded keys of a journal line and of a start.
@@ -32,20 +35,21 @@ KEYS = {
     *(f"eval_{split}_loss" for split in SPLITS),
 }
 START_KEYS = ("time", "resumed_from", "launch", "changed")
-SHOWN = 40  # characters of a sample
 
 
 def with_figures(document: str) -> str:
     """Return the document with the tables between the marks made anew."""
-    tables = {"demo": table(json.loads(DEMO.read_text())), "real": real_table()}
+    tables = {"demo": table(json.loads((RESULTS / "demo_cpu.json").read_text()))}
+    for name, (folder, characters) in RUNS.items():
+        tables[name] = real_table(RESULTS / folder, characters)
     for name, text in tables.items():
         document = replace_between(document, BEGIN.format(name), END.format(name), text)
     return document
 
 
-def real_table() -> str:
+def real_table(recorded: Path, characters: int) -> str:
     """Write the losses and samples of an early, a middle and the last evaluation as Markdown."""
-    lines = read_journal(REAL / "metrics.jsonl")
+    lines = read_journal(recorded / "metrics.jsonl")
     steps: dict[int, dict[str, Any]] = {}
     for line in lines:
         steps.setdefault(line["step"], {"tokens_seen": 0}).update(line)
@@ -55,28 +59,30 @@ def real_table() -> str:
     for found in (evaluated[1], evaluated[len(evaluated) // 2], evaluated[-1]):
         losses = [f"{found[f'eval_{split}_loss']:.2f}" for split in SPLITS]
         samples = [" ".join(each["completion"].split()) for each in found["samples"]]
-        samples = [re.sub(r"(\S+)( \1){2,}$", r"\1 ...", sample)[:SHOWN] for sample in samples]
+        samples = [re.sub(r"(\S+)( \1){2,}$", r"\1 ...", sample)[:characters] for sample in samples]
         texts = [text.replace("|", "\\|").replace("`", "'") for text in samples]
         rows.append(
             [str(found["step"]), f"{found['tokens_seen']:,}", *losses, *(f"`{t}`" for t in texts)]
         )
-    starts = len(json.loads((REAL / "provenance.json").read_text())["starts"])
+    starts = len(json.loads((recorded / "provenance.json").read_text())["starts"])
     minutes = sum(line.get("train_runtime", 0) for line in lines) / 60
     table_lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*table_lines, "", f"{minutes:.0f} minutes of training in {starts} starts."])
+    plural = "s" if starts > 1 else ""
+    ending = f"{minutes:.0f} minutes of training in {starts} start{plural}."
+    return "\n".join([*table_lines, "", ending])
 
 
-def record(run: Path) -> None:
+def record(run: Path, folder: Path) -> None:
     """Copy the run's settings, and the recorded keys of its journal and its starts."""
-    REAL.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = [chosen(line, KEYS) for line in read_lines(run / "metrics.jsonl")[0]]
-    (REAL / "metrics.jsonl").write_text("".join(f"{strict_json(line)}\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(f"{strict_json(line)}\n" for line in lines))
     starts = json.loads((run / "provenance.json").read_text())["starts"]
     kept = {"starts": [chosen(start, START_KEYS) for start in starts]}
     for start in kept["starts"]:
         start["launch"]["hosts"] = ["localhost"]
-    (REAL / "provenance.json").write_text(strict_json(kept, indent=1) + "\n")
-    (REAL / "config.yaml").write_text((run / "config.yaml").read_text())
+    (folder / "provenance.json").write_text(strict_json(kept, indent=1) + "\n")
+    (folder / "config.yaml").write_text((run / "config.yaml").read_text())
 
 
 def chosen(entry: dict[str, Any], keys: Container[str]) -> dict[str, Any]:
@@ -87,9 +93,9 @@ def chosen(entry: dict[str, Any], keys: Container[str]) -> dict[str, Any]:
 def main() -> None:
     """Rewrite docs/demo.md in place."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, help="directory of a run on real text")
-    if run := parser.parse_args().record:
-        record(run)
+    parser.add_argument("--record", nargs=2, metavar=("RUN", "FOLDER"), help="keep these figures")
+    if recorded := parser.parse_args().record:
+        record(Path(recorded[0]), RESULTS / recorded[1])
     path = ROOT / "docs" / "demo.md"
     path.write_text(with_figures(path.read_text()))
 

@@ -110,7 +110,7 @@ def in_time(
 
 
 def speed(recipe: str, is_toy: bool) -> dict[str, Any]:
-    """Return milliseconds of a training step by depth, of a layer, and the peak of memory."""
+    """Return milliseconds of a training step by depth and of a layer, and tokens per second."""
     from utils.launch.script import configure_environment
 
     configure_environment()
@@ -129,8 +129,6 @@ def speed(recipe: str, is_toy: bool) -> dict[str, Any]:
                 torch.cuda.synchronize()
             durations.append(time.perf_counter() - begin)
         found[depth] = 1000 * statistics.median(durations[WARM:])
-        peak = torch.cuda.max_memory_allocated() if cuda and depth == depths[-1] else 0
-        first_s = round(durations[0], 1)
         del step
         gc.collect()
     layer = (found[depths[1]] - found[depths[0]]) / (depths[1] - depths[0])
@@ -141,8 +139,6 @@ def speed(recipe: str, is_toy: bool) -> dict[str, Any]:
         "layer_ms": layer,
         "tokens_per_second": {depth: 1000 * rows * length / ms for depth, ms in found.items()},
         "tokens_per_second_of_32_layers": 1000 * rows * length / whole,
-        "peak_memory_bytes": peak,
-        "last_first_step_s": first_s,
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.figures import exactness, interruptions, loss_plot, speed, speed_plot
+from benchmarks.figures import exactness, float8, interruptions, loss_plot, speed, speed_plot
 from utils.observe.history import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -212,6 +212,7 @@ def test_the_figures_of_the_documents_are_those_of_the_result_files():
         (settings_tables.DOCUMENT, settings_tables.with_tables, "\n- `"),
         (interruptions.DOCUMENT, interruptions.with_table, " pretraining |"),
         (exactness.DOCUMENT, exactness.with_figures, "| one rank |"),
+        (float8.DOCUMENT, float8.with_figures, "| `fp8: true` |"),
     ):
         document = path.read_text()
         assert renew(document) == document, "run make figures"
@@ -221,6 +222,12 @@ def test_the_figures_of_the_documents_are_those_of_the_result_files():
         assert speed.with_figures(document, figures) == document, "run make figures"
         assert figures in document
         assert figures.count("| Stoker") >= 1, f"no figures for {path.name}"
+    fp8 = json.loads(float8.RESULT.read_text())
+    rowwise, tensorwise = (float8.gain(fp8, name) for name in ("rowwise", "tensorwise"))
+    said = (
+        f"trained {rowwise:.2f} times as fast as in bf16, with `tensorwise` {tensorwise:.2f} times"
+    )
+    assert said in " ".join((ROOT / "docs" / "running.md").read_text().split())
     before = speed_plot.PICTURE.read_text()
     assert speed_plot.drawn(speed_plot.results()) == before, "run make figures"
 

@@ -84,7 +84,8 @@ PER_DOCUMENT = VarlenKernel(
 def _cudnn(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, terms: ScoreTerms
 ) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    # cuDNN refuses a document of one token (torch's sdp_utils.cpp, check_cudnn_tensor_shapes).
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
         return per_document_sdpa(query, key, value, documents, terms)
 
 

@@ -252,6 +252,14 @@ def test_by_row_documents_are_attended_to_as_alone(pretend):
     torch.testing.assert_close(kernel.run(*inputs, packed, ScoreTerms()), expected)
 
 
+def test_documents_that_cudnn_refuses_are_computed_by_torch():
+    """cuDNN refuses documents of one token on a GPU, and all documents on a CPU."""
+    inputs = states(sum(LENGTHS))
+    output = CUDNN.run(*inputs, documents(LENGTHS), ScoreTerms())
+    expected = per_document_sdpa(*inputs, documents(LENGTHS), ScoreTerms())
+    torch.testing.assert_close(output, expected)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
