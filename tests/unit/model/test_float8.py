@@ -110,8 +110,9 @@ LAUNCH = LaunchFacts(rank=0, world_size=1, strategy="single", hosts=("a",), devi
 )
 def test_the_device_decides(assume, device, capability, elsewhere, outcome, monkeypatch):
     monkeypatch.setattr(float8, "gpu_capability", lambda: capability)
-    settings = SimpleNamespace(run=SimpleNamespace(assume=assume))
-    given = settings, replace(LAUNCH, device=device), elsewhere, "fp8 true"
+    values = SimpleNamespace(shown=lambda name: f"{name} true")
+    settings = SimpleNamespace(run=SimpleNamespace(assume=assume), values=values)
+    given = settings, replace(LAUNCH, device=device), elsewhere
     if isinstance(outcome, bool):
         assert float8._emulates(*given) is outcome
         return
