@@ -79,8 +79,8 @@ def plan_float8(
     recipe = TENSORWISE if settings.model.fp8 == TENSORWISE else ROWWISE
     if launch.strategy not in STRATEGIES:
         raise ConfigurationError(
-            f"{shown} does not go with {launch.strategy}, which keeps weights in its own way: use "
-            "strategy: multi_gpu or fsdp2, or leave it out"
+            f"{shown} was tried with DDP and FSDP2, not with {launch.strategy}: use strategy: "
+            "multi_gpu or fsdp2, or leave it out"
         )
     own = weights_dtype(settings.model, config)
     if COMPUTED.get(settings.training.mixed_precision, own) != torch.bfloat16:
