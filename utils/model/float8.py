@@ -152,6 +152,5 @@ def float8_layers(config: PreTrainedConfig) -> tuple[tuple[str, ...], list[str]]
 
 
 def _kinds(names: Sequence[str]) -> str:
-    """Return up to three last parts of module names as text."""
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     return ", ".join(kinds[:SHOWN]) + (", ..." if len(kinds) > SHOWN else "")
