@@ -72,7 +72,7 @@ def test_adapters_train_beside_layers_in_fp8(fine_tuned, base_model, tmp_path):
             "60 x per_device_train_batch_size 1 must be one of 16: set .*64",
         ),
         ({"model_config_overrides": '{"num_hidden_layers": 1}'}, "no layer of llama fits"),
-        ({"use_cpu": None, "assume": "8xA100-80GB"}, "not A100-80GB: leave it out"),
+        ({"use_cpu": None, "assume": "1xA100-80GB"}, "not A100-80GB: leave it out"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_start(settings, message, pretraining, tmp_path):
