@@ -147,4 +147,4 @@ def test_two_copies_of_two_shards_train_as_one_process_and_resume_in_other_group
     argv = pretraining(other, **settings, context_parallel=4)
     shown = train("fsdp2", [item("pretrain", argv, other, [str(run), 3])], tmp_path, processes=4)
     assert "context_parallel: 2 -> 4" in shown
-    assert_same_run(other, run)
+    assert_same_run(other, run, within=2 * ROUNDING)
