@@ -26,6 +26,14 @@ EXPERTS = {
 }  # fmt: skip
 
 
+OWN_LOSS = """
+from torch.nn.functional import cross_entropy
+
+def weighted(logits, targets, places):
+    return (cross_entropy(logits, targets, reduction="none") * (1 + places % 2) / 2).sum()
+"""
+
+
 def test_gradients_in_float64_equal_those_of_one_process():
     """Two groups of two ranks, and one of four. Documents cross slices and stay apart exactly.
 
@@ -94,12 +102,14 @@ def test_two_ranks_under_ddp_train_as_one_process(
     pretraining, pretrained, fine_tuning, fine_tuned, mixture, experts, tmp_path
 ):
     """Mixtures, accumulation, recomputed and compiled layers, LoRA, and experts with their loss."""
+    (own_loss := tmp_path / "own.py").write_text(OWN_LOSS)
     lora = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "all-linear"}
     kinds = {
         "mixture": ("pretrain", {"activation_checkpointing": "full"}),
         "lora": ("sft_train", lora | {"activation_checkpointing": "selective"}),
         "experts": ("sft_train", {"model_name_or_path": experts}),
         "logits": ("pretrain", {"loss_head": "logits", "per_device_train_batch_size": 2}),
+        "own loss": ("pretrain", {"loss": f"{own_loss}:weighted"}),
         "compiled": ("pretrain", {"compile": True, "activation_checkpointing": "selective"}),
     }
     alone, plan = {}, []

@@ -8,9 +8,7 @@ from transformers import PreTrainedConfig
 
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings
-from utils.config.strategy import assumed_gpus
 from utils.kernels.varlen import NAME, AttentionNeeds
-from utils.launch.processes import LaunchFacts
 from utils.model.attention import AttentionChoice, is_recurrent
 from utils.model.loss_head import choose_loss_head
 from utils.model.probe import CPU, ProbeError, observe_attention, probe_config
@@ -24,7 +22,6 @@ KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 def check_context_parallel(
     settings: RunSettings,
     config: PreTrainedConfig,
-    launch: LaunchFacts,
     attention: AttentionChoice,
     device: torch.device | None,
     report: Report,
@@ -42,7 +39,8 @@ def check_context_parallel(
     problems += head_faults(config, size) or hindrances(config, attention, device or CPU)
     if problems:
         raise ConfigurationError([f"{shown}: {problem}." for problem in problems])
-    if spans_nodes(size, launch, settings.run.assume):
+    # Consecutive ranks form a group. Without a launcher all ranks are on this node.
+    if int(settings.values.environment.get("LOCAL_WORLD_SIZE", size)) % size:
         report.warn(
             f"{shown}: a group has ranks on several nodes, so every layer waits for the network: "
             "a number that divides the GPUs of a node is faster"
@@ -113,12 +111,3 @@ def _rope_types(text: Any) -> set[str]:
     given = getattr(text, "rope_parameters", None) or {}
     each = [given, *(value for value in given.values() if isinstance(value, dict))]
     return {one["rope_type"] for one in each if "rope_type" in one}
-
-
-def spans_nodes(size: int, launch: LaunchFacts, assume: str | None) -> bool:
-    """Return whether a group of consecutive ranks has ranks on several nodes."""
-    if assume:
-        gpus = assumed_gpus(assume)
-        return gpus.nodes > 1 and gpus.per_node % size > 0
-    hosts = launch.hosts
-    return any(len({*hosts[first : first + size]}) > 1 for first in range(0, len(hosts), size))

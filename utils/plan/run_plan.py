@@ -150,7 +150,7 @@ def plan_run(
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)
-        attention = _attention(settings, data, config, launch, device, report)
+        attention = _attention(settings, data, config, device, report)
         adapters = plan_adapters(settings.model, config)
         for line in adapters.report if adapters else ():
             report.say(line)
@@ -322,7 +322,6 @@ def _attention(
     settings: RunSettings,
     data: RunData,
     config: PreTrainedConfig,
-    launch: LaunchFacts,
     device: torch.device | None,
     report: Report,
 ) -> AttentionChoice:
@@ -345,7 +344,7 @@ def _attention(
             dtype = COMPUTED.get(training.mixed_precision) or weights_dtype(model, config)
             choice = choose_isolated_attention(asked, config, device, dtype, whole_rows=whole_rows)
     report.say(f"attention: {choice.reason}; {choice.proof}")
-    check_context_parallel(settings, config, launch, choice, device, report)
+    check_context_parallel(settings, config, choice, device, report)
     return choice
 
 
