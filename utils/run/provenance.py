@@ -131,7 +131,10 @@ SEVERAL = 2  # with more changes than this, the user probably wants a new run
 # Increase NUMERICS when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
-LEFT_OPEN = ("bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size")
+LEFT_OPEN = (
+    "bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size",
+    "context_parallel",
+)  # fmt: skip
 
 
 class Snapshot(NamedTuple):
