@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 from trl import ModelConfig, SFTConfig
 
 from utils.config.declarations import Arguments, counted_ranks, setting, shown
@@ -25,6 +26,8 @@ ATTENTION = (
     *("auto", "packed_varlen", "sdpa", "flash_attention_2", "flash_attention_3", "cudnn"),
     *("flex_attention", "eager"),
 )
+MUON = "muon"  # transformers has no optimizer of this name
+OPTIMIZERS = (*(each.value for each in OptimizerNames), MUON)
 CHECKPOINTING = ("none", "selective", "full", "auto", True, False)
 
 
@@ -107,6 +110,8 @@ class _ChangedDefaults:
     ddp_find_unused_parameters: bool | None = False
     # SFTConfig would turn bf16 on if it is not set, on an old GPU or a slow CPU too.
     bf16: bool | None = None
+    # transformers' choices, and muon.
+    optim: str = setting(TrainingArguments.default_optim, choices=OPTIMIZERS)
     # transformers has true (here: full) or false: RunPlan.training_arguments passes a boolean.
     activation_checkpointing: bool | str | None = setting(None, choices=CHECKPOINTING)
     resume_from_checkpoint: str | bool | None = None
@@ -127,7 +132,11 @@ class _ChangedDefaults:
         if isinstance(self.activation_checkpointing, str):
             word = self.activation_checkpointing
             self.activation_checkpointing = as_boolean.get(word, word)
+        own = self.optim if self.optim == MUON else None
+        if own:
+            self.optim = TrainingArguments.default_optim
         super().__post_init__()  # type: ignore[misc] # the libraries' class comes after this one
+        self.optim = own or self.optim
         if self.device.type == "cpu":  # type: ignore[attr-defined]
             self.dataloader_pin_memory = False  # there is no GPU to copy to
 

@@ -151,6 +151,8 @@ def _convert_times(given: Conversion) -> None:
 
 def _convert_optimizer(given: Conversion) -> None:
     """Convert the optimizer, its schedule and the trackers."""
+    if given.take("use_muon"):
+        given.put("optim", "muon", "use_muon")
     if "optim" in given.given:
         entry = given.given.pop("optim")
         name = str(entry.value)

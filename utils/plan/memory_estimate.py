@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from utils.config.arguments import ModelArguments
-from utils.model.adapters import trained_bytes, with_adapters
+from utils.config.arguments import MUON, ModelArguments
+from utils.model.adapters import trained_bytes, trained_matrices, with_adapters
 from utils.model.architecture import MISFITS, causal_lm_class
 from utils.plan.memory_trace import Setup, Stretch, trace
 
@@ -147,6 +147,9 @@ def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
         return averages
     adamw = optimizer_bytes_per_parameter(settings.run.optim_states, own_bytes / count)
     kept = 2 if "8bit" in name else adamw
+    if name == MUON:  # one state instead of two for its matrices
+        matrices = trained_matrices(_on_meta(settings.model, setup.config))
+        count -= sum(each.numel() for each in matrices) / 2
     one = "lion" in name or name in ("adagrad", "rmsprop")
     return averages + round(count * (kept / 2 if one else kept))
 
@@ -171,8 +174,12 @@ def checkpoint_bytes(setup: Setup) -> int:
 
 def count_parameters(model: ModelArguments, config: PreTrainedConfig) -> tuple[int, int]:
     """Return (all, trained) parameters, counted on the meta device."""
-    with torch.device("meta"):
-        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
-        built = with_adapters(causal_lm_class(config)(config), model)
+    built = _on_meta(model, config)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _on_meta(model: ModelArguments, config: PreTrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        # Call the class: AutoModel.from_config would split the weights over the ranks under ZeRO-3.
+        return with_adapters(causal_lm_class(config)(config), model)

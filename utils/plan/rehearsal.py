@@ -7,7 +7,7 @@ a library becomes a ConfigurationError that names the setting.
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from utils.config.arguments import with_values
+from utils.config.arguments import MUON, with_values
 from utils.config.declarations import SettingValues
 from utils.config.errors import ConfigurationError, Report
 from utils.config.refusals import is_installed
@@ -66,11 +66,14 @@ def rehearse(
             if not is_installed(name):  # importing an installed tracker takes seconds
                 callback()
     model = _tiny_model(config, weights_dtype(settings.model, config), device)
+    own_optimizer |= args.optim == MUON
     stand_in = (torch.optim.SGD, {"lr": args.learning_rate}) if own_optimizer else None
     trainer = _Rehearsal(args, model, stand_in)
     with _judged(values, OPTIMIZER, problems):
         pairs = optimizer_pairs(args.optim_args)
         built = trainer.create_optimizer()
+        if args.optim == MUON:
+            muon_options(args.optim_args)
         if not own_optimizer:
             _check_options(args, model, pairs, built.defaults)
             _report_without_effect(settings, model, report)
@@ -177,6 +180,19 @@ def optimizer_pairs(text: str | None) -> dict[str, str]:
             )
         pairs[key] = value
     return pairs
+
+
+def muon_options(text: str | None) -> dict[str, Any]:
+    """Parse optim_args of Muon to {momentum, ns_steps}. Raises ValueError."""
+    given = {"momentum": "0.95", "ns_steps": "5"} | optimizer_pairs(text)
+    with suppress(ValueError):
+        momentum, iterations = float(given.pop("momentum")), int(given.pop("ns_steps"))
+        if 0 <= momentum < 1 and 0 < iterations < 100 and not given:
+            return {"momentum": momentum, "ns_steps": iterations}
+    raise ValueError(
+        "muon takes momentum, at least 0 and below 1, and ns_steps, 1 to 99: "
+        "momentum=0.95,ns_steps=5 are the defaults"
+    )
 
 
 def _try_schedule(

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from utils.checkpoints.discovery import most_at_once
 from utils.checkpoints.files import readable
-from utils.config.arguments import FineTuneConfig, with_values
+from utils.config.arguments import MUON, FineTuneConfig, with_values
 from utils.config.errors import ConfigurationError, Report
 from utils.config.own_code import callback_class
 from utils.config.precision import BY_LAUNCH, FAST_CPU
@@ -216,6 +216,8 @@ def choose_optimizer_states(
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
     asked = [] if run.ema_decay is None else ["ema_decay"]
+    if settings.training.optim == MUON:
+        asked.append("optim")
     if run.optim_states not in (None, own):
         asked.append("optim_states")
     if run.stochastic_rounding:
@@ -230,7 +232,7 @@ def choose_optimizer_states(
             f"{settings.values.shown('stochastic_rounding')} has no effect on weights in {own}: "
             "set dtype: bfloat16 to keep them in 2 bytes."
         )
-    if asked in ([], ["ema_decay"]):
+    if {"optim_states", "stochastic_rounding"}.isdisjoint(asked):
         return None
     return OptimizerStates(run.optim_states or own, run.stochastic_rounding)
 

@@ -1,6 +1,7 @@
 """The optimizer of a run, and the optimizer state of an earlier run (--init_optimizer)."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,28 +9,41 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from utils.config.arguments import MUON
 from utils.config.errors import ConfigurationError
 from utils.model.stages import OPTIMIZER
+from utils.plan.rehearsal import muon_options
 from utils.plan.run_plan import RunPlan
 from utils.training.low_precision_adam import FIRST_SCALES, LowPrecisionAdamW
+from utils.training.muon import make_muon
 
 logger = logging.getLogger(__name__)
 
 
 def optimizer_of(
-    training: TrainingArguments, plan: RunPlan
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return class and settings of LowPrecisionAdamW, or None if Trainer builds the optimizer.
+    training: TrainingArguments, plan: RunPlan, decaying: Callable[[Any], list[str]]
+) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """Return Trainer's `optimizer_cls_and_kwargs` for an own optimizer, or None for Trainer's.
 
-    On a GPU the step is compiled if the layers are compiled. On a CPU it is never compiled, because
+    `decaying` returns the names of the weights that decay. LowPrecisionAdamW: on a GPU the step is compiled if the layers are compiled. On a CPU it is never compiled, because
     the uncompiled step works on chunks that stay in the cache.
     """
-    if plan.optimizer_states is None:
-        return None
-    return LowPrecisionAdamW, {
+    settings: dict[str, Any] = {
         "lr": training.learning_rate,
         "betas": (training.adam_beta1, training.adam_beta2),
         "eps": training.adam_epsilon,
+    }
+    if training.optim == MUON:
+        own = {
+            "decaying": decaying,
+            "weight_decay": training.weight_decay,
+            "in_bf16": training.mixed_precision == "bf16",
+        }
+        # Trainer calls the first value without arguments, and the result with the model.
+        return lambda: make_muon, settings | own | muon_options(training.optim_args)
+    if plan.optimizer_states is None:
+        return None
+    return LowPrecisionAdamW, settings | {
         "seed": training.seed,
         "compiled": plan.compiled and training.device.type == "cuda",
         **vars(plan.optimizer_states),

@@ -78,7 +78,7 @@ class PackedTrainer(SavingTrainer):
             processing_class=tokenizer,
             data_collator=dict,  # never called, because the loaders assemble whole batches
             eval_dataset=self.eval_splits or None,
-            optimizer_cls_and_kwargs=optimizer_of(args, plan),
+            optimizer_cls_and_kwargs=optimizer_of(args, plan, self.get_decay_parameter_names),
             callbacks=[RestoreAtBegin(self._restore), *callbacks.in_order()],
             **kwargs,
         )
