@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.hardware.circumstances import ROOT, circumstances
+from benchmarks.progress import say
 from utils.host.journal_file import read_journal
 
 RESULT = ROOT / "benchmarks" / "results" / "experiments" / "muon.json"
-STEPS, EVERY = 160, 10
+STEPS, EVERY = 120, 10
 RATES = {"adamw_torch_fused": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "muon": (2e-3, 4e-3, 8e-3)}
 CHANGES = {
-    "max_steps": STEPS, "warmup_steps": 20, "eval_steps": EVERY, "max_eval_sequences": 32,
+    "sequence_length": 256, "max_steps": STEPS, "warmup_steps": 15, "eval_steps": EVERY, "max_eval_sequences": 32,
     "eval_data": "modules=data/demo-pretrain/modules", "save_strategy": "no",
     "load_best_model_at_end": "false", "use_cpu": "true", "compile": "false",
 }  # fmt: skip
@@ -52,7 +53,7 @@ def main() -> int:
         "muon_steps_to_the_last_loss_of_adamw": steps_to(last(adamw), muon["losses"]),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result["best"]), result["muon_steps_to_the_last_loss_of_adamw"])
+    say(f"{result['best']}, Muon at step {result['muon_steps_to_the_last_loss_of_adamw']}")
     return 0
 
 

@@ -295,74 +295,47 @@ def _matched(
 def linear_and_experts(built: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the text model's linear layers except the last, and of expert weights.
 
-    Layers that PEFT refuses are left out: Mamba's fused kernels read their weights directly. The
-    weights of all experts are one tensor, (experts, in, out) or (experts, out, in).
+    A layer is linear if its class has the forward method of a linear layer; some routers derive
+    from nn.Linear but return more than a tensor. Layers that PEFT refuses are left out: Mamba's
+    fused kernels read their weights directly. The weights of all experts are one tensor, (experts,
+    in, out) or (experts, out, in).
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    layers, experts = _linear_layers(built), _expert_weights(built)
-    modules = []
-    for name in layers:
-        with contextlib.suppress(ValueError):
-            _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
-            modules.append(name)
-    return modules, [*experts]
-
-
-def _linear_layers(built: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the text model's linear layers by name, without the last layer.
-
-    A layer is linear if its class has the forward method of a linear layer; some routers derive
-    from nn.Linear but return more than a tensor.
-    """
     forwards = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
-    head, apart = built.get_output_embeddings(), apart_inside(built)
-    return {
-        name: module
-        for name, module in _modules_of_text(built)
-        if type(module).forward in forwards
-        and module is not head
-        and gets_gradient(name)
-        and not any(part in f"{name}." for part in apart)
-    }
-
-
-def _expert_weights(built: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the text model's stacked weights of experts, (experts, ., .), by name."""
-    return {
-        f"{name}.{weight}": value
-        for name, module in _modules_of_text(built)
-        if expert_count(module)
-        for weight, value in module.named_parameters(recurse=False)
-        if value.ndim == 3
-    }
-
-
-def _modules_of_text(built: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    text = text_model_of(built)
+    head, text = built.get_output_embeddings(), text_model_of(built)
     inside = next(name for name, module in built.named_modules() if module is text)
-    return [*text.named_modules(prefix=inside)]
+    modules, experts, apart = [], [], apart_inside(built)
+    for name, module in text.named_modules(prefix=inside):
+        linear = type(module).forward in forwards and module is not head
+        if linear and gets_gradient(name) and not any(part in f"{name}." for part in apart):
+            with contextlib.suppress(ValueError):
+                _check_lora_target_modules_mamba(LoraConfig(), built, name.rpartition(".")[2])
+                modules.append(name)
+        if expert_count(module):
+            own = module.named_parameters(recurse=False)
+            experts += [f"{name}.{weight}" for weight, value in own if value.ndim == 3]
+    return modules, experts
 
 
 def trained_matrices(model: Any) -> list[nn.Parameter]:
     """Return the trained matrices between embedding and last layer, which Muon updates.
 
-    They are weights of linear layers, LoRA's too, (out, in) or (in, out), and stacked weights of
-    experts. Routers are left out, because each of their rows scores one expert, and LoRA's stacked
-    adapters of experts: they are several matrices in one.
+    They are the weights of linear layers, of LoRA's too, and the stacked weights of experts. Left
+    out are routers, because each of their rows scores one expert, and LoRA's adapters of experts,
+    which have several matrices in one.
     """
-    built, wrappers = model, []
-    if hasattr(model, "get_base_model"):
-        from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora.layer import ParamWrapper
 
-        built = model.get_base_model()
-        wrappers = [each for each in built.modules() if isinstance(each, ParamWrapper)]
+    built = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrappers = [module for module in built.modules() if isinstance(module, ParamWrapper)]
     others = {inner for outer in [*routers(built), *wrappers] for inner in outer.modules()}
-    layers = [layer for layer in _linear_layers(built).values() if layer not in others]
-    weights = [layer.get_parameter("weight") for layer in layers]
-    experts = _expert_weights(built).values()
-    return [weight for weight in (*weights, *experts) if weight.requires_grad]
+    modules, experts = linear_and_experts(built)
+    layers = [built.get_submodule(name) for name in modules]
+    weights = [layer.weight for layer in layers if layer not in others]
+    weights += [built.get_parameter(name) for name in experts]
+    return [weight for weight in weights if weight.requires_grad]
 
 
 def _last_names(names: Iterable[str]) -> list[str]:

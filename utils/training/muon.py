@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
+from torch.optim import AdamW
 from typing_extensions import override
 
 from utils.model.adapters import trained_matrices
@@ -25,12 +25,11 @@ SMALLEST_NORM = 1e-7  # a matrix of zeros stays zero
 # Root mean square of AdamW's steps at a learning rate of 1, by Liu et al., section 2.2.
 USUAL_STEP = 0.2
 MOMENTUM = "momentum_buffer"  # torch.optim.Muon's name
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 logger = logging.getLogger(__name__)
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(AdamW):
     """Muon for parameter groups with `muon: True`, AdamW for the others.
 
     A matrix of Muon has one state, of its own type. A stack of experts, (experts, ., .), counts as
@@ -40,61 +39,36 @@ class MuonAdamW(torch.optim.Optimizer):
     in_bf16: iterate in bfloat16, as torch.optim.Muon does; otherwise in the type of the weights
     """
 
-    def __init__(self, groups: Any, *, in_bf16: bool, **defaults: Any):
-        super().__init__(groups, defaults)
+    def __init__(self, groups: Any, *, in_bf16: bool, **kwargs: Any):
+        super().__init__(groups, fused=True, **kwargs)
         self.in_bf16 = in_bf16
+        self._step_supports_amp_scaling = False  # let the scaler of fp16 unscale the gradients
 
     @torch.no_grad()
     @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override] # Trainer gives none
         for group in self.param_groups:
             trained = [weight for weight in group["params"] if weight.grad is not None]
-            if not group["muon"]:
-                self._step_by_adamw(group, trained)
-                continue
-            whole = [weight for weight in trained if not _is_divided(weight)]
-            for weight in whole:
-                _apply(group, weight, orthogonal(self._average(group, weight), group["ns_steps"]))
-            divided = [weight for weight in trained if _is_divided(weight)]
-            ranks = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
-            for first in range(0, len(divided), ranks):
-                some = divided[first : first + ranks]
-                parts = [self._average(group, weight) for weight in some]
-                updates = orthogonal_parts(parts, some, group["ns_steps"])
+            for some in _together(trained) if group["muon"] else ():
+                means = [self._mean(group, weight) for weight in some]
+                updates = orthogonal_rows(means, some, group["ns_steps"])
                 for weight, update in zip(some, updates, strict=True):
-                    _apply(group, weight, update)
+                    rows = _local(weight).mul_(1 - group["lr"] * group["weight_decay"])
+                    rate = group["lr"] * USUAL_STEP * math.sqrt(max(weight.shape[-2:]))
+                    rows.add_(update.to(rows.dtype), alpha=-rate)
+                    weight.grad = None  # AdamW's step skips this weight
+        super().step()
 
-    def _average(self, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
+    def _mean(self, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
         """Add the gradient to its average; return Nesterov's mean of both, in the gradient."""
         state, gradient = self.state[weight], _local(weight.grad)
         if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             state[MOMENTUM] = torch.zeros_like(weight)
+        state["step"] += 1  # torch's AdamW expects it in each state
         average = _local(state[MOMENTUM]).lerp_(gradient, 1 - group["momentum"])
         mean = gradient.lerp_(average, group["momentum"])
         return mean.bfloat16() if self.in_bf16 else mean
-
-    def _step_by_adamw(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
-        for weight in weights:
-            if not self.state[weight]:
-                step = torch.zeros((), dtype=torch.float32, device=weight.device)
-                moments = {name: torch.zeros_like(weight) for name in MOMENTS}
-                self.state[weight].update(step=step, **moments)
-        states = [self.state[weight] for weight in weights]
-        first, second, steps = ([one[name] for one in states] for name in (*MOMENTS, "step"))
-        beta1, beta2 = group["betas"]
-        adamw(
-            weights, [weight.grad for weight in weights], first, second, [], steps,
-            fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
-
-
-def _apply(group: dict[str, Any], weight: nn.Parameter, update: Tensor) -> None:
-    """Decay this rank's rows of a weight and subtract their update."""
-    rate, rows = group["lr"], _local(weight)
-    rows.mul_(1 - rate * group["weight_decay"])
-    scale = USUAL_STEP * math.sqrt(max(weight.shape[-2:]))
-    rows.add_(update.to(rows.dtype), alpha=-rate * scale)
 
 
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
@@ -109,36 +83,46 @@ def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
     return wide.mT if tall else wide
 
 
-def orthogonal_parts(
+def orthogonal_rows(
     parts: Sequence[Tensor], weights: Sequence[nn.Parameter], iterations: int
 ) -> list[Tensor]:
-    """Return this rank's rows of orthogonal matrices, given its rows; collective.
+    """Return this rank's rows of the orthogonal matrices, given its rows; collective.
 
-    Rank i of the weights' group computes matrix i, so there are at most as many as ranks.
+    `weights` come from `_together`: one that the rank has whole, or at most as many as ranks.
     """
     group = _ranks_of(weights[0])
+    if group is None:
+        return [orthogonal(part, iterations) for part in parts]
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     sent = torch.cat([part.flatten() for part in parts])
-    per_rank = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    to_rank = [part.numel() for part in parts] + [0] * (ranks - len(parts))
     own = weights[rank].shape if rank < len(weights) else torch.Size((0, 1))
-    most = -(-own[0] // ranks)  # FSDP2 gives as many rows to each rank, the last ones get less
+    most = -(-own[0] // ranks)  # FSDP2 gives as many rows to each rank, fewer to the last ones
     rows = [min(most, max(own[0] - most * other, 0)) for other in range(ranks)]
     from_rank = [count * own[1] for count in rows]
     matrix = sent.new_empty(own)
-    distributed.all_to_all_single(matrix.view(-1), sent, from_rank, per_rank, group=group)
+    distributed.all_to_all_single(matrix.view(-1), sent, from_rank, to_rank, group=group)
     matrix = orthogonal(matrix, iterations).contiguous()
-    distributed.all_to_all_single(sent, matrix.view(-1), per_rank, from_rank, group=group)
-    pieces = sent.split(per_rank)[: len(parts)]
-    return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+    distributed.all_to_all_single(sent, matrix.view(-1), to_rank, from_rank, group=group)
+    pieces = sent.split(to_rank)
+    return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
 
 
-def _is_divided(weight: Tensor) -> bool:
-    """Return whether the rows of one matrix are on several ranks."""
-    return isinstance(weight, DTensor) and weight.ndim == 2
+def _together(weights: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
+    """Cut weights into lists for `orthogonal_rows`, in the same way on every rank."""
+    divided = [weight for weight in weights if _ranks_of(weight) is not None]
+    at_once = distributed.get_world_size(_ranks_of(divided[0])) if divided else 1
+    lists = [divided[first : first + at_once] for first in range(0, len(divided), at_once)]
+    return [*lists, *([weight] for weight in weights if _ranks_of(weight) is None)]
 
 
-def _ranks_of(weight: Any) -> distributed.ProcessGroup:
-    """Return the ranks that share a weight. Under HSDP they are those of one replica."""
+def _ranks_of(weight: Any) -> distributed.ProcessGroup | None:
+    """Return the ranks that share the rows of a matrix, None if this rank has whole matrices.
+
+    Under HSDP they are the ranks of one replica.
+    """
+    if not isinstance(weight, DTensor) or weight.ndim > 2:
+        return None
     shard = next(i for i, each in enumerate(weight.placements) if each.is_shard())
     return weight.device_mesh.get_group(shard)
 
@@ -148,9 +132,13 @@ def _local(tensor: Any) -> Tensor:
 
 
 def make_muon(
-    model: Any, decaying: Callable[[Any], list[str]], weight_decay: float, **settings: Any
-) -> MuonAdamW:
-    """Return the optimizer of a model. `decaying` names the weights that decay, as in Trainer."""
+    model: Any, decaying: Callable[[Any], list[str]], weight_decay: float,
+    options: dict[str, Any], **settings: Any,
+) -> MuonAdamW:  # fmt: skip
+    """Return the optimizer of a model.
+
+    decaying: returns the names of the weights that decay. options: of Muon, see `muon_options`
+    """
     matrices, names = dict.fromkeys(trained_matrices(model)), set(decaying(model))
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, weight in model.named_parameters():
@@ -163,7 +151,7 @@ def make_muon(
     )  # fmt: skip
     return MuonAdamW(
         [
-            {"params": weights, "muon": muon, "weight_decay": decay}
+            {"params": weights, "muon": muon, "weight_decay": decay, **options}
             for (muon, decay), weights in groups.items()
         ],
         **settings,

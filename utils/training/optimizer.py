@@ -25,8 +25,9 @@ def optimizer_of(
 ) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     """Return Trainer's `optimizer_cls_and_kwargs` for an own optimizer, or None for Trainer's.
 
-    `decaying` returns the names of the weights that decay. LowPrecisionAdamW: on a GPU the step is compiled if the layers are compiled. On a CPU it is never compiled, because
-    the uncompiled step works on chunks that stay in the cache.
+    `decaying` returns the names of the weights that decay. On a GPU LowPrecisionAdamW's step is
+    compiled if the layers are compiled. On a CPU it is never compiled, because the uncompiled step
+    works on chunks that stay in the cache.
     """
     settings: dict[str, Any] = {
         "lr": training.learning_rate,
@@ -34,13 +35,13 @@ def optimizer_of(
         "eps": training.adam_epsilon,
     }
     if training.optim == MUON:
-        own = {
+        # Trainer calls the first value without arguments, and the result with the model.
+        return lambda: make_muon, settings | {
             "decaying": decaying,
             "weight_decay": training.weight_decay,
+            "options": muon_options(training.optim_args),
             "in_bf16": training.mixed_precision == "bf16",
         }
-        # Trainer calls the first value without arguments, and the result with the model.
-        return lambda: make_muon, settings | own | muon_options(training.optim_args)
     if plan.optimizer_states is None:
         return None
     return LowPrecisionAdamW, settings | {

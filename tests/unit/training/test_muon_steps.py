@@ -9,9 +9,8 @@ from utils.training.muon import MuonAdamW
 
 RATE, DECAY, MOMENTUM, ITERATIONS, STEPS = 1e-2, 0.1, 0.9, 5, 4
 SHAPES = ((48, 64), (64, 40), (3, 20, 30), (8,))  # wide, tall, three experts, a norm
-SETTINGS = {
-    "lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8, "momentum": MOMENTUM, "ns_steps": ITERATIONS,
-}  # fmt: skip
+SETTINGS = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8}
+MUON = {"muon": True, "momentum": MOMENTUM, "ns_steps": ITERATIONS}
 
 
 def weights() -> list[nn.Parameter]:
@@ -27,7 +26,7 @@ def gradients(step: int) -> list[torch.Tensor]:
 def trained(in_bf16: bool) -> list[nn.Parameter]:
     parameters = weights()
     groups = [
-        {"params": parameters[:3], "muon": True, "weight_decay": DECAY},
+        {"params": parameters[:3], **MUON, "weight_decay": DECAY},
         {"params": parameters[3:], "muon": False, "weight_decay": DECAY},
     ]
     optimizer = MuonAdamW(groups, in_bf16=in_bf16, **SETTINGS)
@@ -90,7 +89,7 @@ def test_in_bf16_it_is_near_torchs_own():
 
 def test_a_matrix_of_zeros_stays():
     parameter = nn.Parameter(torch.ones(4, 6))
-    groups = [{"params": [parameter], "muon": True, "weight_decay": 0.0}]
+    groups = [{"params": [parameter], **MUON, "weight_decay": 0.0}]
     parameter.grad = torch.zeros(4, 6)
     MuonAdamW(groups, in_bf16=False, **SETTINGS).step()
     assert torch.equal(parameter, torch.ones(4, 6))
