@@ -25,7 +25,8 @@ RESULT = ROOT / "benchmarks" / "results" / "experiments" / "muon.json"
 STEPS, EVERY = 120, 10
 RATES = {"adamw_torch_fused": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "muon": (2e-3, 4e-3, 8e-3)}
 CHANGES = {
-    "sequence_length": 256, "max_steps": STEPS, "warmup_steps": 15, "eval_steps": EVERY, "max_eval_sequences": 32,
+    "sequence_length": 256, "max_steps": STEPS, "warmup_steps": 15, "eval_steps": EVERY,
+    "max_eval_sequences": 32,
     "eval_data": "modules=data/demo-pretrain/modules", "save_strategy": "no",
     "load_best_model_at_end": "false", "use_cpu": "true", "compile": "false",
 }  # fmt: skip
