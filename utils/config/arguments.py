@@ -58,6 +58,7 @@ class RunArguments:
     lm_eval_tasks: list[str] = setting([])
     optim_states: str | None = setting(None, choices=("float32", "bfloat16", "int8"))
     stochastic_rounding: bool = False
+    ddp_comm_hook: str | None = setting(None, choices=("bf16",))
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,22 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
     return "ddp" if processes > 1 else "single"
 
 
+def check_comm_hook(hook: str | None, strategy: str) -> None:
+    """Raise ConfigurationError if ddp_comm_hook is set under a strategy with an own exchange."""
+    if hook is not None and strategy not in ("ddp", "single"):
+        raise ConfigurationError(
+            f"ddp_comm_hook {hook}: {strategy} exchanges gradients in its own way, and only DDP's "
+            "exchange can be changed: use strategy: multi_gpu, or leave it out."
+        )
+
+
+def tune_strategy(accelerator: Any, comm_hook: str | None) -> None:
+    """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`.
+
+    comm_hook: accelerate's name of the type in which DDP exchanges gradients
+    """
+    from accelerate.utils import DDPCommunicationHookType
+
 def requested_replicas(environment: Mapping[str, str]) -> int:
     """Return the copies of sharded states that the environment asks for: 1 without HSDP."""
     return int(group_sizes(environment).get(REPLICAS, "1"))
@@ -177,6 +193,8 @@ def tune_strategy(accelerator: Any) -> None:
     """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
+        if comm_hook is not None:
+            accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(comm_hook)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
         # accelerate's policy would round the loss and the gradients' sums over ranks to bf16.

@@ -228,13 +228,14 @@ def exchanged_bytes(setup: Setup, ranks: int) -> tuple[float, float]:
     """Return the bytes that each GPU sends per micro-batch, and those at the end of each step.
 
     Sharded weights are gathered for the forward and the backward pass, with 2 bytes each. Gradients
-    are summed over the ranks with 4 bytes each (DeepSpeed: 2).
+    are summed over the ranks with 4 bytes each (DeepSpeed, and DDP with ddp_comm_hook: 2).
     """
     if ranks == 1:
         return 0.0, 0.0
     weights, trained = (number * (ranks - 1) / ranks for number in setup.parameters)
+    by_ddp = 4 if setup.settings.run.ddp_comm_hook else 8
     return {
-        "ddp": (0.0, 8 * trained), "zero1": (0.0, 4 * trained),
+        "ddp": (0.0, by_ddp * trained), "zero1": (0.0, 4 * trained),
         "zero2": (2 * trained, 2 * trained), "zero3": (4 * weights + 2 * trained, 0.0),
     }.get(setup.launch.strategy, (4 * weights + 4 * trained, 0.0))  # fmt: skip
 

@@ -21,7 +21,7 @@ from utils.data.order import GlobalBatchSampler
 from utils.host.foreign import naming
 from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
-from utils.launch.processes import LaunchFacts
+from utils.launch.processes import LaunchFacts, check_comm_hook
 from utils.model.adapters import AdapterPlan, plan_adapters
 from utils.model.architecture import first_line, has_experts, without_weights
 from utils.model.attention import (
@@ -147,6 +147,7 @@ def plan_run(
         for entry in settings.own_code.callbacks:
             callback_class(entry)  # a faulty one is refused before the run starts
         check_quantization(settings, config, launch.strategy)
+        check_comm_hook(run.ddp_comm_hook, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)

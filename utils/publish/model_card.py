@@ -30,7 +30,7 @@ SETTINGS = (
     "weight_decay", "max_grad_norm", "optim", "optim_states", "bf16", "fp16", "dtype",
     "stochastic_rounding", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora",
-    "use_dora", "neftune_noise_alpha", "ema_decay", "seed",
+    "use_dora", "neftune_noise_alpha", "ema_decay", "ddp_comm_hook", "seed",
 )  # fmt: skip
 SOURCES_SHOWN = 5
 # Keys of adapters that vLLM refuses (vllm/lora/peft_helper.py); the last one PEFT refuses, too.

@@ -100,6 +100,7 @@ IDENTITY = frozenset({
     "dtype", "bf16", "fp16", "fp8", "lora_alpha", "use_rslora", "lr_scheduler_type",
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
     "bnb_4bit_quant_type", "use_bnb_nested_quant", "loss",
+    "ddp_comm_hook",
 })  # fmt: skip
 # Settings that cannot change when a run resumes, even with --accept_changes, and why: "its
 # checkpoints ...". torch restores the optimizer's param_groups, so a new learning rate has no

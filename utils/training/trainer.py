@@ -86,6 +86,7 @@ class PackedTrainer(SavingTrainer):
             self.remove_callback(reporter)  # the Journal callback reports instead
         # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
+        tune_strategy(self.accelerator, settings.run.ddp_comm_hook)
         tune_strategy(self.accelerator)
         self.sums_replicas = has_replicas(self.accelerator)
         # Replace Trainer's NEFTune noise, which depends on the length of packed sequences.

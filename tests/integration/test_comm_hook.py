@@ -1,0 +1,37 @@
+"""DDP with gradients exchanged in bfloat16: a reference's numbers, near those of float32."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+from launching import run_processes
+
+from utils.config.errors import ConfigurationError
+from utils.launch.processes import check_comm_hook
+
+HOOK = {"ddp_comm_hook": "bf16", "per_device_train_batch_size": 1}
+
+
+@pytest.mark.slow
+def test_gradients_are_rounded_before_the_sum_and_a_resume_is_exact(
+    pretraining, pretrained, tmp_path
+):
+    child = Path(__file__).with_name("comm_hook_child.py")
+    shown = run_processes("multi_gpu", child).succeeded()
+    assert {"rank 0: as the reference", "rank 1: as the reference"} <= set(shown.splitlines())
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    run_processes("multi_gpu", "pretrain.py", pretraining(whole, **HOOK)).succeeded()
+    cut = tiny.copied(whole, tmp_path / "cut", step=3)
+    run_processes("multi_gpu", "pretrain.py", pretraining(cut, **HOOK)).succeeded()
+    tiny.assert_same_run(cut, whole)
+    pretrained(alone, **HOOK)  # one process exchanges nothing
+    assert tiny.losses(whole) != pytest.approx(tiny.losses(alone), abs=2e-5)
+    assert tiny.losses(whole) == pytest.approx(tiny.losses(alone), abs=2e-2)
+
+
+def test_other_strategies_refuse_it():
+    for strategy in ("fsdp2", "zero2"):
+        with pytest.raises(ConfigurationError, match=f"bf16: {strategy} exchanges .* multi_gpu"):
+            check_comm_hook("bf16", strategy)
+    check_comm_hook("bf16", "single")
+    check_comm_hook(None, "zero3")
