@@ -149,7 +149,8 @@ def _optimizer_bytes(setup: Setup, own_bytes: int) -> int:
     kept = 2 if "8bit" in name else adamw
     if name == MUON:  # one state instead of two for its matrices
         matrices = trained_matrices(_on_meta(settings.model, setup.config))
-        count -= sum(each.numel() for each in matrices) / 2
+        saved = sum(each.numel() for each in matrices) / 2
+        return averages + round((count - saved) * adamw)
     one = "lion" in name or name in ("adagrad", "rmsprop")
     return averages + round(count * (kept / 2 if one else kept))
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def optimizer_of(
     training: TrainingArguments, plan: RunPlan, decaying: Callable[[Any], list[str]]
-) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+) -> tuple[Any, dict[str, Any]] | None:
     """Return Trainer's `optimizer_cls_and_kwargs` for an own optimizer, or None for Trainer's.
 
     `decaying` returns the names of the weights that decay. On a GPU LowPrecisionAdamW's step is
