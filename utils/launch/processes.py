@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.launch_settings import REPLICAS, group_sizes
@@ -158,13 +160,14 @@ def check_comm_hook(hook: str | None, strategy: str) -> None:
         )
 
 
-def tune_strategy(accelerator: Any, comm_hook: str | None) -> None:
-    """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`.
+def exchange_in_bf16(model: DistributedDataParallel) -> None:
+    """Let the ranks exchange gradients in bfloat16. Call before the first backward pass."""
 
-    comm_hook: accelerate's name of the type in which DDP exchanges gradients
-    """
-    from accelerate.utils import DDPCommunicationHookType
+    # torch refuses its own hook by name without NCCL, although gloo sums in bfloat16 as well.
+    def exchange(group: Any, bucket: Any) -> Any:
+        return bf16_compress_hook(group, bucket)
 
+    model.register_comm_hook(None, exchange)
 def requested_replicas(environment: Mapping[str, str]) -> int:
     """Return the copies of sharded states that the environment asks for: 1 without HSDP."""
     return int(group_sizes(environment).get(REPLICAS, "1"))
@@ -193,8 +196,6 @@ def tune_strategy(accelerator: Any) -> None:
     """Avoid gradient copies in DDP and bf16 sums in FSDP2; call before `accelerator.prepare`."""
     if accelerator.ddp_handler is not None:
         accelerator.ddp_handler.gradient_as_bucket_view = True  # saves two copies per step
-        if comm_hook is not None:
-            accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(comm_hook)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
         # accelerate's policy would round the loss and the gradients' sums over ranks to bf16.

@@ -147,7 +147,6 @@ def plan_run(
         for entry in settings.own_code.callbacks:
             callback_class(entry)  # a faulty one is refused before the run starts
         check_quantization(settings, config, launch.strategy)
-        check_comm_hook(run.ddp_comm_hook, launch.strategy)
         states = choose_optimizer_states(settings, config, launch)
         report.say(f"precision: {precision_line(settings, config, states, launch.device)}")
         rehearse(settings, config, states is not None, sampler.total_steps, device, report)
@@ -216,6 +215,7 @@ def choose_optimizer_states(
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
+    check_comm_hook(run.ddp_comm_hook, launch.strategy)
     asked = [] if run.ema_decay is None else ["ema_decay"]
     if settings.training.optim == MUON:
         asked.append("optim")

@@ -21,6 +21,7 @@ from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import PADDING_SEQUENCE, eval_batches
+from utils.launch.processes import exchange_in_bf16, tune_strategy
 from utils.kernels.ulysses import context_group, cut_inputs, cut_positions
 from utils.launch.processes import has_replicas, tune_strategy
 from utils.model.attention import shape_inputs
@@ -86,6 +87,7 @@ class PackedTrainer(SavingTrainer):
             self.remove_callback(reporter)  # the Journal callback reports instead
         # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
+        tune_strategy(self.accelerator)
         tune_strategy(self.accelerator, settings.run.ddp_comm_hook)
         tune_strategy(self.accelerator)
         self.sums_replicas = has_replicas(self.accelerator)
@@ -263,6 +265,8 @@ class PackedTrainer(SavingTrainer):
         """Train all steps: this is Trainer's only epoch."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
         alone = self.accelerator.distributed_type == DistributedType.NO
+        if self.settings.run.ddp_comm_hook and not alone:
+            exchange_in_bf16(self.model_wrapped)
         if isinstance(self.model_wrapped, DistributedDataParallel) or (
             alone and self.train_sequences.to_longest
         ):
