@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.errors import ConfigurationError, UnfitClusterError
 from utils.config.launch_settings import REPLICAS, group_sizes
@@ -160,8 +159,8 @@ def check_comm_hook(hook: str | None, strategy: str) -> None:
         )
 
 
-def exchange_in_bf16(model: DistributedDataParallel) -> None:
-    """Let the ranks exchange gradients in bfloat16. Call before the first backward pass."""
+def exchange_in_bf16(model: Any) -> None:
+    """Let the ranks of a DDP model exchange gradients in bfloat16. Call before a backward pass."""
 
     # torch refuses its own hook by name without NCCL, although gloo sums in bfloat16 as well.
     def exchange(group: Any, bucket: Any) -> Any:
