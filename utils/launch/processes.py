@@ -163,7 +163,9 @@ def exchange_in_bf16(model: Any) -> None:
     """Let the ranks of a DDP model exchange gradients in bfloat16. Call before a backward pass."""
 
     # torch refuses its own hook by name without NCCL, although gloo sums in bfloat16 as well.
-    def exchange(group: Any, bucket: Any) -> Any:
+    def exchange(
+        group: Any, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         return bf16_compress_hook(group, bucket)
 
     model.register_comm_hook(None, exchange)
