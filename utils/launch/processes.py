@@ -169,6 +169,8 @@ def exchange_in_bf16(model: Any) -> None:
         return bf16_compress_hook(group, bucket)
 
     model.register_comm_hook(None, exchange)
+
+
 def requested_replicas(environment: Mapping[str, str]) -> int:
     """Return the copies of sharded states that the environment asks for: 1 without HSDP."""
     return int(group_sizes(environment).get(REPLICAS, "1"))

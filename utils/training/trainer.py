@@ -21,9 +21,8 @@ from utils.callbacks.stop import EvaluationInterrupted
 from utils.config.errors import ConfigurationError
 from utils.data.loader import Batch, TrainLoader, eval_loader, model_inputs
 from utils.data.order import PADDING_SEQUENCE, eval_batches
-from utils.launch.processes import exchange_in_bf16, tune_strategy
 from utils.kernels.ulysses import context_group, cut_inputs, cut_positions
-from utils.launch.processes import has_replicas, tune_strategy
+from utils.launch.processes import exchange_in_bf16, has_replicas, tune_strategy
 from utils.model.attention import shape_inputs
 from utils.model.compilation import compile_layers, keep_products
 from utils.model.finished_model import finished_generation
@@ -87,8 +86,6 @@ class PackedTrainer(SavingTrainer):
             self.remove_callback(reporter)  # the Journal callback reports instead
         # In fp16 a loss scaler skips steps with overflowing gradients, so they are no error.
         self.callbacks.guard.judges_gradients = self.accelerator.mixed_precision != "fp16"
-        tune_strategy(self.accelerator)
-        tune_strategy(self.accelerator, settings.run.ddp_comm_hook)
         tune_strategy(self.accelerator)
         self.sums_replicas = has_replicas(self.accelerator)
         # Replace Trainer's NEFTune noise, which depends on the length of packed sequences.
