@@ -7,7 +7,7 @@ import tiny
 from launching import run_processes
 
 from utils.config.errors import ConfigurationError
-from utils.launch.processes import check_comm_hook
+from utils.config.settings import parse_pretraining
 
 HOOK = {"ddp_comm_hook": "bf16", "per_device_train_batch_size": 1}
 
@@ -29,9 +29,8 @@ def test_gradients_are_rounded_before_the_sum_and_a_resume_is_exact(
     assert tiny.losses(whole) == pytest.approx(tiny.losses(alone), abs=2e-2)
 
 
-def test_other_strategies_refuse_it():
-    for strategy in ("fsdp2", "zero2"):
-        with pytest.raises(ConfigurationError, match=f"bf16: {strategy} exchanges .* multi_gpu"):
-            check_comm_hook("bf16", strategy)
-    check_comm_hook("bf16", "single")
-    check_comm_hook(None, "zero3")
+@pytest.mark.parametrize("name", ["FSDP", "DeepSpeed"])
+def test_other_strategies_refuse_it(name, pretraining, tmp_path, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(ConfigurationError, match=f"bf16 .*: {name} exchanges .* multi_gpu"):
+        parse_pretraining(pretraining(tmp_path / "run", **HOOK), "")

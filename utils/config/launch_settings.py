@@ -186,6 +186,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
     if not faults:
         yield from _group_faults(values)
+    for name in ("FSDP", "DeepSpeed"):
+        if values["ddp_comm_hook"] and is_true(f"ACCELERATE_USE_{name.upper()}", environment):
+            given = values.shown("ddp_comm_hook")
+            yield f"{given}: {name} exchanges gradients in its own way: use strategy: multi_gpu"
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
         yield from _deepspeed_file_faults(file, values, processes)

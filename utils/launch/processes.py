@@ -150,15 +150,6 @@ def requested_strategy(environment: Mapping[str, str], processes: int) -> str:
     return "ddp" if processes > 1 else "single"
 
 
-def check_comm_hook(hook: str | None, strategy: str) -> None:
-    """Raise ConfigurationError if ddp_comm_hook is set under a strategy with an own exchange."""
-    if hook is not None and strategy not in ("ddp", "single"):
-        raise ConfigurationError(
-            f"ddp_comm_hook {hook}: {strategy} exchanges gradients in its own way, and only DDP's "
-            "exchange can be changed: use strategy: multi_gpu, or leave it out."
-        )
-
-
 def exchange_in_bf16(model: Any) -> None:
     """Let the ranks of a DDP model exchange gradients in bfloat16. Call before a backward pass."""
 

@@ -21,7 +21,7 @@ from utils.data.order import GlobalBatchSampler
 from utils.host.foreign import naming
 from utils.host.redaction import redact
 from utils.kernels.varlen import NAME
-from utils.launch.processes import LaunchFacts, check_comm_hook
+from utils.launch.processes import LaunchFacts
 from utils.model.adapters import AdapterPlan, plan_adapters
 from utils.model.architecture import first_line, has_experts, without_weights
 from utils.model.attention import (
@@ -215,7 +215,6 @@ def choose_optimizer_states(
     run, weights = settings.run, weights_dtype(settings.model, config)
     trained = torch.float32 if settings.model.use_peft else weights  # PEFT's adapters are float32
     own = name_of(trained)
-    check_comm_hook(run.ddp_comm_hook, launch.strategy)
     asked = [] if run.ema_decay is None else ["ema_decay"]
     if settings.training.optim == MUON:
         asked.append("optim")
@@ -316,9 +315,8 @@ def report_run(
 
 def on_a_login_node(settings: RunSettings, launch: LaunchFacts) -> bool:
     """Return whether this is a dry run of a training that needs hardware of another machine."""
-    if settings.run.assume:
-        return True
-    return settings.run.dry_run and launch.device == "cpu" and not settings.values.on_cpu
+    on_cpu = settings.run.dry_run and launch.device == "cpu"
+    return bool(settings.run.assume) or (on_cpu and not settings.values.on_cpu)
 
 
 def _attention(
