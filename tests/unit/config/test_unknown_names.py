@@ -60,7 +60,7 @@ def test_refused_and_other_names_and_changed_defaults_are_those_of_the_libraries
     assert refused().keys() <= names(SFTConfig) | names(ModelConfig)
     own = {
         *("compile", "init_from", "init_optimizer", "loss_head", "model_config", "save_dtype"),
-        *("pad_embeddings_to_multiple_of", "model_config_overrides", "freeze", "train_only"),
+        *("pad_embeddings_to_multiple_of", "model_config_overrides", "freeze", "train_only", "fp8"),
     }
     assert names(PretrainConfig) == names(TrainingArguments)
     assert names(FineTuneConfig) == names(SFTConfig)
