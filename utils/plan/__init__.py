@@ -7,5 +7,6 @@ rehearsal          takes a step with tiny weights, so that libraries check the s
 memory_trace       counts the memory of a training step on the model, without data
 memory_estimate    memory per device, and the bytes of a checkpoint
 memory_plan        the activation checkpointing that fits; changes that would make a run fit
+ranks              groups, weights and samples of three ranks of a launch over several nodes
 forecast           predicted speed on other machines' GPUs; the best settings for them
 """

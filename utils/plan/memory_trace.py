@@ -146,7 +146,7 @@ def _trace(setup: Setup, choice: str, micro_batch: int, *, cut: bool) -> tuple[l
     marked = marked_layers(model)
     inside = {inner for layer in marked for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in marked if layer not in inside]
-    kinds = _kinds(layers)
+    kinds = layer_kinds(layers)
     # Experts use transformers' fallback for torch's grouped product: it accepts fake tensors of any
     # type, and its results have the same sizes. (A Mock would keep its arguments alive.)
     by_shape = mock.patch.object(moe, "_can_use_grouped_mm", _zero)
@@ -325,7 +325,7 @@ class LiveBytes(TorchDispatchMode):
         self.stretches[-1].change[maker] -= size
 
 
-def _kinds(layers: Sequence[nn.Module]) -> list[int]:
+def layer_kinds(layers: Sequence[nn.Module]) -> list[int]:
     """Return for each layer the index of the first layer with the same class and shapes."""
     first: dict[Any, int] = {}
     kinds = []
@@ -343,7 +343,7 @@ def _first_of_each_kind(layers: Sequence[nn.Module], live: LiveBytes) -> Callabl
 
     The other layers return their input.
     """
-    numbers, kinds = {layer: number for number, layer in enumerate(layers)}, _kinds(layers)
+    numbers, kinds = {layer: number for number, layer in enumerate(layers)}, layer_kinds(layers)
     outputs: dict[int, Any] = {}  # what layers return besides the hidden states
     shared: list[Any] = []
 

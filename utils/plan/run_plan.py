@@ -45,6 +45,7 @@ from utils.plan.forecast import forecast_line, make_planner, suggest
 from utils.plan.memory_estimate import checkpoint_bytes, count_parameters
 from utils.plan.memory_plan import MemoryPlan, plan_memory
 from utils.plan.memory_trace import Setup
+from utils.plan.ranks import report_ranks
 from utils.plan.rehearsal import rehearse
 from utils.plan.run_data import RunData, plan_steps
 
@@ -139,9 +140,8 @@ def plan_run(
     settings: RunSettings, data: RunData, config: PreTrainedConfig, launch: LaunchFacts
 ) -> RunPlan:
     """Plan steps, kernels and memory. Raises ConfigurationError with the log lines before it."""
-    run, training = settings.run, settings.training
-    elsewhere = on_a_login_node(settings, launch)
-    device = None if elsewhere else training.device  # small models try the kernels there
+    run, elsewhere = settings.run, on_a_login_node(settings, launch)
+    device = None if elsewhere else settings.training.device  # small models try the kernels there
     with Report() as report:
         sampler = plan_steps(settings, data, launch, report)
         for entry in settings.own_code.callbacks:
@@ -174,6 +174,7 @@ def plan_run(
         memory = plan_memory(setup, report)
         if planner is not None:
             report.say(forecast_line(planner, memory.choice, sampler.total_steps, to_longest))
+            report_ranks(setup, planner.gpus, sampler, report)
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
             report_run(settings, launch, sampler.total_steps, saved_bytes, report)

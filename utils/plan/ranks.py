@@ -1,0 +1,181 @@
+"""A rehearsal of three ranks of a launch over several nodes, in the process of a dry run.
+
+torch's fake process group answers each collective at once and moves nothing, so one CPU process
+can be any rank. Weights are on the meta device: only shapes, bytes and groups are real.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from utils.config.errors import ConfigurationError, Report
+from utils.config.strategy import AssumedGpus
+from utils.data.order import GlobalBatchSampler
+from utils.launch.processes import LaunchFacts
+from utils.model.adapters import with_adapters
+from utils.model.architecture import MISFITS, causal_lm_class, first_line
+from utils.model.compilation import marked_layers
+from utils.plan.memory_estimate import GIB
+from utils.plan.memory_trace import Setup, layer_kinds
+
+STRATEGIES = ("ddp", "fsdp2")
+# A rank may hold this many times an even share of the weights before the dry run warns.
+UNEVEN = 1.02
+SHARD, REPLICATE = "dp_shard", "dp_replicate"  # accelerate's names of the mesh's dimensions
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model on the meta device with one layer of each kind.
+
+    layers: the number of layers of a kind, by the name of the layer that is kept.
+    """
+
+    model: nn.Module
+    layers: Mapping[str, int]
+
+    def weight_bytes(self, mesh: DeviceMesh | None = None) -> int:
+        """Return the bytes of this rank's weights, all without a mesh; sharded by layers."""
+        model = copy.deepcopy(self.model)
+        layers = {name: model.get_submodule(name) for name in self.layers}
+        if mesh is not None and SHARD in (mesh.mesh_dim_names or ()):
+            for part in (*layers.values(), model):
+                fully_shard(part, mesh=mesh)
+        repeated = [(count - 1) * own_bytes(layers[name]) for name, count in self.layers.items()]
+        return own_bytes(model) + sum(repeated)
+
+
+def report_ranks(
+    setup: Setup, gpus: AssumedGpus, sampler: GlobalBatchSampler, report: Report
+) -> None:
+    """Add lines on the first, the middle and the last rank; warn if weights are shared unevenly.
+
+    A single node, DeepSpeed and weights in 4 bits are left out. Raises ConfigurationError if torch
+    cannot build the mesh or the shards.
+    """
+    launch, ranks = setup.launch, setup.launch.world_size
+    if gpus.nodes == 1 or launch.strategy not in STRATEGIES or setup.quantized is not None:
+        return
+    try:
+        model = outline(setup)
+        chosen = (0, ranks // 2, ranks - 1)
+        layouts = [lay_out(setup, model, sampler, rank) for rank in chosen]
+    except MISFITS as error:
+        raise ConfigurationError(
+            f"strategy {launch.name} on {ranks:,} ranks: torch cannot lay out "
+            f"{type(setup.config).__name__} ({first_line(error)}): give another dp_shard or "
+            "strategy."
+        ) from error
+    for _, line in layouts:
+        report.say(line)
+    most = max(held for held, _ in layouts)
+    even = model.weight_bytes() / (launch.shards if launch.strategy == "fsdp2" else 1)
+    if most > UNEVEN * even:
+        report.warn(
+            f"memory: a rank holds {most / GIB:.2f} GiB of weights, {most / even:.1f} times an "
+            "even share, and as much more of their gradients and states: torch divides each tensor "
+            f"by its first dimension, and some are shorter than {launch.shards:,} ranks. Set "
+            "strategy: hsdp and a smaller dp_shard."
+        )
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return "no other"
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]:,} to {ranks[-1]:,}{f' by {step:,}' if step > 1 else ''}"
+
+
+def lay_out(
+    setup: Setup, model: Outline, sampler: GlobalBatchSampler, rank: int
+) -> tuple[int, str]:
+    """Return a rank's bytes of weights, and a line on its groups and its first sequences.
+
+    With context parallelism the ranks of a group follow each other and have the same sequences.
+    """
+    launch, size = setup.launch, setup.settings.run.context_parallel
+    batches = GlobalBatchSampler(
+        sampler.order, sampler.global_batch_size, sampler.micro_batch_size, rank // size,
+        launch.world_size // size, total_steps=1,
+    )  # fmt: skip
+    first = rank // size * size
+    shared = f", sequences with {_shown(range(first, first + size))}" if size > 1 else ""
+    with fake_group(rank, launch.world_size):
+        mesh = data_parallel_mesh(launch)
+        shards, copies = _shown(group_of(mesh, SHARD)), _shown(group_of(mesh, REPLICATE))
+        held = model.weight_bytes(mesh)
+    return held, (
+        f"rank {rank:,} of {launch.world_size:,}: shares a copy with {shards}{shared}, sums "
+        f"gradients with {copies}, {held / GIB:.2f} GiB of weights; first sequences: "
+        f"{next(iter(batches))}"
+    )
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Let this process be `rank` of a process group that moves nothing."""
+    # Importing this module registers torch's backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a dry run connects to no other process"
+    store: Any = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def data_parallel_mesh(launch: LaunchFacts) -> DeviceMesh:
+    """Return the mesh that accelerate makes for DDP, FSDP2 or HSDP: copies x shards.
+
+    Context parallelism adds no dimension: its groups are parts of the groups of shards.
+    """
+    from accelerate import ParallelismConfig
+
+    copies = launch.replicas if launch.strategy == "fsdp2" else launch.world_size
+    sizes = ParallelismConfig(
+        dp_replicate_size=copies, dp_shard_size=launch.world_size // copies,
+        tp_size=1, cp_size=1, sp_size=1,
+    )  # fmt: skip
+    mesh: DeviceMesh = sizes.build_device_mesh("cpu")
+    return mesh
+
+
+def group_of(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
+    """Return the ranks of this rank's group in a dimension of the mesh; itself if it has none."""
+    if dimension not in (mesh.mesh_dim_names or ()):
+        return (dist.get_rank(),)
+    return tuple(mesh[dimension].mesh.tolist())
+
+
+def outline(setup: Setup) -> Outline:
+    """Return the outline of a run's model: to shard each of a hundred layers takes a minute."""
+    with torch.device("meta"):
+        model_class: Any = causal_lm_class(setup.config)
+        model = with_adapters(model_class(setup.config).to(setup.dtype), setup.settings.model)
+    marked = marked_layers(model)
+    layers = set(marked)
+    names = [name for name, module in model.named_modules() if module in layers]
+    counts = Counter(names[first] for first in layer_kinds(marked))
+    for name in set(names) - set(counts):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Identity())
+    return Outline(model, counts)
+
+
+def own_bytes(module: nn.Module) -> int:
+    """Return the bytes of this rank's parts of a module's weights."""
+    weights: Iterator[Any] = module.parameters()
+    parts = (each.to_local() if isinstance(each, DTensor) else each for each in weights)
+    return sum(part.nbytes for part in parts)
