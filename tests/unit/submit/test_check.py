@@ -77,7 +77,7 @@ def test_the_dry_run_gets_the_launch_and_the_job_is_reported(check, tmp_path, mo
     assert check(str(script), *HOSTILE, head=head) == 0
     arguments, environment = json.loads((tmp_path / "got.json").read_text())
     assert arguments == [*HOSTILE, "--dry_run"]
-    assert environment["WORLD_SIZE"] == "4"
+    assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("4", "2")
     assert "RANK" not in environment
     assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
     assert environment[SUBMITTING] == "1"
