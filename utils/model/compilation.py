@@ -28,6 +28,7 @@ from utils.host.collectives import gathered, on_rank_0
 from utils.launch.processes import LaunchFacts
 from utils.model.architecture import causal_lm_class, has_experts, without_weights
 from utils.model.attention import FLEX
+from utils.model.float8 import MULTIPLE
 
 CHOICES = ("none", "selective", "full")  # least recomputation first
 
@@ -167,6 +168,8 @@ def pads_to_longest(
         why = f"a multiple of chunk_size {config.chunk_size}"  # for Triton's kernels
     elif PADDED_TO % settings.run.context_parallel:
         why = f"a multiple of context_parallel {settings.run.context_parallel}"
+    elif settings.model.fp8 and PADDED_TO % (MULTIPLE * settings.run.context_parallel):
+        why = f"as fp8 needs a multiple of {MULTIPLE} tokens on each rank"
     elif starts and not starts[-1].get("to_longest"):
         why = "as in the last start of this run"
     to = f"sequence_length, {why}" if why else f"its longest document, in steps of {PADDED_TO}"

@@ -90,10 +90,10 @@ def test_a_run_that_resumes_keeps_it(compiled, tmp_path):
 
 
 def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_length(tmp_path):
-    def said(packing="none", attention="sdpa", compiled=False, config=None, ranks=1):
+    def said(packing="none", attention="sdpa", compiled=False, config=None, ranks=1, fp8=False):
         settings = SimpleNamespace(
             data=SimpleNamespace(packing=packing), training=SimpleNamespace(output_dir=tmp_path),
-            run=SimpleNamespace(context_parallel=ranks),
+            run=SimpleNamespace(context_parallel=ranks), model=SimpleNamespace(fp8=fp8),
         )  # fmt: skip
         report = Report()
         found = pads_to_longest(settings, config or LlamaConfig(), attention, compiled, report)
@@ -108,9 +108,11 @@ def test_unpacked_batches_are_padded_to_the_longest_unless_something_needs_one_l
         assert not found
         assert "one length" in text
     assert said(config=xLSTMConfig(chunk_size=64))[0]
-    assert said(ranks=4)[0]
-    assert said(ranks=3)[1].endswith("a multiple of context_parallel 3")
     assert said(config=xLSTMConfig(chunk_size=128))[1].endswith("a multiple of chunk_size 128")
+    assert said(ranks=3)[1].endswith("a multiple of context_parallel 3")
+    assert said(ranks=8)[0]
+    assert said(ranks=4, fp8=True)[0]
+    assert said(ranks=8, fp8=True)[1].endswith("as fp8 needs a multiple of 16 tokens on each rank")
     record_start(tmp_path, compiled=False)  # by an older version
     kept = "padding: each micro-batch to sequence_length, as in the last start of this run"
     assert said() == (False, kept)
