@@ -21,6 +21,7 @@ SIGNATURES = {
     "get_eval_dataloader": "eval_dataset",
     "_prepare_inputs": "inputs",
     "get_batch_samples": "epoch_iterator num_batches device",
+    "training_step": "model inputs num_items_in_batch",
     "floating_point_ops": "inputs",
     "compute_loss": "model inputs return_outputs num_items_in_batch",
     "prediction_step": "model inputs prediction_loss_only ignore_keys",

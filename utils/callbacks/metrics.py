@@ -50,7 +50,7 @@ class MixtureShares(TrainerCallback):
         if len(seen.names) == 1:
             return {}
         total = max(sum(seen.by_name[name] for name in seen.names), 1)
-        epochs = sampler.order.epochs_before(seen.steps * sampler.global_batch_size)
+        epochs = sampler.order.epochs_before(sampler.samples_before(seen.steps))
         figures: dict[str, float] = {}
         for name, epoch in zip(seen.names, epochs, strict=True):
             figures[f"tokens_seen/{name}"] = seen.by_name[name]

@@ -182,7 +182,7 @@ def write_report(
     sampler = loader.batch_sampler
     sequences, of_what = sampler.sequences_of_step(step), "the global batch"
     if losses:
-        by_rank = sequences.reshape(sampler.accumulation_steps, -1, sampler.micro_batch_size)
+        by_rank = sequences.reshape(sampler.accumulation_at(step), -1, sampler.micro_batch_size)
         places = [(loss["micro_batch"], loss["rank"] // context_parallel) for loss in losses]
         sequences = np.concatenate([by_rank[place] for place in dict.fromkeys(places)])
         of_what = "the micro-batches"

@@ -227,11 +227,15 @@ class Checkpoints:
         on_every_rank(lambda: (self.run_dir / self.directory(step).name).mkdir(exist_ok=True))
         return True
 
-    def commit(self, step: int, *, tokens: int) -> None:
+    def commit(self, step: int, *, tokens: int, samples: int | None = None) -> None:
         """Commit Trainer's files, perhaps in the background; delete old checkpoints.
 
-        `tokens` is the number of tokens trained on since step 0. Raises StorageError.
+        `tokens` and `samples` are trained on since step 0. Without `samples` each step has the
+        global batch of the manifest. Raises StorageError.
         """
+        if samples is None:
+            samples = step * self.facts.global_batch_size
+        counts = {"step": step, "tokens": tokens, "samples": samples}
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
 
@@ -239,7 +243,7 @@ class Checkpoints:
                 own = [name for name in list_files(target) if owner(name) == self.rank]
                 return flush_and_record(target, own)
 
-            size_bytes = self._commit_files(step, tokens, record)
+            size_bytes = self._commit_files(counts, record)
             self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
         written, stall_s = self.run_dir / target.name, time.monotonic() - self.begun
@@ -248,7 +252,7 @@ class Checkpoints:
         def write() -> None:
             begun, own = time.monotonic(), background.own_files(written)
             size_bytes = self._commit_files(
-                step, tokens, lambda: flush_and_record(target, own, written), background.group
+                counts, lambda: flush_and_record(target, own, written), background.group
             )
             background.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
@@ -284,16 +288,19 @@ class Checkpoints:
         on_rank_0(check)
 
     def _commit_files(
-        self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
+        self,
+        counts: dict[str, int],
+        record: Callable[[], dict[str, FileRecord]],
+        group: Any = None,
     ) -> int:
         """Call `record` on each rank, write the manifest, rotate; return the checkpoint's size."""
+        step = counts["step"]
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
+        others: dict[str, Any] = counts
         manifest = dataclasses.replace(
             self.facts,
-            step=step,
-            samples=step * self.facts.global_batch_size,
-            tokens=tokens,
+            **others,
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: file for own in by_rank for name, file in own.items()},
         )

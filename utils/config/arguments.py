@@ -6,7 +6,7 @@ The functions at the end parse values such as `DIR=weight`, `NAME=DIR`, `50B` an
 import copy
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,8 @@ CHECKPOINTING = ("none", "selective", "full", "auto", True, False)
 class RunArguments:
     """How the run as a whole is done."""
 
-    global_batch_size: int = setting(None)
+    global_batch_size: int = setting(None, also=dict)
+    batch_warmup: dict[str, int] | None = None
     max_tokens: float | str | None = None
     dry_run: bool = False
     strategy: str = "auto"
@@ -249,6 +250,26 @@ def eval_splits(entries: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"eval_data names {name!r} twice: {splits[name]} and {directory}")
         splits[name] = directory
     return splits
+
+
+def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
+    """Return the global batch by the first step that has it. Raises ConfigurationError.
+
+    last: global_batch_size, or None if it is `by_step`
+
+    >>> batch_sizes(128, {"0": 64, "2000": 128})
+    {0: 64, 2000: 128}
+    """
+    with suppress(ValueError, TypeError):
+        sizes = dict(sorted((int(step), size) for step, size in by_step.items()))
+        counts = [*sizes.values()]
+        rises = counts == sorted({count for count in counts if type(count) is int and count > 0})
+        if 0 in sizes and rises and last in (None, counts[-1]):
+            return sizes
+    raise ConfigurationError(
+        f"global_batch_size {shown(by_step)}: expected rising sizes by first step, such as "
+        "{0: 64, 2000: 128}. batch_warmup holds them, and global_batch_size the last one"
+    )
 
 
 def fitting_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

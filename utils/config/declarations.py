@@ -50,9 +50,12 @@ class Declaration:
     help: str
 
 
-def setting(default: Any, choices: Sequence[Any] | None = None) -> Any:
-    """Return a dataclass field that declares a setting with choices or with a list as default."""
-    metadata = {"choices": choices}
+def setting(default: Any, choices: Sequence[Any] | None = None, also: type | None = None) -> Any:
+    """Return a dataclass field that declares a setting with choices or with a list as default.
+
+    also: another type that users may give; utils/config/settings.py replaces such a value
+    """
+    metadata = {"choices": choices, "also": [also] if also else []}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -70,7 +73,7 @@ def declared_settings(argument_classes: Iterable[type]) -> dict[str, Declaration
 
 
 def _declaration(owner: type, hint: Any, each: dataclasses.Field) -> Declaration:
-    types, missing = _members(hint), dataclasses.MISSING
+    types, missing = (*_members(hint), *each.metadata.get("also", ())), dataclasses.MISSING
     default = each.default
     if each.default_factory is not missing:
         default = each.default_factory()

@@ -14,6 +14,7 @@ from utils.config.arguments import (
     ModelArguments,
     PretrainConfig,
     RunArguments,
+    batch_sizes,
     eval_splits,
     fitting_micro_batch,
     with_values,
@@ -87,8 +88,8 @@ def _parse(
     settle = (
         *(describe_launch, derive_group_sizes, rename_checkpointing, choose_length),
         *(leave_out_overruled, hold_out, leave_out_old_keywords, derive_context_parallel),
-        *(derive_batch_sizes, derive_evaluation, derive_best_model, derive_packing),
-        *(settle_precision, let_recipe_decide, leave_out_moot),
+        *(split_batch_sizes, derive_batch_sizes, derive_evaluation, derive_best_model),
+        *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
     )
     classes = (RunArguments, DataArguments, ModelArguments, OwnCode, training_class)
     values = read_settings(
@@ -167,6 +168,16 @@ def leave_out_old_keywords(values: SettingValues) -> None:
         get_scheduler(values[schedule], optimizer, 1, 10, dict(values[keywords] or {}))
     except (TypeError, ValueError):
         leave_out(values, keywords, schedule)
+
+
+def split_batch_sizes(values: SettingValues) -> None:
+    """Replace a mapping in global_batch_size by its last size, and put it into batch_warmup."""
+    given = values.given.get("global_batch_size")
+    if given is not None and isinstance(given.value, dict):
+        sizes = batch_sizes(None, given.value)
+        by_step = {str(step): size for step, size in sizes.items()}
+        values.given["global_batch_size"] = replace(given, value=max(sizes.values()))
+        values.given["batch_warmup"] = replace(given, value=by_step)
 
 
 def derive_batch_sizes(values: SettingValues) -> None:

@@ -218,8 +218,12 @@ class TrainLoader:
         )
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of the whole run, also after a resume."""
-        return len(self.batch_sampler)
+        """Return the number of micro-batches of the whole run, also after a resume.
+
+        If the global batch grows, Trainer gets a step's micro-batches as one: return the steps.
+        """
+        sampler = self.batch_sampler
+        return sampler.total_steps if sampler.grows else len(sampler)
 
     def __iter__(self) -> Iterator[Batch]:
         before = time.perf_counter()

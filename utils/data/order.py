@@ -6,7 +6,7 @@ at any step without iterating over earlier steps.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -170,6 +170,8 @@ class SampleOrder:
 class GlobalBatchSampler(Sampler[list[int]]):
     """The training micro-batches of one rank, as lists of sequence numbers.
 
+    sizes: the global batch, or its sizes by first step, {0: 64, 2000: 128}
+
     With W ranks and B sequences per micro-batch, micro-batch a of a step on rank r has the samples
     [aWB + rB, aWB + rB + B) of the global batch.
     """
@@ -177,32 +179,59 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __init__(
         self,
         order: SampleOrder,
-        global_batch_size: int,
+        sizes: int | Mapping[int, int],
         micro_batch_size: int,
         rank: int,
         world_size: int,
         total_steps: int,
     ):
-        self.order = order
-        self.global_batch_size = global_batch_size
+        self.order, self.sizes = order, {0: sizes} if isinstance(sizes, int) else dict(sizes)
         self.micro_batch_size = micro_batch_size
+        self.rank, self.world_size = rank, world_size
         self.total_steps = total_steps
-        self.accumulation_steps = global_batch_size // (micro_batch_size * world_size)
         self.start_step = 0
-        indices = np.arange(global_batch_size).reshape(-1, world_size, micro_batch_size)
-        self._own = indices[:, rank].reshape(-1)
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run, also after a resume."""
-        return self.total_steps * self.accumulation_steps
+        at_once = self.micro_batch_size * self.world_size
+        return self.samples_before(self.total_steps) // at_once
 
     def __iter__(self) -> Iterator[list[int]]:
-        at_once = max(1, SAMPLES_AT_ONCE // len(self._own))
-        for first in range(self.start_step, self.total_steps, at_once):
-            steps = np.arange(first, min(first + at_once, self.total_steps))
-            samples = steps[:, None] * self.global_batch_size + self._own
-            sequences = self.order.sequences(samples.reshape(-1))
+        step = self.start_step
+        while step < self.total_steps:
+            size = self.size_at(step)
+            indices = np.arange(size).reshape(-1, self.world_size, self.micro_batch_size)
+            own = indices[:, self.rank].reshape(-1)
+            at_once = max(1, SAMPLES_AT_ONCE // len(own))
+            stop = min(step + at_once, self.total_steps, *(s for s in self.sizes if s > step))
+            first = self.samples_before(step) + np.arange(stop - step) * size
+            sequences = self.order.sequences((first[:, None] + own).reshape(-1))
             yield from sequences.reshape(-1, self.micro_batch_size).tolist()
+            step = stop
+
+    @property
+    def grows(self) -> bool:
+        """Whether the global batch grows during the run."""
+        return len(self.sizes) > 1
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The accumulation for Trainer. If the batch grows, our training_step accumulates."""
+        return 1 if self.grows else self.accumulation_at(0)
+
+    def size_at(self, step: int) -> int:
+        """Return the global batch of step 0, 1, ..., in sequences."""
+        return next(size for first, size in reversed(self.sizes.items()) if first <= step)
+
+    def accumulation_at(self, step: int) -> int:
+        """Return the number of micro-batches of each rank in step 0, 1, ..."""
+        return self.size_at(step) // (self.micro_batch_size * self.world_size)
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples in the first `step` steps."""
+        stops = [*list(self.sizes)[1:], step]
+        phases = zip(self.sizes.items(), stops, strict=True)
+        return sum(max(min(stop, step) - first, 0) * size for (first, size), stop in phases)
 
     def resume_at(self, step: int) -> None:
         """Start the next iteration with the first micro-batch of optimizer step `step`."""
@@ -210,12 +239,23 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def sequences_of_step(self, step: int) -> np.ndarray:
         """Return the sequence numbers of a step's global batch, int64 (global batch size,)."""
-        first = step * self.global_batch_size
-        return self.order.sequences(np.arange(first, first + self.global_batch_size))
+        first = self.samples_before(step)
+        return self.order.sequences(np.arange(first, first + self.size_at(step)))
 
     def epoch_at(self, step: int) -> float:
         """Return the number of samples before `step` divided by the number of sequences."""
-        return step * self.global_batch_size / self.order.total
+        return self.samples_before(step) / self.order.total
+
+
+def steps_for(samples: float, sizes: Mapping[int, int]) -> int:
+    """Return the number of steps in which at least `samples` samples are trained on."""
+    first, size = 0, sizes[0]
+    for stop, larger in list(sizes.items())[1:]:
+        if samples <= (stop - first) * size:
+            break
+        samples -= (stop - first) * size
+        first, size = stop, larger
+    return first + math.ceil(samples / size)
 
 
 def eval_batches(

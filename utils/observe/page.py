@@ -158,6 +158,7 @@ def _headline(run: History) -> dict[str, str]:
     if sequences and length:
         tokens = f"{sequences:,.0f} x {length:,.0f} tokens"
         batch = f"{tokens} = {sequences * length:,.0f} a step"
+        batch += ", fewer at first" if settings.get("batch_warmup") else ""
     ranks, devices = launch.get("world_size"), launch.get("devices") or []
     kinds = ", ".join(dict.fromkeys(map(str, devices))) or "unknown device"
     where = f"{kinds} ({launch.get('strategy')})"

@@ -318,7 +318,7 @@ def suggest(planner: Planner, report: Report) -> None:
 
 
 def forecast_line(
-    planner: Planner, recomputed: str, total_steps: int, to_longest: bool = False
+    planner: Planner, recomputed: str, total_steps: float, to_longest: bool = False
 ) -> str:
     """Return the forecast as text: tokens per second with these settings, duration of the run.
 

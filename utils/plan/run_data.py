@@ -14,6 +14,7 @@ from utils.checkpoints.adoption import foreign_checkpoint
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import (
     accumulation_steps,
+    batch_sizes,
     eval_splits,
     fitting_micro_batch,
     profiled_steps,
@@ -24,7 +25,7 @@ from utils.config.declarations import counted_ranks
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import RunSettings, with_derived
 from utils.data.loader import PackedDataset
-from utils.data.order import GlobalBatchSampler, SampleOrder
+from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
 from utils.data.packing import PackPlan, plan_packing
 from utils.data.token_dataset import (
     TokenDataset,
@@ -353,7 +354,9 @@ def plan_steps(
     run, training, length = settings.run, settings.training, settings.data.sequence_length
     micro_batch, context_parallel = training.per_device_train_batch_size, run.context_parallel
     rank, ranks = launch.rank // context_parallel, launch.world_size // context_parallel
-    accumulation = accumulation_steps(run.global_batch_size, micro_batch, ranks)
+    last = run.global_batch_size
+    sizes = batch_sizes(last, run.batch_warmup) if run.batch_warmup else {0: last}
+    by_step = {step: accumulation_steps(size, micro_batch, ranks) for step, size in sizes.items()}
     if (rows := len(data.train)) < run.global_batch_size:
         size = batch_for(rows, ranks)
         advice = (
@@ -369,28 +372,31 @@ def plan_steps(
     step_tokens = run.global_batch_size * length
     if run.max_tokens is not None:
         tokens = token_count(run.max_tokens)
-        total_steps = math.ceil(tokens / step_tokens)
-        report.say(f"max_tokens: {tokens:,} / {step_tokens:,} a step = {total_steps:,} steps")
+        total_steps = steps_for(math.ceil(tokens / length), sizes)
+        a_step = f" / {step_tokens:,} a step" if len(sizes) == 1 else ""
+        report.say(f"max_tokens: {tokens:,}{a_step} = {total_steps:,} steps")
     elif training.max_steps > 0:
         total_steps = training.max_steps
     else:
         # The last global batch is full: its missing sequences come from one more epoch.
-        total_steps = math.ceil(training.num_train_epochs * rows / run.global_batch_size)
+        total_steps = steps_for(training.num_train_epochs * rows, sizes)
     sampler = GlobalBatchSampler(
         SampleOrder(
             data.train.per_source, training.seed, data.weights, settings.data.order == "shuffled"
         ),
-        run.global_batch_size, micro_batch, rank, ranks, total_steps,
+        sizes, micro_batch, rank, ranks, total_steps,
     )  # fmt: skip
     shared = f" / {context_parallel} (context_parallel)" if context_parallel > 1 else ""
     readers = f"{counted_ranks(launch.world_size)}{shared}"
-    report.say(
-        f"batch: {micro_batch} sequences x {length:,} tokens x {readers} "
-        f"x {accumulation} accumulation = {step_tokens:,} tokens/step"
-    )
+    for step, accumulation in by_step.items():
+        report.say(
+            f"batch: {micro_batch} sequences x {length:,} tokens x {readers} "
+            f"x {accumulation} accumulation = {sizes[step] * length:,} tokens/step"
+            f"{f', from step {step + 1:,}' if sampler.grows else ''}"
+        )
     report.say(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
-        f"sequences = {total_steps * step_tokens:,} tokens with padding"
+        f"sequences = {sampler.samples_before(total_steps) * length:,} tokens with padding"
     )
     if total_steps < FEW_STEPS and training.max_steps < 1 and run.max_tokens is None:
         more = more_steps(rows, run.global_batch_size, ranks)

@@ -173,7 +173,8 @@ def plan_run(
                 suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
-            report.say(forecast_line(planner, memory.choice, sampler.total_steps, to_longest))
+            whole = sampler.samples_before(sampler.total_steps) / run.global_batch_size
+            report.say(forecast_line(planner, memory.choice, whole, to_longest))
             report_ranks(setup, planner.gpus, sampler, report)
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
@@ -219,6 +220,8 @@ def choose_optimizer_states(
     asked = [] if run.ema_decay is None else ["ema_decay"]
     if settings.training.optim == MUON:
         asked.append("optim")
+    if run.batch_warmup:
+        asked.append("batch_warmup")
     if run.optim_states not in (None, own):
         asked.append("optim_states")
     if run.stochastic_rounding:
@@ -226,7 +229,8 @@ def choose_optimizer_states(
     if asked and launch.strategy not in STRATEGIES:
         raise ConfigurationError(
             f"{settings.values.shown(asked[0])} does not go with {launch.strategy}, which keeps "
-            "weights and states in its own way: use strategy: multi_gpu or fsdp2, or leave it out."
+            "weights, states and gradients in its own way: use strategy: multi_gpu or fsdp2, "
+            "or leave it out."
         )
     if run.stochastic_rounding and weights != torch.bfloat16:
         raise ConfigurationError(

@@ -25,7 +25,8 @@ from utils.publish.hub import ADAPTER_CONFIG, CARD, HUB_NAME
 LICENSE = ("license", "license_name", "license_link")
 # Settings that affect the numbers; the card shows those that are set.
 SETTINGS = (
-    "sequence_length", "packing", "on_overlong", "global_batch_size", "max_steps",
+    "sequence_length", "packing", "on_overlong", "global_batch_size", "batch_warmup",
+    "max_steps",
     "num_train_epochs", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
     "weight_decay", "max_grad_norm", "optim", "optim_states", "bf16", "fp16", "dtype",
     "stochastic_rounding", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout",

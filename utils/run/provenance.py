@@ -96,6 +96,7 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
 # their type, and the curve of the learning rate.
 IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "order", "on_overlong", "global_batch_size", "seed",
+    "batch_warmup",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
     "dtype", "bf16", "fp16", "fp8", "lora_alpha", "use_rslora", "lr_scheduler_type",
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",

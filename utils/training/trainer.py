@@ -146,6 +146,8 @@ class PackedTrainer(SavingTrainer):
     ) -> tuple[list[Batch], torch.Tensor]:
         """Return a step's micro-batches and the number of loss tokens on all ranks; no GPU sync."""
         self.callbacks.progress.begin_step(self.state.global_step + 1)
+        if self.sampler.grows:
+            num_batches = self.sampler.accumulation_at(self.state.global_step)
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         own = sum(len(batch["loss_positions"]) for batch in batches)
         items = torch.full((), own, dtype=torch.int64, device=device)
@@ -153,7 +155,25 @@ class PackedTrainer(SavingTrainer):
         items //= self.settings.run.context_parallel  # so many ranks have the same micro-batch
         if self.callbacks.balance is not None:
             self.callbacks.balance.begin_step(batches, self._expert_assignments)
-        return batches, items
+        whole: Any = [batches] if self.sampler.grows else batches
+        return whole, items
+
+    @override
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Train on a micro-batch, or on all of a step if the global batch grows during the run.
+
+        Trainer accumulates the same number of micro-batches in every step.
+        """
+        if not self.sampler.grows:
+            return super().training_step(model, inputs, num_items_in_batch)
+        *first, last = inputs
+        losses = []
+        for batch in first:
+            with self.accelerator.no_sync(model=model):
+                losses.append(super().training_step(model, batch, num_items_in_batch))
+        return sum(losses, super().training_step(model, last, num_items_in_batch))
 
     @override
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

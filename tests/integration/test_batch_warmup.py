@@ -1,0 +1,82 @@
+"""A run whose global batch grows: the stream of samples stays, and so does the exact resume."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+from launching import run_processes
+
+import pretrain
+from utils.config.errors import ConfigurationError
+from utils.config.settings import parse_pretraining
+from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
+
+SIZES = {0: 2, 2: 4, 4: 8}  # 28 samples in six steps
+GROWING = {"global_batch_size": json.dumps(SIZES), "per_device_train_batch_size": 1}
+
+
+@pytest.mark.slow
+def test_ranks_and_resumes_train_as_one_uninterrupted_process(
+    pretraining, pretrained, tmp_path, capfd
+):
+    """The checkpoints of steps 3 and 5 are inside a phase, that of step 4 is at its border."""
+    settings = {**GROWING, "save_steps": 1, "save_total_limit": None}
+    alone = pretrained(tmp_path / "alone", **settings)
+    shown = capfd.readouterr().out
+    for accumulation, tokens, first in ((2, 128, 1), (4, 256, 3), (8, 512, 5)):
+        counted = f"x {accumulation} accumulation = {tokens} tokens/step, from step {first}"
+        assert counted in shown
+    assert "= 1,792 tokens with padding" in shown
+    manifest = json.loads((alone / "checkpoint-6" / "manifest.json").read_text())
+    assert manifest["checkpoint"]["samples"] == 28
+    small = pretrained(tmp_path / "small", **settings | {"global_batch_size": 2})
+    assert tiny.losses(alone)[:2] == tiny.losses(small)[:2]
+    for step in (3, 4):
+        cut = tiny.copied(alone, tmp_path / f"cut-{step}", step=step)
+        pretrain.main(pretraining(cut, **settings))
+        tiny.assert_same_run(cut, alone)
+    with pytest.raises(ConfigurationError, match="its batch_warmup is"):
+        pretrain.main(pretraining(cut, **settings | {"global_batch_size": 8}))
+    for strategy in ("multi_gpu", "fsdp2"):
+        whole = tmp_path / strategy
+        run_processes(strategy, "pretrain.py", pretraining(whole, **settings)).succeeded()
+        assert tiny.losses(whole) == pytest.approx(tiny.losses(alone), abs=2e-5)
+    cut = tiny.copied(whole, tmp_path / "cut", step=3)
+    run_processes("fsdp2", "pretrain.py", pretraining(cut, **settings)).succeeded()
+    tiny.assert_same_run(cut, whole)
+
+
+@pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
+def test_batches_are_cut_from_the_same_stream_on_any_ranks_from_any_step(weights):
+    order, steps = SampleOrder([101, 30], seed=4, weights=weights), 9
+    ranks = [GlobalBatchSampler(order, SIZES, 1, rank, 2, steps) for rank in range(2)]
+    turns = zip(*map(list, ranks), strict=True)
+    seen = [row for turn in turns for rows in turn for row in rows]
+    assert seen == order.sequences(np.arange(2 * 2 + 2 * 4 + 5 * 8)).tolist()
+    whole, sampler = list(ranks[0]), ranks[0]
+    for step in range(steps):
+        before, after = sampler.samples_before(step), sampler.samples_before(step + 1)
+        assert sampler.sequences_of_step(step).tolist() == seen[before:after]
+        assert len(seen[before:after]) == sampler.size_at(step) == 2 * sampler.accumulation_at(step)
+        sampler.resume_at(step)
+        assert list(sampler) == whole[before // 2 :]
+    assert len(sampler) == len(whole)
+    for samples, steps in ((1, 1), (4, 2), (4.5, 3), (12, 4), (13, 5), (28, 6), (29, 7)):
+        assert steps_for(samples, SIZES) == steps
+
+
+def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path):
+    recipe = tmp_path / "growing.yaml"
+    recipe.write_text("global_batch_size: {0: 64, 2000: 128}\n")
+    base = tiny.flags(train_data="d", model_config="m", output_dir="o", sequence_length=64)
+    for flags in (["--config", recipe], ["--global_batch_size", '{"0": 64, "2000": 128}']):
+        settings = parse_pretraining([*base, *map(str, flags)], "")
+        assert settings.run.global_batch_size == 128
+        assert settings.run.batch_warmup == {"0": 64, "2000": 128}
+    one_size = ["--config", str(recipe), "--global_batch_size", "32"]
+    assert parse_pretraining([*base, *one_size], "").run.batch_warmup is None
+    wrong = ({}, {"1": 64}, {"0": 64, "9": 32}, {"0": 0, "9": 32}, {"0": "64"}, {"0": 1, "x": 2})
+    for sizes in wrong:
+        with pytest.raises(ConfigurationError, match="expected rising sizes by first step"):
+            parse_pretraining([*base, "--global_batch_size", json.dumps(sizes)], "")
