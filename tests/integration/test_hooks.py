@@ -60,7 +60,10 @@ def test_every_overridden_hook_is_listed_here():
 @pytest.mark.parametrize("name", sorted(SIGNATURES))
 def test_the_libraries_hooks_have_the_signature_we_override(base, name):
     parameters = inspect.signature(getattr(base, name)).parameters
-    assert list(parameters) == ["self", *SIGNATURES[name].split()]
+    if (base, name) == (SFTTrainer, "training_step"):  # it passes all on to Trainer's
+        assert list(parameters) == ["self", "args", "kwargs"]
+    else:
+        assert list(parameters) == ["self", *SIGNATURES[name].split()]
 
 
 @pytest.mark.slow
