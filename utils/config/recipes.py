@@ -38,14 +38,14 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping, with numbers as keys in quotes; raise MarkedYAMLError for other keys.
+        """Return the mapping; raise MarkedYAMLError for keys that repeat or are not strings.
 
-        Keys that repeat are refused as well.
+        Inside of a setting, as in {0: 64, 2000: 128}, an integer is a string.
         """
         names: set[str] = set()
         for key, _ in node.value:
-            if key.tag.endswith(":int"):
-                key.tag = key.tag.replace(":int", ":str")  # of a step, as in {0: 64, 2000: 128}
+            if node.start_mark.column:
+                key.tag = key.tag.replace(":int", ":str")
             is_name, is_new = key.tag.endswith(":str"), key.value not in names
             if not is_name or not is_new:
                 problem = f"{key.value} is given twice" if is_name else "a key has to be a name"

@@ -63,6 +63,12 @@ class RunSettings:
     raw: RawData | None
 
     @property
+    def batch_sizes(self) -> dict[int, int]:
+        """The global batch by the first step that has it. Raises ConfigurationError."""
+        last, by_step = self.run.global_batch_size, self.run.batch_warmup
+        return batch_sizes(last, by_step) if by_step else {0: last}
+
+    @property
     def resolved(self) -> dict[str, Any]:
         """The values of all settings as plain data."""
         return {name: self.values.written(name) for name in self.values}

@@ -233,6 +233,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         phases = zip(self.sizes.items(), stops, strict=True)
         return sum(max(min(stop, step) - first, 0) * size for (first, size), stop in phases)
 
+    @property
+    def last_size_steps(self) -> float:
+        """The run's samples in steps of the last size, for forecasts."""
+        return self.samples_before(self.total_steps) / max(self.sizes.values())
+
     def resume_at(self, step: int) -> None:
         """Start the next iteration with the first micro-batch of optimizer step `step`."""
         self.start_step = step

@@ -14,7 +14,6 @@ from utils.checkpoints.adoption import foreign_checkpoint
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import (
     accumulation_steps,
-    batch_sizes,
     eval_splits,
     fitting_micro_batch,
     profiled_steps,
@@ -354,8 +353,7 @@ def plan_steps(
     run, training, length = settings.run, settings.training, settings.data.sequence_length
     micro_batch, context_parallel = training.per_device_train_batch_size, run.context_parallel
     rank, ranks = launch.rank // context_parallel, launch.world_size // context_parallel
-    last = run.global_batch_size
-    sizes = batch_sizes(last, run.batch_warmup) if run.batch_warmup else {0: last}
+    sizes = settings.batch_sizes
     by_step = {step: accumulation_steps(size, micro_batch, ranks) for step, size in sizes.items()}
     if (rows := len(data.train)) < run.global_batch_size:
         size = batch_for(rows, ranks)
@@ -369,11 +367,10 @@ def plan_steps(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
             f"{run.global_batch_size:,}: {advice}, or add data."
         )
-    step_tokens = run.global_batch_size * length
     if run.max_tokens is not None:
         tokens = token_count(run.max_tokens)
         total_steps = steps_for(math.ceil(tokens / length), sizes)
-        a_step = f" / {step_tokens:,} a step" if len(sizes) == 1 else ""
+        a_step = f" / {sizes[0] * length:,} a step" if len(sizes) == 1 else ""
         report.say(f"max_tokens: {tokens:,}{a_step} = {total_steps:,} steps")
     elif training.max_steps > 0:
         total_steps = training.max_steps

@@ -173,8 +173,7 @@ def plan_run(
                 suggest(planner, report)
         memory = plan_memory(setup, report)
         if planner is not None:
-            whole = sampler.samples_before(sampler.total_steps) / run.global_batch_size
-            report.say(forecast_line(planner, memory.choice, whole, to_longest))
+            report.say(forecast_line(planner, memory.choice, sampler.last_size_steps, to_longest))
             report_ranks(setup, planner.gpus, sampler, report)
         saved_bytes = checkpoint_bytes(setup)
         if run.dry_run:
