@@ -235,7 +235,7 @@ class Checkpoints:
         """
         if samples is None:
             samples = step * self.facts.global_batch_size
-        counts = {"step": step, "tokens": tokens, "samples": samples}
+        facts = dataclasses.replace(self.facts, step=step, samples=samples, tokens=tokens)
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
 
@@ -243,7 +243,7 @@ class Checkpoints:
                 own = [name for name in list_files(target) if owner(name) == self.rank]
                 return flush_and_record(target, own)
 
-            size_bytes = self._commit_files(counts, record)
+            size_bytes = self._commit_files(facts, record)
             self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
         written, stall_s = self.run_dir / target.name, time.monotonic() - self.begun
@@ -252,7 +252,7 @@ class Checkpoints:
         def write() -> None:
             begun, own = time.monotonic(), background.own_files(written)
             size_bytes = self._commit_files(
-                counts, lambda: flush_and_record(target, own, written), background.group
+                facts, lambda: flush_and_record(target, own, written), background.group
             )
             background.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
@@ -288,19 +288,14 @@ class Checkpoints:
         on_rank_0(check)
 
     def _commit_files(
-        self,
-        counts: dict[str, int],
-        record: Callable[[], dict[str, FileRecord]],
-        group: Any = None,
+        self, facts: Manifest, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
         """Call `record` on each rank, write the manifest, rotate; return the checkpoint's size."""
-        step = counts["step"]
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
-        others: dict[str, Any] = counts
+        step = facts.step
         manifest = dataclasses.replace(
-            self.facts,
-            **others,
+            facts,
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: file for own in by_rank for name, file in own.items()},
         )
