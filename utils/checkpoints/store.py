@@ -184,6 +184,8 @@ class Checkpoints:
         self.saves: list[Save] = []
         self.begun = 0.0
         self.own_bytes: int | None = None  # size of this rank's files in the previous save
+        # The samples of the first N steps. start_run replaces it for a global batch that grows.
+        self.samples_before: Callable[[int], int] = lambda step: step * facts.global_batch_size
 
     def directory(self, step: int) -> Path:
         """Return the path of a step's checkpoint in output_dir."""
@@ -227,15 +229,11 @@ class Checkpoints:
         on_every_rank(lambda: (self.run_dir / self.directory(step).name).mkdir(exist_ok=True))
         return True
 
-    def commit(self, step: int, *, tokens: int, samples: int | None = None) -> None:
+    def commit(self, step: int, *, tokens: int) -> None:
         """Commit Trainer's files, perhaps in the background; delete old checkpoints.
 
-        `tokens` and `samples` are trained on since step 0. Without `samples` each step has the
-        global batch of the manifest. Raises StorageError.
+        `tokens` is the number of tokens trained on since step 0. Raises StorageError.
         """
-        if samples is None:
-            samples = step * self.facts.global_batch_size
-        facts = dataclasses.replace(self.facts, step=step, samples=samples, tokens=tokens)
         target, background = self.directory(step), self.background
         if background is None or not self.staged:
 
@@ -243,7 +241,7 @@ class Checkpoints:
                 own = [name for name in list_files(target) if owner(name) == self.rank]
                 return flush_and_record(target, own)
 
-            size_bytes = self._commit_files(facts, record)
+            size_bytes = self._commit_files(step, tokens, record)
             self._note(Save(step, size_bytes, time.monotonic() - self.begun, 0.0))
             return
         written, stall_s = self.run_dir / target.name, time.monotonic() - self.begun
@@ -252,7 +250,7 @@ class Checkpoints:
         def write() -> None:
             begun, own = time.monotonic(), background.own_files(written)
             size_bytes = self._commit_files(
-                facts, lambda: flush_and_record(target, own, written), background.group
+                step, tokens, lambda: flush_and_record(target, own, written), background.group
             )
             background.clear()
             self._note(Save(step, size_bytes, stall_s, time.monotonic() - begun))
@@ -288,14 +286,16 @@ class Checkpoints:
         on_rank_0(check)
 
     def _commit_files(
-        self, facts: Manifest, record: Callable[[], dict[str, FileRecord]], group: Any = None
+        self, step: int, tokens: int, record: Callable[[], dict[str, FileRecord]], group: Any = None
     ) -> int:
         """Call `record` on each rank, write the manifest, rotate; return the checkpoint's size."""
         by_rank = on_every_rank(record, group)
         self.own_bytes = sum(file.size_bytes for file in by_rank[self.rank].values())
-        step = facts.step
         manifest = dataclasses.replace(
-            facts,
+            self.facts,
+            step=step,
+            samples=self.samples_before(step),
+            tokens=tokens,
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: file for own in by_rank for name, file in own.items()},
         )

@@ -215,6 +215,7 @@ def start_run(
         estimated_bytes=plan.checkpoint_bytes,
         background=background,
     )
+    checkpoints.samples_before = plan.sampler.samples_before
     if launch.rank == 0:
         step = int(Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2])
         note_restarts(settings.run.restarts_in_job, step)

@@ -157,9 +157,7 @@ class SavingTrainer(Trainer):
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.should_save:
             copy_record(checkpoints.output_dir, folder)
-        loader: Any = self.callback_handler.train_dataloader
-        samples = loader.batch_sampler.samples_before(step)
-        checkpoints.commit(step, tokens=sum(values["tokens"].values()), samples=samples)
+        checkpoints.commit(step, tokens=sum(values["tokens"].values()))
 
     def _name_best_checkpoint(self) -> None:
         """Record the best step's checkpoint in Trainer's state, if the checkpoint exists."""
