@@ -66,7 +66,7 @@ def test_batches_are_cut_from_the_same_stream_on_any_ranks_from_any_step(weights
         assert steps_for(samples, SIZES) == steps
 
 
-def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path):
+def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path, monkeypatch):
     recipe = tmp_path / "growing.yaml"
     recipe.write_text("global_batch_size: {0: 64, 2000: 128}\n")
     base = tiny.flags(train_data="d", model_config="m", output_dir="o", sequence_length=64)
@@ -80,3 +80,6 @@ def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path
     for sizes in wrong:
         with pytest.raises(ConfigurationError, match="expected rising sizes by first step"):
             parse_pretraining([*base, "--global_batch_size", json.dumps(sizes)], "")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigurationError, match="batch_warmup .* DEEPSPEED sums .* multi_gpu"):
+        parse_pretraining([*base, "--config", str(recipe)], "")

@@ -32,6 +32,9 @@ BY_RECIPE = {
 REPLICAS, SHARDS = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 _DATA_PARALLEL = (REPLICAS, SHARDS)
 _USES_SIZES = "ACCELERATE_USE_PARALLELISM_CONFIG"
+# Settings of the accumulation and the exchange of gradients, and libraries with their own ones.
+OF_DDP = {"ddp_comm_hook": ("FSDP", "DEEPSPEED"), "batch_warmup": ("DEEPSPEED",)}
+_BY_DDP = "use strategy: multi_gpu, or leave it out"
 _OTHERS = "remove it: fsdp2 splits a model over all GPUs; toolkits with it: docs/parallelism.md"
 
 
@@ -186,10 +189,10 @@ def check_launch_settings(values: SettingValues) -> Iterator[str]:
     yield from (f"the accelerate config or command: {fault}" for fault in faults)
     if not faults:
         yield from _group_faults(values)
-    for name in ("FSDP", "DeepSpeed"):
-        if values["ddp_comm_hook"] and is_true(f"ACCELERATE_USE_{name.upper()}", environment):
-            given = values.shown("ddp_comm_hook")
-            yield f"{given}: {name} exchanges gradients in its own way: use strategy: multi_gpu"
+    for name, libraries in OF_DDP.items():
+        used = [each for each in libraries if is_true(f"ACCELERATE_USE_{each}", environment)]
+        if values[name] and used:
+            yield f"{values.shown(name)}: {used[0]} sums gradients in its own way: {_BY_DDP}"
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if is_true("ACCELERATE_USE_DEEPSPEED", environment) and file != "none":
         yield from _deepspeed_file_faults(file, values, processes)

@@ -370,19 +370,16 @@ def plan_steps(
     if run.max_tokens is not None:
         tokens = token_count(run.max_tokens)
         total_steps = steps_for(math.ceil(tokens / length), sizes)
-        a_step = f" / {sizes[0] * length:,} a step" if len(sizes) == 1 else ""
-        report.say(f"max_tokens: {tokens:,}{a_step} = {total_steps:,} steps")
+        a_step = " to ".join(f"{size * length:,}" for size in sizes.values())
+        report.say(f"max_tokens: {tokens:,} / {a_step} a step = {total_steps:,} steps")
     elif training.max_steps > 0:
         total_steps = training.max_steps
     else:
         # The last global batch is full: its missing sequences come from one more epoch.
         total_steps = steps_for(training.num_train_epochs * rows, sizes)
-    sampler = GlobalBatchSampler(
-        SampleOrder(
-            data.train.per_source, training.seed, data.weights, settings.data.order == "shuffled"
-        ),
-        sizes, micro_batch, rank, ranks, total_steps,
-    )  # fmt: skip
+    shuffled = settings.data.order == "shuffled"
+    order = SampleOrder(data.train.per_source, training.seed, data.weights, shuffled)
+    sampler = GlobalBatchSampler(order, sizes, micro_batch, rank, ranks, total_steps)
     shared = f" / {context_parallel} (context_parallel)" if context_parallel > 1 else ""
     readers = f"{counted_ranks(launch.world_size)}{shared}"
     for step, accumulation in by_step.items():

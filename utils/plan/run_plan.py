@@ -219,8 +219,6 @@ def choose_optimizer_states(
     asked = [] if run.ema_decay is None else ["ema_decay"]
     if settings.training.optim == MUON:
         asked.append("optim")
-    if run.batch_warmup:
-        asked.append("batch_warmup")
     if run.optim_states not in (None, own):
         asked.append("optim_states")
     if run.stochastic_rounding:
@@ -228,8 +226,7 @@ def choose_optimizer_states(
     if asked and launch.strategy not in STRATEGIES:
         raise ConfigurationError(
             f"{settings.values.shown(asked[0])} does not go with {launch.strategy}, which keeps "
-            "weights, states and gradients in its own way: use strategy: multi_gpu or fsdp2, "
-            "or leave it out."
+            "weights and states in its own way: use strategy: multi_gpu or fsdp2, or leave it out."
         )
     if run.stochastic_rounding and weights != torch.bfloat16:
         raise ConfigurationError(

@@ -159,28 +159,21 @@ class PackedTrainer(SavingTrainer):
         return whole, items
 
     @override
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        """Train on a micro-batch, or on all of a step if the global batch grows during the run.
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a micro-batch, or all of a step if the global batch grows: Trainer's number is fixed.
 
-        Trainer accumulates the same number of micro-batches in every step.
+        HSDP sums gradients over its copies in the last one of a step.
         """
-        if not self.sampler.grows:
-            return super().training_step(model, inputs, num_items_in_batch)
-        *first, last = inputs
+        *first, last = inputs if self.sampler.grows else [inputs]
         losses = []
         for batch in first:
+            if self.sums_replicas:
+                model.set_requires_all_reduce(False)
             with self.accelerator.no_sync(model=model):
-                losses.append(super().training_step(model, batch, num_items_in_batch))
-        return sum(losses, super().training_step(model, last, num_items_in_batch))
-
-    @override
-    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run a micro-batch. HSDP sums gradients over its copies in the last one of a step."""
+                losses.append(super().training_step(model, batch, *args, **kwargs))
         if self.sums_replicas:
             model.set_requires_all_reduce(self.accelerator.sync_gradients)
-        return super().training_step(model, *args, **kwargs)
+        return sum(losses, super().training_step(model, last, *args, **kwargs))
 
     def _expert_assignments(self, batch: Batch) -> torch.Tensor:
         """Return the number of tokens routed to each expert, (experts,), in training mode."""
