@@ -81,5 +81,5 @@ def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path
         with pytest.raises(ConfigurationError, match="expected rising sizes by first step"):
             parse_pretraining([*base, "--global_batch_size", json.dumps(sizes)], "")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigurationError, match="batch_warmup .* DEEPSPEED sums .* multi_gpu"):
+    with pytest.raises(ConfigurationError, match=r"batch_warmup .* DEEPSPEED sums .* multi_gpu"):
         parse_pretraining([*base, "--config", str(recipe)], "")
