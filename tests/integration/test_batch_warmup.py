@@ -21,7 +21,7 @@ def test_ranks_and_resumes_train_as_one_uninterrupted_process(
     pretraining, pretrained, tmp_path, capfd
 ):
     """The checkpoints of steps 3 and 5 are inside a phase, that of step 4 is at its border."""
-    settings = {**GROWING, "save_steps": 1, "save_total_limit": None}
+    settings = {**GROWING, "save_steps": 1, "save_total_limit": "null"}
     alone = pretrained(tmp_path / "alone", **settings)
     shown = capfd.readouterr().out
     for accumulation, tokens, first in ((2, 128, 1), (4, 256, 3), (8, 512, 5)):
