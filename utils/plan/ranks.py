@@ -105,7 +105,7 @@ def lay_out(
     """
     launch, size = setup.launch, setup.settings.run.context_parallel
     batches = GlobalBatchSampler(
-        sampler.order, sampler.global_batch_size, sampler.micro_batch_size, rank // size,
+        sampler.order, sampler.sizes, sampler.micro_batch_size, rank // size,
         launch.world_size // size, total_steps=1,
     )  # fmt: skip
     first = rank // size * size
