@@ -96,21 +96,21 @@ class EmbeddingNoise:
 
     def __init__(self, model: Any, alpha: float):
         self.alpha = alpha
-        self.lengths: Tensor | None = None  # length of each token's document, (B, T)
+        self.lengths: Tensor | None = None  # length of each token's document
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.get_input_embeddings().register_forward_hook(self._add)
 
     def take_boundaries(
-        self, cu_seq_lens: Tensor, shape: torch.Size, context: ContextGroup | None = None
+        self, cu_seq_lens: Tensor, tokens: int, context: ContextGroup | None = None, rows: int = 1
     ) -> None:
-        """Compute document lengths from the boundaries of the next micro-batch, (B, T).
+        """Compute document lengths from the document boundaries of the next micro-batch.
 
-        `context`: this rank gets a slice of each sequence.
+        `context`: this rank gets a slice of each of `rows` sequences.
         """
         lengths = cu_seq_lens.diff()
-        self.lengths = lengths.repeat_interleave(lengths, output_size=shape.numel()).view(shape)
+        self.lengths = lengths.repeat_interleave(lengths, output_size=tokens)
         if context is not None:
-            self.lengths = context.slice_of(self.lengths)
+            self.lengths = context.slice_of(self.lengths.view(rows, -1))
 
     def _add(self, embedding: nn.Module, _: Any, output: Tensor) -> Tensor | None:
         if not embedding.training:

@@ -133,7 +133,8 @@ class PackedTrainer(SavingTrainer):
             used["loss_positions"] = cut_positions(used["loss_positions"], length, context)
         made = model_inputs(used, self.args.device)
         if self.noise is not None:
-            self.noise.take_boundaries(made["cu_seq_lens_q"], made["input_ids"].shape, context)
+            rows, tokens = len(made["input_ids"]), made["input_ids"].numel()
+            self.noise.take_boundaries(made["cu_seq_lens_q"], tokens, context, rows)
         if self.compiled:  # layers accept any number of documents
             torch._dynamo.mark_dynamic(made["cu_seq_lens_q"], 0)
         if context is not None:
