@@ -8,7 +8,8 @@ r"""Turn documents or chats into a pre-tokenized dataset.
 Reads text, JSONL, JSON, CSV, Parquet, `datasets` folders or datasets of the Hub, tokenizes them,
 and writes OUTPUT_DIR/tokenizer and one dataset per split. Needs no GPU. `--offline_dir DIR` only
 fetches what jobs without a network need. `--shard I/N` does a share of the work in each job of an
-array, the last of which assembles them; elsewhere `--merge N` does.
+array, the last of which assembles them; elsewhere `--merge N` does. `--append` adds new sources to
+finished datasets.
 """
 
 import logging
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_hub()
 
     # Imported here so that --help answers at once.
+    from utils.prepare.append import append
     from utils.prepare.fetch import fetch, fill_offline_dir
     from utils.prepare.pipeline import prepare
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     fetch(arguments)
     if arguments.sources:  # else only models were to be fetched
-        prepare(arguments)
+        append(arguments) if arguments.append else prepare(arguments)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Inputs that a run does not copy: changed contents are found, even if name and size are equal."""
 
+import json
 import shutil
 
 import numpy as np
@@ -8,6 +9,7 @@ import tiny
 from launching import run_processes
 from safetensors.torch import load_file, save_file
 
+import prepare_data
 import pretrain
 import sft_train
 from utils.config import precision
@@ -133,3 +135,39 @@ def test_a_finished_run_with_more_steps_follows_the_new_schedule_at_once(
     assert rates[6:] == expected[6:]
     if strategy is None:
         assert capsys.readouterr().out.count("the schedule has changed, step 7 takes ") == 1
+
+
+def test_a_run_keeps_its_documents_while_its_dataset_grows(
+    pretraining, workspace, tmp_path, capsys
+):
+    """The resumed run has the bits of an undisturbed one. A new run and the next stage see all."""
+    sources = []
+    for seed in (5, 6):
+        rows = [" ".join(tiny.WORDS[token] for token in each) for each in tiny.documents(80, seed)]
+        sources.append(tmp_path / f"{seed}.jsonl")
+        sources[-1].write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    data = tmp_path / "data"
+    words = ["--output_dir", str(data), "--sources"]
+    tokenizer = ["--tokenizer_name_or_path", str(workspace / "tokenizer")]
+    prepare_data.main([*words, str(sources[0]), *tokenizer])
+    prepared = {"train_data": data, "tokenizer_name_or_path": None}
+    whole = tmp_path / "whole"
+    assert pretrain.main(pretraining(whole, **prepared)) == 0
+    cut = tiny.copied(whole, tmp_path / "cut", step=3)
+    prepare_data.main([*words, str(sources[1]), "--append", "true"])
+    argv = pretraining(cut, **prepared)
+    assert pretrain.main([*argv, "--dry_run", "true"]) == 0
+    assert pretrain.main(argv) == 0
+    assert f"{data}/train has grown since this run began" in capsys.readouterr().out
+    tiny.assert_same_run(cut, whole)
+    first, second = tiny.starts(cut)[-2:]
+    assert (second["resumed_from"], second["data"]) == (f"{cut}/checkpoint-3", first["data"])
+    later = tmp_path / "later"
+    init = pretraining(later, **prepared, init_from=whole, model_config=None)
+    assert pretrain.main(init) == 0
+    (grown,) = tiny.starts(later)[0]["data"]["train"]
+    assert [grown] != first["data"]["train"]
+    # A run may take the new documents, as any other change of its data.
+    argv = pretraining(cut, **prepared, max_steps=9, accept_changes="train_data")
+    assert pretrain.main(argv) == 0
+    assert tiny.starts(cut)[-1]["data"]["train"] == [grown]

@@ -22,6 +22,7 @@ from utils.checkpoints.files import (
 )
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, did_you_mean
+from utils.config.settings import RunSettings
 from utils.host.atomic_files import paths_inside
 from utils.host.journal_file import FILE_NAME as JOURNAL
 
@@ -40,6 +41,21 @@ class ForeignCheckpoint:
     directory: Path
     record: Path
     manifest: Manifest
+
+
+def resumed_record(settings: RunSettings) -> RunRecord:
+    """Return the record of the run that this start resumes; that of a new run is empty."""
+    output_dir = Path(str(settings.training.output_dir))
+    # Otherwise the start has already copied the checkpoint to output_dir.
+    named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
+    foreign = foreign_checkpoint(named, output_dir)
+    return RunRecord(output_dir if foreign is None else foreign.record)
+
+
+def known_data(settings: RunSettings) -> list[str]:
+    """Return the fingerprints of the training data that a resumed run keeps."""
+    accepted = "train_data" in settings.run.accept_changes
+    return [] if accepted else resumed_record(settings).training_data
 
 
 def foreign_checkpoint(named: str | bool | None, output_dir: Path) -> ForeignCheckpoint | None:

@@ -110,6 +110,12 @@ class RunRecord:
         return starts
 
     @property
+    def training_data(self) -> list[str]:
+        """The fingerprints of the last start's training data; empty for a new run."""
+        data = self.starts[-1].get("data") if self.starts else None
+        return list((data or {}).get("train") or [])
+
+    @property
     def run_id(self) -> str | None:
         """The id of the run; None for a new run."""
         run_id: str | None = self._provenance[0].get("run_id")

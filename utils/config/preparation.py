@@ -63,6 +63,7 @@ class PreparationArguments(RawDataArguments):
     shard: str | None = None
     merge: int | None = None
     overwrite: bool = False
+    append: bool = False
 
 
 def parse_preparation(
@@ -75,7 +76,10 @@ def parse_preparation(
     )  # fmt: skip
     for note in values.notes:
         logger.info("%s", note)
-    return values.build(PreparationArguments)
+    given = values.build(PreparationArguments)
+    if given.append and not given.tokenizer_name_or_path:
+        return replace(given, tokenizer_name_or_path=f"{given.output_dir}/tokenizer")
+    return given
 
 
 def override_sources(values: SettingValues) -> None:
@@ -103,7 +107,7 @@ def _check_required(values: SettingValues) -> Iterator[str]:
     """Yield a fault for each setting that a preparation needs; downloading models needs none."""
     if values["sources"] or not values["models"]:
         for name in ("sources", "tokenizer_name_or_path", "output_dir"):
-            if not values[name]:
+            if not values[name] and not (values["append"] and name == "tokenizer_name_or_path"):
                 yield f"{name} is required: {values.declared[name].help}"
 
 
@@ -136,6 +140,9 @@ def check_preparation(given: PreparationArguments) -> None:
             given.on_overlong != "error" and given.sequence_length is None
         ),
         "add_tokens has an empty token: leave it out": not all(map(str.strip, given.add_tokens)),
+        "append adds to the datasets in output_dir, and overwrite replaces them: give one": (
+            given.append and given.overwrite
+        ),
         "shard and merge are separate steps: run every shard, then --merge N": (
             given.shard is not None and given.merge is not None
         ),

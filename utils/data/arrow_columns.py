@@ -129,12 +129,13 @@ def trained_on(loss_mask: str, values: np.ndarray) -> np.ndarray:
     return values != IGNORED_LABEL if loss_mask == LABELS else values != 0
 
 
-def open_columns(directory: Path) -> dict[str, ListColumn]:
+def open_columns(directory: Path, files: Sequence[Path] | None = None) -> dict[str, ListColumn]:
     """Open the columns that training reads, by name; all columns share one array of offsets.
 
-    Raises ConfigurationError for damaged files, and for columns whose meaning is unclear.
+    `files`: the Arrow files; None: those in state.json. Raises ConfigurationError for damaged
+    files, and for columns whose meaning is unclear.
     """
-    table = _read_table(directory, data_files(directory))
+    table = _read_table(directory, data_files(directory) if files is None else files)
     names = table.schema.names
     problems = schema_problems(names)
     if problems:

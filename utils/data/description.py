@@ -7,8 +7,9 @@ modification times of the files, so that `open_token_dataset` notices changed fi
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ class Description:
     preparation  sources, settings and counts of prepare_data.py, as JSON values
     files        {file name: size in bytes} at the time of the description
     modified_ns  {file name: modification time in ns}
+    earlier      for each version before an append, oldest first: {"statistics": ..., "fingerprint":
+                 ..., "files": number of its files, which are the first of `files`}
     """
 
     statistics: Statistics
@@ -73,6 +76,23 @@ class Description:
     preparation: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     modified_ns: Mapping[str, int] = field(default_factory=dict)
+    earlier: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+    def version(self, fingerprints: Collection[str]) -> "Description":
+        """Return this description, or that of the earlier version with one of `fingerprints`."""
+        if self.fingerprint in fingerprints:
+            return self
+        found = [each for each in self.earlier if each["fingerprint"] in fingerprints]
+        if not found:
+            return self
+        count = found[-1]["files"]
+        return replace(
+            self,
+            statistics=Statistics(**found[-1]["statistics"]),
+            fingerprint=found[-1]["fingerprint"],
+            files=dict(islice(self.files.items(), count)),
+            modified_ns=dict(islice(self.modified_ns.items(), count)),
+        )
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Description":

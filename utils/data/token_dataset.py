@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from utils.data.description import (
     states_of,
 )
 from utils.data.packing import Segments
-from utils.host.atomic_files import replace_text
+from utils.host.atomic_files import paths_inside, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +110,17 @@ class TokenDataset:
 
 
 def _opened(path: Path, description: Description) -> TokenDataset:
-    return TokenDataset(path, description, open_columns(path))
+    files = [path / name for name in description.files] or None
+    return TokenDataset(path, description, open_columns(path, files))
 
 
-def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenDataset:
+def open_token_dataset(
+    path: str | Path, default_split: str = "train", known: Collection[str] = ()
+) -> TokenDataset:
     """Open a split, or `default_split` of a folder of splits.
+
+    If the split has grown since (prepare_data.py --append), open the version whose fingerprint is
+    in `known`.
 
     Every token is read once if stoker.json is missing, or has other file sizes or modification
     times. A split of more than READ_AGAIN_TOKENS is not read again if only the times differ. Let
@@ -123,11 +129,19 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
     """
     directory = find_split(path, default_split)
-    files, columns = data_files(directory), open_columns(directory)
-    described = read_description(directory)
+    files, described = data_files(directory), read_description(directory)
     if described is None:
+        columns = open_columns(directory, files)
         found = measure_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
         return TokenDataset(directory, found, columns)
+    if described.earlier:
+        files = _files_of(directory, files, described)
+        newest, described = described.statistics, described.version(known)
+        if described.statistics is not newest:
+            logger.info("%s has grown since this run began, which keeps its first %s documents",
+                        directory, f"{described.statistics.documents:,}")  # fmt: skip
+            files = files[: len(described.files)]
+    columns = open_columns(directory, files)
     dataset = TokenDataset(directory, described, columns)
     sizes, times = states_of(files)
     same_sizes = described.files == sizes
@@ -149,11 +163,29 @@ def open_token_dataset(path: str | Path, default_split: str = "train") -> TokenD
     return dataset
 
 
-def describe_split(directory: str | Path, **origin: Any) -> TokenDataset:
-    """Measure a new split, write stoker.json with `origin` (fields of Description), open it."""
+def _files_of(directory: Path, listed: list[Path], described: Description) -> list[Path]:
+    """Return the files of a split that has grown; `listed` are those in state.json.
+
+    An append writes stoker.json before state.json. If it was killed in between, state.json has only
+    the files before the append.
+    """
+    names = list(described.files)
+    if [file.name for file in listed] != names[: described.earlier[-1]["files"]]:
+        return listed
+    return list(paths_inside(directory, names, directory / DESCRIPTION_FILE, links=True).values())
+
+
+def describe_split(
+    directory: str | Path, files: Sequence[Path] | None = None, **origin: Any
+) -> TokenDataset:
+    """Measure a new split, write stoker.json with `origin` (fields of Description), open it.
+
+    `files`: the Arrow files; None: those in state.json.
+    """
     split = Path(directory).resolve()
-    sizes, times = states_of(data_files(split))
-    found = replace(measure(open_columns(split)), files=sizes, modified_ns=times, **origin)
+    files = data_files(split) if files is None else files
+    sizes, times = states_of(files)
+    found = replace(measure(open_columns(split, files)), files=sizes, modified_ns=times, **origin)
     content = {"format": FORMAT, **asdict(found)}
     replace_text(split / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
     return _opened(split, found)

@@ -2,16 +2,15 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from utils.checkpoints.adoption import foreign_checkpoint
-from utils.checkpoints.record import RunRecord, settings_in_force
+from utils.checkpoints.adoption import known_data, resumed_record
+from utils.checkpoints.record import settings_in_force
 from utils.config.arguments import (
     accumulation_steps,
     eval_splits,
@@ -130,13 +129,9 @@ def _open_sizes(settings: RunSettings, names: Sequence[str]) -> list[str]:
 
 def _sizes_of_the_run(settings: RunSettings) -> dict[str, tuple[Any, str]]:
     """Return the sizes that the run in output_dir began with and this start does not set."""
-    output_dir = Path(str(settings.training.output_dir))
-    named = settings.training.resume_from_checkpoint if settings.run.dry_run else None
-    foreign = foreign_checkpoint(named, output_dir)
-    record = output_dir if foreign is None else foreign.record
-    starts, values = RunRecord(record).starts, settings.values
-    before = settings_in_force(record, starts) if starts else {}
-    why = f"as the run in {record} began"
+    record, values = resumed_record(settings), settings.values
+    before = settings_in_force(record.directory, record.starts) if record.starts else {}
+    why = f"as the run in {record.directory} began"
     accepted = settings.run.accept_changes
     ours = [name for name in _open_sizes(settings, SIZES) if name not in accepted]
     return {
@@ -225,10 +220,10 @@ def load_run_data(
     vocabulary = config.get_text_config().vocab_size
     sha256 = tokenizer_sha256(tokenizer)  # takes most of a second
     opened, problems = list[TokenDataset](), list[str]()
+    known = on_rank_0(lambda: known_data(settings))
     for split, directory in named:
         try:
-            # If the directory has several splits, take the one with this name.
-            dataset = _open(directory, split)
+            dataset = _open(directory, split, known)
         except ConfigurationError as error:
             problems += error.problems
             continue
@@ -313,11 +308,14 @@ def _tokenizer_problems(
     return []
 
 
-def _open(directory: str, split: str = "train") -> TokenDataset:
-    """Open a dataset. Rank 0 opens it first, so that the other ranks need not count its tokens."""
+def _open(directory: str, split: str = "train", known: Collection[str] = ()) -> TokenDataset:
+    """Open a dataset, or the split of this name if the directory has several.
+
+    Rank 0 opens it first, so that the other ranks need not count its tokens.
+    """
     opened: list[TokenDataset] = []
-    on_rank_0(lambda: opened.append(open_token_dataset(directory, split)))
-    return opened[0] if opened else open_token_dataset(directory, split)
+    on_rank_0(lambda: opened.append(open_token_dataset(directory, split, known)))
+    return opened[0] if opened else open_token_dataset(directory, split, known)
 
 
 def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:

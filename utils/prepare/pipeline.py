@@ -276,6 +276,7 @@ def describe_sources(
         "files": len(files),
         "bytes": sum(file.size for file in files),
         "first_files": {file.name: file.size for file in files[:SOURCES_LISTED]},
+        "digests": [file.digest() for file in files],
         **({"hub": dict(plan.commits)} if plan.commits else {}),
         "dropped": dict(total.dropped),
         "dropped_examples": total.examples,

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 WORKSPACE = ".shards"
 _OWN_FILES = re.compile(
     r"\w+/(data-[\w-]+\.arrow|(stoker|state|dataset_info)\.json)|tokenizer/.*|\.shards.*"
-    r"|.*\.partial(/.*)?"
+    r"|.*\.partial(/.*)?|\.append.*"
 )
 SETTINGS = "settings.json"
 EXAMPLES_KEPT = 10

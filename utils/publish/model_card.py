@@ -97,7 +97,9 @@ def hub_dataset(path: str) -> str | None:
 
 
 def _source_files(dataset: TokenDataset) -> list[str]:
-    return list(dataset.description.preparation.get("sources", {}).get("first_files", {}))
+    prepared = dataset.description.preparation
+    parts = [prepared, *prepared.get("appended", ())]
+    return [name for each in parts for name in each.get("sources", {}).get("first_files", {})]
 
 
 class RunCard:

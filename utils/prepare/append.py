@@ -1,0 +1,184 @@
+"""New sources for the finished train split in OUT: `prepare_data.py --append`.
+
+They are prepared in OUT/.append, like any dataset. Then their Arrow files move to OUT/train under
+new names. The append counts from the moment when stoker.json is replaced: readers that find the old
+stoker.json or state.json see the old or the new documents, never a part. The files of the old
+documents do not change, and stoker.json keeps the old fingerprint, by which a resumed run finds its
+data. The same command finishes an append that was killed.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.config.errors import ConfigurationError
+from utils.config.preparation import TRAIN, PreparationArguments
+from utils.data.arrow_columns import STATE_FILE, data_files
+from utils.data.description import Description, read_description
+from utils.data.token_dataset import describe_split, open_token_dataset
+from utils.data.tokenizers import chat_template_sha256, tokenizer_sha256
+from utils.host.atomic_files import from_here, replace_text
+from utils.host.foreign import read_object
+from utils.prepare.pipeline import begin_preparation, finish_preparation
+from utils.prepare.work_plan import PreparationPlan
+from utils.prepare.workspace import SETTINGS, WORKSPACE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+APPEND = ".append"
+_HELD_OUT: dict[str, Any] = {"validation_fraction": 0.0, "eval_sources": []}
+
+
+def append(arguments: PreparationArguments) -> None:
+    """Prepare new sources and add them to the train split of a finished dataset.
+
+    Raises ConfigurationError for a dataset that cannot grow, another tokenizer, template or kind of
+    documents, a source that is in the dataset already, and another append that is not finished.
+    """
+    folder = Path(arguments.output_dir)
+    train, addition = folder / TRAIN, folder / APPEND
+    described = read_description(train) if train.is_dir() else None
+    if described is None or (folder / WORKSPACE).exists():
+        raise ConfigurationError(
+            f"output_dir: {folder}: --append needs datasets that prepare_data.py finished there "
+            "(train/stoker.json): prepare the first sources without --append."
+        )
+    if any(getattr(arguments, name) != value for name, value in _HELD_OUT.items()):
+        logger.info("--append adds to train alone; held-out splits stay as they are")
+    given = replace(arguments, output_dir=str(addition), append=False, **_HELD_OUT)
+    plan, tokenizer, workspace = begin_preparation(given)
+    if not _has_appended(described, workspace.digest):
+        problems = _problems(plan, tokenizer, described)
+        if problems:
+            raise ConfigurationError([f"{train}: {problem}" for problem in problems])
+    with _sole_append(addition, workspace.digest, shared=given.shard is not None):
+        described = read_description(train) or described  # another process may have ended just now
+        if _has_appended(described, workspace.digest):
+            _finish(train, addition, described)
+            logger.info("%s: these sources are appended already", from_here(train))
+        elif workspace.is_prepared() or finish_preparation(given, plan, tokenizer, workspace):
+            _join(train, addition)
+
+
+def _parts(described: Description) -> list[Mapping[str, Any]]:
+    """Return what stoker.json says of the first preparation and of each append."""
+    return [described.preparation, *described.preparation.get("appended", ())]
+
+
+def _has_appended(described: Description, digest: str) -> bool:
+    return any(each.get("settings_sha256") == digest for each in _parts(described)[1:])
+
+
+def _problems(
+    plan: PreparationPlan, tokenizer: "PreTrainedTokenizerBase", described: Description
+) -> list[str]:
+    """Return why documents of this plan and tokenizer cannot join a dataset."""
+    problems = []
+    if described.tokenizer.get("sha256") != tokenizer_sha256(tokenizer):
+        problems.append(
+            f"was made with another tokenizer than {tokenizer.name_or_path}: leave "
+            "--tokenizer_name_or_path out, and the dataset's own counts."
+        )
+    template = chat_template_sha256(tokenizer) if plan.needs_chat_template else None
+    if described.chat_template_sha256 != template:
+        problems.append("has chats of another template, or none: prepare these sources apart.")
+    kind = described.preparation.get("settings", {}).get("document_format")
+    if kind != plan.settings.document_format:
+        problems.append(
+            f"holds documents of the kind {kind}, and these are {plan.settings.document_format}: "
+            "prepare them apart; a run mixes several --train_data."
+        )
+    sources = [each.get("sources") or {} for each in _parts(described)]
+    known = {digest for each in sources for digest in each.get("digests", ())}
+    if "digests" not in sources[0]:
+        logger.warning(
+            "an older Stoker prepared this dataset: sources that it holds already are not noticed"
+        )
+    files = [file.name for file in plan.sources[TRAIN] if file.digest() in known]
+    if files:
+        problems.append(f"holds {', '.join(files[:5])} already: leave that out of the sources.")
+    return problems
+
+
+@contextmanager
+def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]:
+    """Hold the lock of OUT/.append, as one of several shards if `shared`.
+
+    The digest is that of the sources and settings to append. Raises ConfigurationError if another
+    process appends, or if the folder has an unfinished append of something else.
+    """
+    addition.mkdir(exist_ok=True)
+    lock = os.open(addition, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigurationError(
+                    f"{addition}: another process is appending: wait for its end."
+                ) from None
+        begun = addition / WORKSPACE / SETTINGS
+        other = read_object(begun).get("digest") if begun.exists() else None
+        if (prepared := read_description(addition / TRAIN)) is not None:
+            other = prepared.preparation.get("settings_sha256")
+        if other not in (None, digest):
+            raise ConfigurationError(
+                f"{addition}: holds an unfinished append of other sources or settings: finish it "
+                "with its command, or remove this folder."
+            )
+        yield
+    finally:
+        os.close(lock)
+
+
+def _join(train: Path, addition: Path) -> None:
+    """Move the new Arrow files to `train`, and describe old and new documents as one dataset."""
+    old = open_token_dataset(train).description  # refuses damaged files
+    added = read_description(addition / TRAIN)
+    assert added is not None, "finish_preparation has written it"
+    files = [train / name for name in old.files]
+    for number, name in enumerate(added.files):
+        files.append(train / f"data-append{len(old.earlier) + 1:03d}-{number:05d}.arrow")
+        if (addition / TRAIN / name).exists():
+            (addition / TRAIN / name).replace(files[-1])
+    former = {"statistics": asdict(old.statistics), "fingerprint": old.fingerprint}
+    appended = [*_parts(old)[1:], added.preparation]
+    dataset = describe_split(
+        train,
+        files,
+        tokenizer=old.tokenizer,
+        chat_template_sha256=old.chat_template_sha256,
+        preparation={**old.preparation, "appended": appended},
+        earlier=[*old.earlier, {**former, "files": len(old.files)}],
+    )
+    _finish(train, addition, dataset.description)
+    found, new = dataset.description.statistics, added.statistics
+    logger.info(
+        f"{from_here(train)}: {new.documents:,} documents and {new.tokens:,} tokens appended, now "
+        f"{found.documents:,} and {found.tokens:,}. Runs that began before keep their documents."
+    )
+
+
+def _finish(train: Path, addition: Path, described: Description) -> None:
+    """Let state.json list all files for `datasets`, and remove the folder of the append."""
+    if [file.name for file in data_files(train)] != list(described.files):
+        state = read_object(train / STATE_FILE)
+        state["_data_files"] = [{"filename": name} for name in described.files]
+        state["_fingerprint"] = hashlib.sha256(described.fingerprint.encode()).hexdigest()[:16]
+        replace_text(train / STATE_FILE, json.dumps(state, indent=2))
+    finished = addition.with_name(f"{APPEND}.finished")
+    if addition.exists():
+        shutil.rmtree(finished, ignore_errors=True)
+        addition.replace(finished)
+    shutil.rmtree(finished, ignore_errors=True)
