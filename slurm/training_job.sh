@@ -141,7 +141,7 @@ if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_
       bash "$root/slurm/launch_node.sh" 2>/dev/null || seen=$?
   fi
   if ((seen == 200)); then
-    code=69
+    code=$((round > 0 ? 76 : 69)) # see judge_step
     verdict="a node does not see the repository in $root, see the lines above: it has to be on a file system that all nodes see; or leave the node out with sbatch --exclude."
   fi
 fi

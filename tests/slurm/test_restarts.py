@@ -25,14 +25,15 @@ def steps_of(stand_ins: StandIns) -> list[list[str]]:
     return [line.split(" ") for line in lines]
 
 
-def job(stand_ins: StandIns, steps: str, code: int = 76, more: str = ""):
+def job(stand_ins: StandIns, steps: str, code: int = 76, more: str = "", nodes: int = 1):
     """Run a job in which each step ends with `code`."""
     stand_ins.forget()
     (stand_ins.directory / "steps").write_text("")
     (stand_ins.directory / "at_srun").write_text(AT_SRUN.format(steps=steps) + more)
     stand_ins.answer(code)
     stand_ins.leaves(code, LOST)
-    return stand_ins.run(TRAIN, "train.py")
+    script = TRAIN if nodes == 1 else "slurm/multinode_job.sh"
+    return stand_ins.run(script, "train.py", env={"SLURM_JOB_NUM_NODES": str(nodes)})
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,16 @@ def test_a_restart_that_a_node_cannot_make_requeues_the_job(stand_ins, left, cod
     assert len(steps_of(stand_ins)) == 2
     assert stand_ins.was_called("scontrol") == (code in (75, 76))
     assert bool(list((stand_ins.root / ".stoker").iterdir())) == (code != 0)
+
+
+def test_a_node_that_loses_the_repository_before_a_restart_requeues_the_job(stand_ins):
+    lost = 'rm "$STOKER_NOTES_DIR"/{restarts,run_started,exit_code,verdict.txt}; '
+    lost += 'echo 1 >"$STAND_IN/srun.code"'
+    unseen = "[[ $1 != --overlap ]] || exit 200\n"
+    done = job(stand_ins, "0 10", more=f"{unseen}if ((number)); then {lost}; fi\n", nodes=2)
+    assert done.returncode == 76, done.stdout
+    assert "a node does not see the repository" in done.stdout
+    assert stand_ins.was_called("scontrol")
 
 
 def test_a_job_in_a_restarted_job_begins_anew(stand_ins):
