@@ -75,12 +75,12 @@ class InheritedOptimizer(TrainerCallback):
 
 def _misfit(saved: dict[str, Any], fresh: dict[str, Any], optimizer: Any) -> str | None:
     groups = [each["param_groups"] for each in (saved, fresh)]
-    sizes, own_sizes = ([len(group["params"]) for group in each] for each in groups)
-    if sizes != own_sizes:
-        return f"it is of groups of {sizes} tensors, this run trains groups of {own_sizes}."
     keys, own_keys = (set(each[0]) - {"initial_lr"} for each in groups)
     if other := ", ".join(sorted(keys ^ own_keys)):
         return f"it is of another kind of optimizer (they differ in {other}): set the same optim."
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in groups)
+    if sizes != own_sizes:
+        return f"it is of groups of {sizes} tensors, this run trains groups of {own_sizes}."
     torchs_own = not isinstance(getattr(optimizer, "optimizer", optimizer), LowPrecisionAdamW)
     if torchs_own and any(FIRST_SCALES in values for values in saved["state"].values()):
         return "it keeps Adam's moments in 8 bits: set optim_states, which reads them."

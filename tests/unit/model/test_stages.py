@@ -15,6 +15,7 @@ from utils.checkpoints.files import Manifest, flush_and_record, list_files, writ
 from utils.config.errors import ConfigurationError
 from utils.model.stages import find_stage, weights_directory, weights_origin
 from utils.model.weights import base_weights
+from utils.training.muon import MuonAdamW
 from utils.training.optimizer import InheritedOptimizer
 
 
@@ -132,10 +133,13 @@ def optimizer(kind=torch.optim.AdamW, width: int = 3, steps: int = 0, **options:
 
 def test_an_optimizer_of_something_else_is_refused(tmp_path):
     torch.save(optimizer(steps=1).state_dict(), tmp_path / "optimizer.pt")
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    muon = MuonAdamW([{"params": [weight], "muon": True, "momentum": 0.9}], in_bf16=False)
     for fresh, message in (
         (optimizer(width=4), r"exp_avg of tensor 0 is \(2, 3\), not \(2, 4\)"),
         (optimizer(torch.optim.SGD, lr=0.1), "it is of another kind of optimizer"),
-        (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))]), r"groups of \[2\] tensors"),
+        (muon, r"another kind of optimizer \(they differ in momentum, muon\): set the same optim"),
+        (torch.optim.AdamW([weight]), r"groups of \[2\] tensors"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             InheritedOptimizer(tmp_path).on_train_begin(None, None, None, optimizer=fresh)
