@@ -82,7 +82,8 @@ judge_step() {
 }
 
 # may_restart: whether to start the ranks again in this job: after a lost rank, not after a signal,
-# at most `restarts_in_job` times, and once from each checkpoint. Sets `most` and `began_at`.
+# at most `restarts_in_job` times, and not if the ranks before began at the same checkpoint. Sets
+# `most` and `began_at`.
 may_restart() {
   local step
   [[ $code == 76 && -z $passed_on && -z $down && -s $notes/restarts ]] || return 1
@@ -94,10 +95,11 @@ may_restart() {
 }
 
 # step_is_over: waits until Slurm knows no step of this job, so that no process of it is left on any
-# node. This fails if a node does not answer, or if only srun was killed.
+# node. This fails if a node does not answer.
 step_is_over() {
   local left tries
-  for ((tries = 0; tries < 30; tries++)); do
+  for ((tries = 0; tries < 120; tries++)); do
+    [[ -z $passed_on ]] || return 1
     left=$(squeue --noheader --steps --jobs="$job" --format=%i 2>/dev/null) || return 1
     [[ $left =~ \.[0-9]+ ]] || return 0
     sleep 1

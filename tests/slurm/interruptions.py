@@ -232,15 +232,13 @@ def freeze(scene: Scene) -> None:
     scene.processes().ranks()[1].suspend()
 
 
-def kill_twice(scene: Scene) -> None:
-    """Kill a rank, and kill it again when the job has repeated the steps up to this one."""
-    for _ in range(2):
-        known = len(tiny.starts(scene.run))
+def kill_again_and_again(scene: Scene) -> None:
+    """Kill a rank at one step, until the second start of the job from this checkpoint is lost."""
+    for start in (1, 2, 3):
+        wait_until(lambda at=start: scene.trained_in(at) >= STEP, "no restart", scene.job.output)
         rank = scene.processes().ranks()[1]
         rank.kill()
         rank.wait()
-        if known == 1:
-            wait_until(lambda: scene.trained_in(start=2) >= STEP, "no restart", scene.job.output)
 
 
 # Requests to stop
@@ -404,8 +402,8 @@ TABLE = [
         settings={"restarts_in_job": 0},
     ),
     Interruption(
-        "`kill -9` of a rank, twice after the same checkpoint", kill_twice, 76, Then.REQUEUED,
-        r"rank 1 on \w+ was killed by SIGKILL; requeued", lost=SAVE_STEPS - 1,
+        "`kill -9` of a rank, in two starts from one checkpoint", kill_again_and_again, 76,
+        Then.REQUEUED, r"rank 1 on \w+ was killed by SIGKILL; requeued", lost=SAVE_STEPS - 1,
     ),
     Interruption(
         "`kill -9` of a data worker", kill(JobProcesses.data_workers, 1), None, Then.RESTARTED,
@@ -423,8 +421,8 @@ TABLE = [
         lost=SAVE_STEPS - 1,
     ),
     Interruption(
-        "`kill -9` of `srun`", kill(JobProcesses.sruns), 76, Then.REQUEUED,
-        r"job \d+: .*killed by signal 9.*; requeued", lost=SAVE_STEPS - 1,
+        "`kill -9` of `srun`", kill(JobProcesses.sruns), None, Then.RESTARTED,
+        r"job \d+: .*killed by signal 9.*; restart 1 of at most 3", lost=SAVE_STEPS - 1,
     ),
     Interruption(
         "`kill -9` of the job script", kill(JobProcesses.job_scripts), None, Then.RESUBMITTED,

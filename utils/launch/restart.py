@@ -2,8 +2,8 @@
 
 In a Slurm job slurm/training_job.sh starts a new step. Before, Slurm has ended all processes of the
 old step on all nodes, and the new ranks meet at another port. On a machine without a job script the
-launcher starts its ranks again. Both read the note of `note_restarts`. Both give up if the ranks
-are lost a second time after the same checkpoint: then the job is requeued, or the launcher ends.
+launcher starts its ranks again. Both read the note of `note_restarts`. Both give up if two starts
+in a row began at the same checkpoint: then the job is requeued, or the launcher ends.
 """
 
 import logging

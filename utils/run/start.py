@@ -343,8 +343,8 @@ def check_progress(
     """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
 
     `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
-    requeued passes. Restarts inside the job do not count, because a requeue follows the second loss
-    of a rank after the same step.
+    requeued passes. Restarts inside the job do not count: after two starts at the same step the
+    job is requeued.
     """
     if job is None or int(job["restart_count"] or 0) == 0:
         return
