@@ -150,6 +150,8 @@ def derive_group_sizes(values: SettingValues) -> None:
         values.environment = {**environment, **sizes}
     elif not is_hybrid(environment) and 0 < values.rank("dp_shard") < values.rank("strategy"):
         leave_out(values, "dp_shard", "strategy")
+    elif shards and values.world_size == 1:
+        values.notes.append(f"{values.shown('dp_shard')} has no effect on one process")
 
 
 def _group_faults(values: SettingValues) -> Iterator[str]:
@@ -175,7 +177,7 @@ def _group_faults(values: SettingValues) -> Iterator[str]:
                 f"{processes} processes of this launch, with at least 2 to shard over: set dp_shard"
                 f" to {' or '.join(possible)}, and no sizes in the accelerate config"
             )
-        elif given not in (None, shards):
+        elif given and given != shards:  # 0 is out of range
             yield (
                 f"{values.shown('dp_shard')} contradicts dp_shard_size {shards} of the accelerate "
                 "config: remove one of them"

@@ -132,6 +132,11 @@ def check_context_parallel(values: SettingValues) -> Iterator[str]:
     shown = values.shown("context_parallel")
     if size < 2:
         return
+    if values["attn_implementation"] in ("sdpa", "eager", "flex_attention"):
+        yield (
+            f"{shown}: ranks share sequences through packed_varlen alone: leave out "
+            f"{values.shown('attn_implementation')}"
+        )
     if processes % size:
         fitting = [str(each) for each in range(2, processes + 1) if processes % each == 0]
         yield (

@@ -185,6 +185,11 @@ def test_a_strategy_of_a_stronger_source_overrules_the_shards_of_a_recipe(hybrid
     assert "a.yaml:2) has no effect: strategy multi_gpu" in line
 
 
+def test_one_process_says_that_it_has_no_shards(hybrid):
+    values = hybrid(dict.fromkeys(HYBRID), dp_shard=4)
+    assert "dp_shard 4 (--dp_shard) has no effect on one process" in values.notes
+
+
 def test_the_recipe_decides_over_numbers_for_deepspeed(monkeypatch):
     """`accelerate config` writes these numbers. Trainer would refuse them after loading weights."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

@@ -82,6 +82,12 @@ def test_a_launch_without_whole_groups_and_deepspeed_are_refused(size, strategy,
         shared(size, strategy=strategy, use_cpu=None)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_another_attention_is_refused_by_a_dry_run_without_a_gpu_too(attention, shared):
+    with pytest.raises(ConfigurationError, match=f"leave out attn_implementation {attention}"):
+        shared(2, attn_implementation=attention)
+
+
 def test_groups_read_a_micro_batch_together_and_one_process_shares_with_nobody(shared, monkeypatch):
     given = shared(4, global_batch_size=None, per_device_train_batch_size=2)
     assert given.run.global_batch_size == 6, "three groups of two sequences"
