@@ -76,7 +76,9 @@ def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path
         assert settings.run.batch_warmup == {"0": 64, "2000": 128}
     one_size = ["--config", str(recipe), "--global_batch_size", "32"]
     assert parse_pretraining([*base, *one_size], "").run.batch_warmup is None
-    wrong = ({}, {"1": 64}, {"0": 64, "9": 32}, {"0": 0, "9": 32}, {"0": "64"}, {"0": 1, "x": 2})
+    settings = parse_pretraining([*base, "--global_batch_size", '{"0": 6, "9": 16}'], "")
+    assert settings.training.per_device_train_batch_size == 2, "which divides both"
+    wrong = ({}, {"1": 64}, {"-5": 32, "0": 64}, {"0": 4, "00": 8}, {"0": 64, "9": 32}, {"0": 0, "9": 32}, {"0": "64"}, {"0": 1, "x": 2})
     for sizes in wrong:
         with pytest.raises(ConfigurationError, match="expected rising sizes by first step"):
             parse_pretraining([*base, "--global_batch_size", json.dumps(sizes)], "")

@@ -264,7 +264,8 @@ def batch_sizes(last: int | None, by_step: Mapping[Any, int]) -> dict[int, int]:
         sizes = dict(sorted((int(step), size) for step, size in by_step.items()))
         counts = [*sizes.values()]
         rises = counts == sorted({count for count in counts if type(count) is int and count > 0})
-        if 0 in sizes and rises and last in (None, counts[-1]):
+        begins = min(sizes) == 0 and len(sizes) == len(by_step)  # "0" and "00" are one step
+        if begins and rises and last in (None, counts[-1]):
             return sizes
     raise ConfigurationError(
         f"global_batch_size {shown(by_step)}: expected rising sizes by first step, such as "

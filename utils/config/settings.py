@@ -1,5 +1,6 @@
 """The settings of a run, from the command line to objects: reset, derive, check, build."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -202,10 +203,13 @@ def derive_batch_sizes(values: SettingValues) -> None:
             why = f"{values.shown('per_device_train_batch_size')} x {counted_ranks(ranks)}"
             values.derive("global_batch_size", micro * ranks, why)
         return
+    by_step, name = values["batch_warmup"], "global_batch_size"
+    if by_step:
+        total, name = math.gcd(*batch_sizes(total, by_step).values()), "batch_warmup"
     smaller = fitting_micro_batch(total, micro, ranks)
     may_change = micro_rank < max(values.rank("global_batch_size"), 1) or total % micro == 0
     if 0 < smaller < micro and may_change:
-        why = f"{values.shown('global_batch_size')} divides over {ranks} x {smaller}"
+        why = f"{values.shown(name)} divides over {ranks} x {smaller}"
         values.derive("per_device_train_batch_size", smaller, why)
 
 
