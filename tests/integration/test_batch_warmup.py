@@ -1,16 +1,20 @@
 """A run whose global batch grows: the stream of samples stays, and so does the exact resume."""
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 from launching import run_processes
+from transformers import Trainer
 
 import pretrain
 from utils.config.errors import ConfigurationError
 from utils.config.settings import parse_pretraining
 from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
+from utils.training.trainer import PackedTrainer
 
 SIZES = {0: 2, 2: 4, 4: 8}  # 28 samples in six steps
 GROWING = {"global_batch_size": json.dumps(SIZES), "per_device_train_batch_size": 1}
@@ -30,7 +34,9 @@ def test_ranks_and_resumes_train_as_one_uninterrupted_process(
     assert "= 1,792 tokens with padding" in shown
     manifest = json.loads((alone / "checkpoint-6" / "manifest.json").read_text())
     assert manifest["checkpoint"]["samples"] == 28
-    small = pretrained(tmp_path / "small", **settings | {"global_batch_size": 2})
+    late = {"global_batch_size": '{"0": 2, "6": 4}'}
+    small = pretrained(tmp_path / "small", **settings | late)
+    assert "batch: the run has no step 7, and so never this size" in capfd.readouterr().out
     assert tiny.losses(alone)[:2] == tiny.losses(small)[:2]
     for step in (3, 4):
         cut = tiny.copied(alone, tmp_path / f"cut-{step}", step=step)
@@ -45,6 +51,25 @@ def test_ranks_and_resumes_train_as_one_uninterrupted_process(
     cut = tiny.copied(whole, tmp_path / "cut", step=3)
     run_processes("fsdp2", "pretrain.py", pretraining(cut, **settings)).succeeded()
     tiny.assert_same_run(cut, whole)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_hsdp_adds_the_gradients_of_each_micro_batch_over_the_shards(copies, monkeypatch):
+    """Otherwise a rank would hold the gradients of all weights."""
+    done: list[object] = []
+
+    @contextmanager
+    def no_sync(model):
+        done.append("apart")
+        yield
+
+    trainer = object.__new__(PackedTrainer)
+    trainer.sampler, trainer.sums_replicas = SimpleNamespace(grows=True), copies
+    trainer.accelerator = SimpleNamespace(no_sync=no_sync, sync_gradients=True)
+    monkeypatch.setattr(Trainer, "training_step", lambda *given: done.append(given[2]) or 1)
+    model = SimpleNamespace(set_requires_all_reduce=done.append)
+    assert trainer.training_step(model, ["a", "b"]) == 2
+    assert done == ([False, "a", True, "b"] if copies else ["apart", "a", "b"])
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
@@ -78,7 +103,10 @@ def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path
     assert parse_pretraining([*base, *one_size], "").run.batch_warmup is None
     settings = parse_pretraining([*base, "--global_batch_size", '{"0": 6, "9": 16}'], "")
     assert settings.training.per_device_train_batch_size == 2, "which divides both"
-    wrong = ({}, {"1": 64}, {"-5": 32, "0": 64}, {"0": 4, "00": 8}, {"0": 64, "9": 32}, {"0": 0, "9": 32}, {"0": "64"}, {"0": 1, "x": 2})
+    wrong = (
+        {}, {"1": 64}, {"-5": 32, "0": 64}, {"0": 4, "00": 8}, {"0": 64, "9": 32},
+        {"0": 0, "9": 32}, {"0": "64"}, {"0": 1, "x": 2},
+    )  # fmt: skip
     for sizes in wrong:
         with pytest.raises(ConfigurationError, match="expected rising sizes by first step"):
             parse_pretraining([*base, "--global_batch_size", json.dumps(sizes)], "")

@@ -386,6 +386,8 @@ def plan_steps(
             f"x {accumulation} accumulation = {sizes[step] * length:,} tokens/step"
             f"{f', from step {step + 1:,}' if sampler.grows else ''}"
         )
+        if step >= total_steps:
+            report.warn(f"batch: the run has no step {step + 1:,}, and so never this size")
     report.say(
         f"run: {total_steps:,} steps = {sampler.epoch_at(total_steps):.2f} epochs of {rows:,} "
         f"sequences = {sampler.samples_before(total_steps) * length:,} tokens with padding"

@@ -3,6 +3,7 @@
 import gc
 import logging
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -170,7 +171,9 @@ class PackedTrainer(SavingTrainer):
         for batch in first:
             if self.sums_replicas:
                 model.set_requires_all_reduce(False)
-            with self.accelerator.no_sync(model=model):
+            # As Trainer does: HSDP adds each micro-batch's gradients over the shards.
+            apart = nullcontext() if self.sums_replicas else self.accelerator.no_sync(model=model)
+            with apart:
                 losses.append(super().training_step(model, batch, *args, **kwargs))
         if self.sums_replicas:
             model.set_requires_all_reduce(self.accelerator.sync_gradients)
