@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.errors import ConfigurationError
 from utils.config.preparation import TRAIN, PreparationArguments
 from utils.data.arrow_columns import STATE_FILE, data_files
-from utils.data.description import Description, read_description
+from utils.data.description import DESCRIPTION_FILE, Description, read_description
 from utils.data.token_dataset import describe_split, open_token_dataset
 from utils.data.tokenizers import chat_template_sha256, tokenizer_sha256
 from utils.host.atomic_files import from_here, replace_text
@@ -56,6 +56,12 @@ def append(arguments: PreparationArguments) -> None:
         )
     if any(getattr(arguments, name) != value for name, value in _HELD_OUT.items()):
         logger.info("--append adds to train alone; held-out splits stay as they are")
+    held_out = {each.parent.name for each in folder.glob(f"*/{DESCRIPTION_FILE}")} - {TRAIN}
+    if held_out:
+        logger.warning(
+            "documents that are also in %s come into train: leave them out of the new sources",
+            ", ".join(sorted(held_out)),
+        )
     given = replace(arguments, output_dir=str(addition), append=False, **_HELD_OUT)
     plan, tokenizer, workspace = begin_preparation(given)
     if not _has_appended(described, workspace.digest):
