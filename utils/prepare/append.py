@@ -134,8 +134,9 @@ def _sole_append(addition: Path, digest: str, *, shared: bool) -> Iterator[None]
                 raise ConfigurationError(
                     f"{addition}: another process is appending: wait for its end."
                 ) from None
-        begun = addition / WORKSPACE / SETTINGS
-        other = read_object(begun).get("digest") if begun.exists() else None
+        begun, other = addition / WORKSPACE, None
+        if any(begun.glob("unit-*.json")):  # finished ones
+            other = read_object(begun / SETTINGS).get("digest")
         if (prepared := read_description(addition / TRAIN)) is not None:
             other = prepared.preparation.get("settings_sha256")
         if other not in (None, digest):

@@ -136,6 +136,18 @@ def test_one_append_at_a_time(grown, tmp_path):
     assert len(open_token_dataset(out)) > 300
 
 
+def test_a_source_that_had_a_bad_row_joins_once_it_is_repaired(grown, tmp_path):
+    out, given = grown
+    rows = len(open_token_dataset(out))
+    bad = samples.write_jsonl(tmp_path / "bad.jsonl", [{"text": "a b"}, {"text": 3}])
+    of_bad = PreparationArguments(**vars(given) | {"sources": [str(bad)]})
+    with pytest.raises(ConfigurationError, match="must be a string"):
+        append(of_bad)
+    samples.write_jsonl(bad, [{"text": "a b"}, {"text": "b a b"}])
+    append(of_bad)
+    assert len(open_token_dataset(out)) == rows + 2
+
+
 class Killed(BaseException):
     """Ends a process in the place of SIGKILL."""
 
