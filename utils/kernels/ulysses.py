@@ -31,8 +31,8 @@ class ContextGroup:
     group: dist.ProcessGroup | None = None
 
     def slice_of(self, states: Tensor) -> Tensor:
-        """Return this rank's slice of (rows, tokens, ...)."""
-        return states.unflatten(1, (self.size, -1))[:, self.rank]
+        """Return this rank's slice of (rows, tokens, ...), contiguous."""
+        return states.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
 
     def own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, terms: ScoreTerms
@@ -52,7 +52,8 @@ class ContextGroup:
         """Exchange (rows, all tokens, own heads, dim) for (rows, own tokens, all heads, dim)."""
         blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
         received = _AllToAll.apply(blocks, self.group)  # (size, rows, own tokens, heads, dim)
-        return received.movedim(0, 2).flatten(2, 3)
+        # With one head per rank flatten makes a view, but AFMoE's output.view needs a copy.
+        return received.movedim(0, 2).flatten(2, 3).contiguous()
 
     def _heads_for_tokens(self, states: Tensor) -> Tensor:
         blocks = states.unflatten(2, (self.size, -1)).movedim(2, 0)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from utils.kernels import per_document, varlen
 from utils.kernels.per_document import Documents, ScoreTerms, per_document_sdpa
+from utils.kernels.ulysses import ContextGroup
 from utils.kernels.varlen import (
     CUDNN,
     PER_DOCUMENT,
@@ -317,3 +318,13 @@ def test_short_documents_in_bf16_are_computed_in_float32_on_a_cpu(monkeypatch, a
     output.sum().backward()
     assert seen == [(256, torch.float32, False), (257, torch.bfloat16, autocast)]
     assert output.dtype == inputs[0].grad.dtype == torch.bfloat16
+
+
+def test_slices_and_outputs_of_ranks_that_share_sequences_are_contiguous():
+    """Models call view on them. With one head per rank a copy is not made by itself."""
+    context = ContextGroup(size=2, rank=1)
+    ids = torch.arange(16).view(2, 8)
+    assert context.slice_of(ids).view(-1).tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    output = context.own_tokens(torch.randn(2, 8, 1, 4))
+    assert output.shape == (2, 4, 2, 4)
+    assert output.view(2, 4, -1).shape == (2, 4, 8)
