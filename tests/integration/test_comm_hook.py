@@ -34,3 +34,8 @@ def test_other_strategies_refuse_it(name, pretraining, tmp_path, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(ConfigurationError, match=f"bf16 .*: {name} sums .* multi_gpu"):
         parse_pretraining(pretraining(tmp_path / "run", **HOOK), "")
+
+
+def test_one_process_says_that_it_exchanges_nothing(pretraining, tmp_path):
+    notes = parse_pretraining(pretraining(tmp_path / "run", **HOOK), "").values.notes
+    assert "ddp_comm_hook bf16 (--ddp_comm_hook) has no effect on one process" in notes

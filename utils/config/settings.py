@@ -94,7 +94,7 @@ def _parse(
 ) -> RunSettings:
     settle = (
         *(describe_launch, derive_group_sizes, rename_checkpointing, choose_length),
-        *(leave_out_overruled, hold_out, leave_out_old_keywords, derive_context_parallel),
+        *(leave_out_overruled, hold_out, leave_out_old_keywords, derive_for_one_process),
         *(split_batch_sizes, derive_batch_sizes, derive_evaluation, derive_best_model),
         *(derive_packing, settle_precision, let_recipe_decide, leave_out_moot),
     )
@@ -213,12 +213,15 @@ def derive_batch_sizes(values: SettingValues) -> None:
         values.derive("per_device_train_batch_size", smaller, why)
 
 
-def derive_context_parallel(values: SettingValues) -> None:
-    """Derive 1 for one process, which has nobody to share sequences with."""
-    given = values["context_parallel"]
-    if given > 1 and values.world_size == 1:
+def derive_for_one_process(values: SettingValues) -> None:
+    """Derive context_parallel 1 for one process; note that ddp_comm_hook does nothing there."""
+    if values.world_size > 1:
+        return
+    if values["context_parallel"] > 1:
         why = f"{values.shown('context_parallel')} has no effect on one process"
         values.derive("context_parallel", 1, why)
+    if values["ddp_comm_hook"]:
+        values.notes.append(f"{values.shown('ddp_comm_hook')} has no effect on one process")
 
 
 def derive_packing(values: SettingValues) -> None:
