@@ -101,6 +101,10 @@ def test_a_recipe_and_a_flag_give_the_same_sizes_and_others_are_refused(tmp_path
         assert settings.run.batch_warmup == {"0": 64, "2000": 128}
     one_size = ["--config", str(recipe), "--global_batch_size", "32"]
     assert parse_pretraining([*base, *one_size], "").run.batch_warmup is None
+    recorded = tmp_path / "config.yaml"
+    recorded.write_text("global_batch_size: 128\nbatch_warmup: {0: 64, 2000: 128}\n")
+    one_size[1] = str(recorded)
+    assert parse_pretraining([*base, *one_size], "").run.batch_warmup is None
     settings = parse_pretraining([*base, "--global_batch_size", '{"0": 6, "9": 16}'], "")
     assert settings.training.per_device_train_batch_size == 2, "which divides both"
     wrong = (

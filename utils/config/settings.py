@@ -185,6 +185,8 @@ def split_batch_sizes(values: SettingValues) -> None:
         by_step = {str(step): size for step, size in sizes.items()}
         values.given["global_batch_size"] = replace(given, value=max(sizes.values()))
         values.given["batch_warmup"] = replace(given, value=by_step)
+    elif 0 < values.rank("batch_warmup") < values.rank("global_batch_size"):
+        leave_out(values, "batch_warmup", "global_batch_size")  # of a run's config.yaml
 
 
 def derive_batch_sizes(values: SettingValues) -> None:
