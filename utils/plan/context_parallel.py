@@ -58,7 +58,13 @@ def hindrances(
             f"cannot begin inside a sequence: {WITHOUT}"
         )
         return
-    if kinds := BY_LENGTH & _rope_types(config.get_text_config(decoder=True)):
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "floor_scale", None) and text.attn_temperature_tuning:
+        yield (
+            f"{name} scales its attention by the index of a token (floor_scale), and a rank would "
+            f"count from the start of its slice: {WITHOUT}"
+        )
+    if kinds := BY_LENGTH & _rope_types(text):
         yield (
             f"{name} has rotary positions of type {min(kinds)}, whose frequencies depend on the "
             f"longest document of a micro-batch: {WITHOUT}, or use rope_type yarn"

@@ -55,6 +55,8 @@ def test_a_model_that_ranks_cannot_share_is_refused_with_the_reason(shared):
     )
     recurrent = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=512)
     assert "mamba has recurrent layers, which carry a state" in refusal(shared(2), recurrent)
+    llama4 = AutoConfig.for_model("llama4_text", **SIZES)
+    assert "a rank would count from the start of its slice" in refusal(shared(2), llama4)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     dynamic = AutoConfig.for_model("llama", **SIZES, rope_parameters=rope)
     assert "rotary positions of type dynamic" in refusal(shared(2), dynamic)
