@@ -53,8 +53,8 @@ def test_ranks_and_resumes_train_as_one_uninterrupted_process(
     tiny.assert_same_run(cut, whole)
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_hsdp_adds_the_gradients_of_each_micro_batch_over_the_shards(copies, monkeypatch):
+@pytest.mark.parametrize(("shards", "copies"), [(False, False), (True, False), (True, True)])
+def test_fsdp2_adds_the_gradients_of_each_micro_batch_over_the_shards(shards, copies, monkeypatch):
     """Otherwise a rank would hold the gradients of all weights."""
     done: list[object] = []
 
@@ -65,11 +65,12 @@ def test_hsdp_adds_the_gradients_of_each_micro_batch_over_the_shards(copies, mon
 
     trainer = object.__new__(PackedTrainer)
     trainer.sampler, trainer.sums_replicas = SimpleNamespace(grows=True), copies
-    trainer.accelerator = SimpleNamespace(no_sync=no_sync, sync_gradients=True)
+    trainer.accelerator = SimpleNamespace(no_sync=no_sync, sync_gradients=True, is_fsdp2=shards)
     monkeypatch.setattr(Trainer, "training_step", lambda *given: done.append(given[2]) or 1)
     model = SimpleNamespace(set_requires_all_reduce=done.append)
     assert trainer.training_step(model, ["a", "b"]) == 2
-    assert done == ([False, "a", True, "b"] if copies else ["apart", "a", "b"])
+    together = [False, "a", True, "b"] if copies else ["a", "b"]
+    assert done == (together if shards else ["apart", "a", "b"])
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.7]])

@@ -58,12 +58,15 @@ def test_pretraining_in_two_processes_equals_one(
     """Recomputed and compiled layers train like plain layers in one process."""
     run = tmp_path / "run"
     settings = {"activation_checkpointing": recomputation, "compile": compiled}
+    if name == "fsdp2":
+        settings["callbacks"] = "tests.integration.sharded_gradients:GradientsAreSharded"
     argv = pretraining(run, **settings, per_device_train_batch_size=1, **heldout, **ODD_ROWS)
     launch = run_torchrun if name == "cpu" else run_processes
     shown = launch(name, "pretrain.py", argv).succeeded()
     assert f"activation checkpointing: {recomputation}" in shown
     assert ("compile: as requested, layer by layer, static shapes, kept in" in shown) == compiled
     assert "2 ranks x 2 accumulation" in shown
+    assert ("gradients are sharded" in shown) == (name == "fsdp2")
     assert shown.count("step 6/6") == 1, "one line an event, not one a rank"
     start = tiny.starts(run)[0]
     assert start["compiled"] is compiled

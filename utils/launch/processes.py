@@ -196,7 +196,7 @@ def tune_strategy(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
         )
-    if has_replicas(accelerator):
+    if accelerator.is_fsdp2:
         # Else each rank would keep gradients of all weights until the last micro-batch of a step.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 

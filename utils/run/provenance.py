@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from utils.checkpoints.discovery import own_checkpoint
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
-from utils.config.declarations import shown
+from utils.config.declarations import is_true, shown
 from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
@@ -130,8 +130,9 @@ HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
 # Settings that apply to a single start of a run, so a change is not reported.
 OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimizer", "suggest"})
 SEVERAL = 2  # with more changes than this, the user probably wants a new run
-# Increase NUMERICS when a new version of Stoker changes the last bits of some runs.
+# Increase these when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
+NUMERICS_OF_FSDP = 5  # FSDP2 adds each micro-batch's gradients over the ranks, not those of a step
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
 LEFT_OPEN = (
     "bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size",
@@ -183,12 +184,13 @@ class Change:
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     """Return digests of the data, tokenizer and model, for provenance.json; only on rank 0."""
+    by_fsdp = is_true("ACCELERATE_USE_FSDP", settings.values.environment)
     return {
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
-        "numerics": NUMERICS,
+        "numerics": NUMERICS_OF_FSDP if by_fsdp else NUMERICS,
         "versions": package_versions(),
         "own_code": settings.own_code.digests(),
         "environment": [] if settings.run.dry_run else redacted(inherited(os.environ)),

@@ -164,16 +164,15 @@ class PackedTrainer(SavingTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch, or all of a step if the global batch grows: Trainer's number is fixed.
 
-        HSDP sums gradients over its copies in the last one of a step.
+        FSDP2 adds each micro-batch's gradients over the shards (see tune_strategy). HSDP sums
+        gradients over its copies in the last one of a step.
         """
         *first, last = inputs if self.sampler.grows else [inputs]
-        losses = []
+        losses, shards = [], self.accelerator.is_fsdp2
         for batch in first:
             if self.sums_replicas:
                 model.set_requires_all_reduce(False)
-            # As Trainer does: HSDP adds each micro-batch's gradients over the shards.
-            apart = nullcontext() if self.sums_replicas else self.accelerator.no_sync(model=model)
-            with apart:
+            with nullcontext() if shards else self.accelerator.no_sync(model=model):
                 losses.append(super().training_step(model, batch, *args, **kwargs))
         if self.sums_replicas:
             model.set_requires_all_reduce(self.accelerator.sync_gradients)

@@ -17,6 +17,7 @@ from utils.run.provenance import (
     IDENTITY,
     IN_THE_CHECKPOINT,
     NUMERICS,
+    NUMERICS_OF_FSDP,
     OF_THIS_START,
     accepted_changes,
 )
@@ -309,6 +310,10 @@ def test_a_run_of_a_version_with_other_last_bits_is_refused_until_accepted(runs)
     assert "version of the sums (their last bits) is 3, now it is 4" in problem
     runs.start(accept=["seed"])
     assert runs.start() == {}
+    # FSDP2 has a version of its own, because only its sums changed.
+    sharded = {"facts": {"numerics": NUMERICS_OF_FSDP}}
+    (problem,) = refused(runs, **sharded)
+    assert "version of the sums (their last bits) is 4, now it is 5" in problem
 
 
 def test_a_changed_strategy_is_shown_but_dry_run_settings_are_not(runs, caplog):
