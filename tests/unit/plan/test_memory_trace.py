@@ -102,7 +102,7 @@ def test_one_layer_of_a_kind_stands_for_all_and_more_recomputation_keeps_less(mo
     stretches = traced(LLAMA, "full")[0]
     kept = next(each.live for each in stretches if each.name == "forward 0")
     assert kept == 2 * 64 * LLAMA.hidden_size * 4, "a layer's input"
-    monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
+    monkeypatch.setattr(memory_trace, "layer_kinds", lambda layers: list(range(len(layers))))
     assert [most(GEMMA, choice, **BF16) for choice in CHOICES] == found
 
 
@@ -112,7 +112,7 @@ def test_compiled_layers_keep_less_and_one_stands_for_all(monkeypatch):
     found = most(GEMMA, "none", compiled=True, **BF16)
     assert found < 0.9 * most(GEMMA, "none", **BF16)
     assert most(LLAMA, "selective", compiled=True) == most(LLAMA, "selective")
-    monkeypatch.setattr(memory_trace, "_kinds", lambda layers: list(range(len(layers))))
+    monkeypatch.setattr(memory_trace, "layer_kinds", lambda layers: list(range(len(layers))))
     assert most(GEMMA, "none", compiled=True, **BF16) == found
 
 

@@ -119,7 +119,11 @@ def test_the_estimate_is_at_most_the_number_of_sequences():
 def begun(monkeypatch):
     """Let the run's directory hold a start with 16 sequences of 64 tokens a step."""
     before = {"sequence_length": 64, "on_overlong": "error", "global_batch_size": 16}
-    monkeypatch.setattr(run_data, "RunRecord", lambda _path: SimpleNamespace(starts=[{}]))
+    monkeypatch.setattr(
+        run_data,
+        "resumed_record",
+        lambda own: SimpleNamespace(starts=[{}], directory=own.training.output_dir),
+    )
     monkeypatch.setattr(run_data, "settings_in_force", lambda *_: before)
 
 
