@@ -179,7 +179,7 @@ def test_a_published_config_becomes_two_recipes(name, made, tmp_path, monkeypatc
 def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     config = {**AXOLOTL, **LORA, "datasets": ALPACA, "made_up": 3, "off_here": False,
               "qat": {"a": 1}, "trust_remote_code": True, "tokens": {"bos_token": "<s>"},
-              "fsdp_config": {"offload_params": True}}  # fmt: skip
+              "fsdp_config": {"offload_params": True}, "dp_replicate_size": 2}  # fmt: skip
     found = convert(made(config))
     assert {"made_up", "qat", "datasets.split"} <= {k for ks in found.changes.values() for k in ks}
     reasons = {key: why for why, keys in {**found.notes, **found.changes}.items() for key in keys}
@@ -189,6 +189,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(made, tmp_path):
     assert reasons["off_here"] == OFF
     assert reasons["trust_remote_code"] == "code that comes with a model is not run"
     assert reasons["qat"] == "another method: this run trains without it"
+    assert reasons["dp_replicate_size"].startswith("strategy: hsdp in place of fsdp2")
     assert {"lora_target_linear", "special_tokens", "tokens", "offload"} <= reasons.keys()
     text = recipe_texts(found, tmp_path)[tmp_path / "made.yaml"]
     assert f"#   made_up: {UNKNOWN}\n" in text
