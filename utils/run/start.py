@@ -343,10 +343,10 @@ def check_progress(
     """Raise NoProgressError if three earlier starts of a requeued job resumed at the same step.
 
     `starts` is the list in provenance.json. `job` is the result of `slurm_job`. A job that was not
-    requeued passes. Restarts inside the job do not count: after two starts at the same step the
-    job is requeued.
+    requeued passes. Restarts inside the job pass and do not count: after two starts at the same
+    step the job is requeued.
     """
-    if job is None or int(job["restart_count"] or 0) == 0:
+    if job is None or int(job["restart_count"] or 0) == 0 or int(job.get("restart_in_job") or 0):
         return
 
     where = Path(resume_from or "step 0").name

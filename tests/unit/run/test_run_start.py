@@ -44,6 +44,7 @@ def test_others_may_start():
         ([*AT_10[:2], {"resumed_from": "/run/checkpoint-10", "slurm": None}], JOB),
         (AT_10, JOB | {"job_id": "43", "restart_count": "0"}),
         ([*AT_10[:2], start("checkpoint-10", restart_in_job="1")], JOB),
+        (AT_10, JOB | {"restart_in_job": "1"}),
         (AT_10, None),
     ):
         check_progress(starts, "/run/checkpoint-10", job)
