@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 class GradientsAreSharded(TrainerCallback):
     """Fail unless each micro-batch leaves gradients at the sharded weights, before a step's end."""
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, *_: Any, **kwargs: Any) -> None:
         weights = kwargs["model"].named_parameters()
         held_whole = [name for name, weight in weights if weight.grad is None]
         assert not held_whole, held_whole
