@@ -22,7 +22,10 @@ ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=
 class Sampler:
     """A sampler of steps with three micro-batches of two sequences on each of two ranks."""
 
-    accumulation_steps, micro_batch_size = 3, 2
+    micro_batch_size = 2
+
+    def accumulation_at(self, step: int) -> int:
+        return 3
 
     def sequences_of_step(self, step: int) -> np.ndarray:
         return np.arange(step * 12, step * 12 + 12)
