@@ -189,7 +189,8 @@ def test_a_run_that_fails_has_its_page_too(pretraining, tmp_path):
     run, told, teller = tmp_path / "run", tmp_path / "told", tmp_path / "tell me"
     teller.write_text(f'#!/bin/bash\necho "$STOKER_EVENT|$*" >>"{told}"\n')
     teller.chmod(0o755)
-    script = ["tests/integration/troubled_run.py", *pretraining(run, save_steps=2)]
+    settings = {"save_steps": 2, "restarts_in_job": 0}
+    script = ["tests/integration/troubled_run.py", *pretraining(run, **settings)]
     python = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ACCELERATE_USE_CPU": "true"}
     python |= {"STOKER_ON_EVENT": str(teller)}
     for launched, trouble, code, words in (
