@@ -24,7 +24,7 @@ class Sampler:
 
     micro_batch_size = 2
 
-    def accumulation_at(self, step: int) -> int:
+    def accumulation_at(self, _step: int) -> int:
         return 3
 
     def sequences_of_step(self, step: int) -> np.ndarray:
