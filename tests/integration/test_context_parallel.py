@@ -1,4 +1,4 @@
-"""Ranks that share sequences (context_parallel) train as one process does."""
+"""Ranks that share sequences (context_parallel) train like one process."""
 
 import json
 from pathlib import Path

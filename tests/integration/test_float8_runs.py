@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 import pretrain
 from utils.config.errors import ConfigurationError
 
-pytest.importorskip("torchao")
 pytestmark = pytest.mark.slow
 FP8 = {"fp8": "true", "bf16": True, "use_cpu": True, "learning_rate": 1e-3}
 ONE_ROW = {"per_device_train_batch_size": 1}

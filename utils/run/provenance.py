@@ -132,7 +132,7 @@ OF_THIS_START = frozenset({"accept_changes", "assume", "dry_run", "init_optimize
 SEVERAL = 2  # with more changes than this, the user probably wants a new run
 # Increase these when a new version of Stoker changes the last bits of some runs.
 NUMERICS = 4
-NUMERICS_OF_FSDP = 5  # FSDP2 adds each micro-batch's gradients over the ranks, not those of a step
+NUMERICS_OF_FSDP2 = 5  # it adds each micro-batch's gradients over the ranks, not those of a step
 # The defaults of these settings depend on the machine and launch, so a dry run ignores changes.
 LEFT_OPEN = (
     "bf16", "fp16", "use_cpu", "global_batch_size", "per_device_train_batch_size",
@@ -184,13 +184,14 @@ class Change:
 
 def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     """Return digests of the data, tokenizer and model, for provenance.json; only on rank 0."""
-    by_fsdp = is_true("ACCELERATE_USE_FSDP", settings.values.environment)
+    launch = settings.values.environment
+    by_fsdp2 = is_true("ACCELERATE_USE_FSDP", launch) and launch.get("FSDP_VERSION") == "2"
     return {
         "data": data.fingerprints(),
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
-        "numerics": NUMERICS_OF_FSDP if by_fsdp else NUMERICS,
+        "numerics": NUMERICS_OF_FSDP2 if by_fsdp2 else NUMERICS,
         "versions": package_versions(),
         "own_code": settings.own_code.digests(),
         "environment": [] if settings.run.dry_run else redacted(inherited(os.environ)),

@@ -35,7 +35,6 @@ def rounded(values: torch.Tensor, dim: int, recipe: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("recipe", "of_gradients"), [(ROWWISE, E4M3), (TENSORWISE, E5M2)])
 def test_the_three_products_are_those_of_rounded_factors(recipe, of_gradients):
-    pytest.importorskip("torchao")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48, bias=False))
     weight = model[0].weight

@@ -106,7 +106,7 @@ def test_deepspeeds_strategies_are_tried_where_it_is_used(plan):
 
 
 def test_on_several_nodes_a_copy_on_each_is_suggested_where_it_fits(plan):
-    """Of equally fast strategies HSDP wins over FSDP2."""
+    """HSDP wins over FSDP2 if both are equally fast."""
     nodes = AssumedGpus("A100", 2, 2, 250 / 1024, 312e12, 300e9)
 
     def best(memory_mib: float) -> Candidate:

@@ -17,7 +17,7 @@ from utils.run.provenance import (
     IDENTITY,
     IN_THE_CHECKPOINT,
     NUMERICS,
-    NUMERICS_OF_FSDP,
+    NUMERICS_OF_FSDP2,
     OF_THIS_START,
     accepted_changes,
 )
@@ -311,7 +311,7 @@ def test_a_run_of_a_version_with_other_last_bits_is_refused_until_accepted(runs)
     runs.start(accept=["seed"])
     assert runs.start() == {}
     # FSDP2 has a version of its own, because only its sums changed.
-    sharded = {"facts": {"numerics": NUMERICS_OF_FSDP}}
+    sharded = {"facts": {"numerics": NUMERICS_OF_FSDP2}}
     (problem,) = refused(runs, **sharded)
     assert "version of the sums (their last bits) is 4, now it is 5" in problem
 
