@@ -21,7 +21,7 @@ INEXACT = {
     *("trainer_state.json", "manifest.json", ".metadata", "training_args.bin"),
     *("config.yaml", "provenance.json"),
 }
-ATTEMPTS = 8
+ATTEMPTS = 24
 FAILED = "the next start failed:"
 
 

@@ -22,6 +22,7 @@ import torch
 from forked_ranks import PRELOADED, apply_changes
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
 
 import pretrain
 import utils.checkpoints.files
@@ -34,6 +35,8 @@ from utils.launch.script import run_script
 HOST_WATCH_S = 3.0  # thirty heartbeats, because one may wait for a core
 
 torch.set_num_threads(1)
+# As in a job, where run_script does it before the imports. How often a bar writes depends on time.
+disable_progress_bar()
 # Imported once, before the children are forked.
 for name in PRELOADED:
     with contextlib.suppress(ImportError):
