@@ -38,6 +38,7 @@ ALIKE = [{"single", "ddp"}, {"zero1", "zero2"}]
 CONFIG = "config.yaml"  # the settings of the run's first start
 PROVENANCE = "provenance.json"  # versions, settings and Slurm job of each start and resume
 FINAL = "final"  # the finished model
+REPORT = "report.html"
 RECORD = "run"  # the folder in a checkpoint with copies of CONFIG and PROVENANCE
 # Files that the processor of an image or sound model has in addition to its tokenizer's files.
 OLD_TEMPLATE = "chat_template.json"  # a processor prefers this file to any other template

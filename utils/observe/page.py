@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from utils.checkpoints.files import PROVENANCE, readable
+from utils.checkpoints.files import PROVENANCE, REPORT, readable
 from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import replace_text
@@ -23,7 +23,7 @@ from utils.observe.charts import charts_of, charts_of_several, draw_picture, sta
 from utils.observe.endings import advice, end_of_run, end_of_start, run_in_words, start_in_words
 from utils.observe.history import History, read_run, unix_s
 
-FILE_NAME = "report.html"
+FILE_NAME = REPORT
 SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
 _HERE = Path(__file__).parent
 # Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.

@@ -13,7 +13,7 @@ from utils.checkpoints.discovery import (
     free_bytes,
     most_at_once,
 )
-from utils.checkpoints.files import CONFIG, PROVENANCE, readable
+from utils.checkpoints.files import CONFIG, PROVENANCE, REPORT, readable
 from utils.checkpoints.record import RunRecord
 from utils.config.errors import ConfigurationError, StorageError, UnfitClusterError
 from utils.config.precision import CHOSEN
@@ -153,7 +153,7 @@ def known_files(output_dir: Path) -> bool:
         return True
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     if FOLDER in names:
-        names.discard(CONFIG)  # left by a start that was killed before it wrote the rest
+        names -= {CONFIG, REPORT}  # left by a start that ended before it wrote the rest
     if not foreign_files(output_dir / PREPARED):
         names.discard(PREPARED)  # the data of a run that has not begun
     # Ignore hidden files: temporary files of such a start, and files of file systems.

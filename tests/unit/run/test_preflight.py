@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 
 from utils.checkpoints import discovery
+from utils.checkpoints.files import CONFIG, REPORT
 from utils.config.errors import ConfigurationError, StorageError
+from utils.host.run_lock import FOLDER
 from utils.launch.processes import LaunchFacts
 from utils.run import preflight
 from utils.run.preflight import check_place, check_storage, known_files
@@ -78,4 +80,15 @@ def test_a_run_directory_whose_files_lead_elsewhere_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / ".lock").touch()
     with pytest.raises(ConfigurationError, match=r"/\.lock is no folder.*remove it"):
+        known_files(tmp_path)
+
+
+def test_a_start_that_ended_before_its_record_was_written_can_start_again(tmp_path):
+    """On a full disk a first start can end after config.yaml, with a report of its failure."""
+    (tmp_path / FOLDER).mkdir()
+    for name in (CONFIG, REPORT):
+        (tmp_path / name).write_text("")
+    assert not known_files(tmp_path)
+    (tmp_path / FOLDER).rmdir()
+    with pytest.raises(ConfigurationError, match="holds no run of Stoker"):
         known_files(tmp_path)
