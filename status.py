@@ -5,6 +5,8 @@
     python status.py --all scratch/runs --watch 10
     python status.py runs/my-run --json    for scripts
     python status.py --all --sync          uploads what wandb recorded offline, from the login node
+    python status.py --space               sizes, purge, quota, and what can be deleted without loss
+    python status.py --keep runs/my-run    a verified copy of its results in STOKER_ARCHIVE
 
 It works while a run waits, trains, or after it died, on a login node, within a second.
 """
@@ -12,6 +14,7 @@ It works while a run waits, trains, or after it died, on a login node, within a 
 import argparse
 import sys
 from functools import partial
+from pathlib import Path
 
 from utils.launch.entry import start
 
@@ -30,13 +33,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--sync", action="store_true", help="upload what wandb recorded offline")
+    parser.add_argument("--space", nargs="?", const=".", metavar="DIR", help="sizes, purge, quota")
+    parser.add_argument("--keep", metavar="RUN", help="copy its results to STOKER_ARCHIVE")
     given = parser.parse_args(argv)
     if given.runs and given.all is not None:
         parser.error("name runs, or a folder with --all")
     if given.sync and (given.json or given.watch is not None):
         parser.error("--sync uploads and ends: leave out --json and --watch")
-    from utils.observe.status_lines import display, show_runs, sync_wandb
+    others = given.runs or given.all or given.json or given.sync or given.watch
+    if others and (given.space or given.keep):
+        parser.error("--space and --keep go with no other option")
+    from utils.observe.space import keep_run, show_space
+    from utils.observe.status_lines import display, say, show_runs, sync_wandb
 
+    if given.keep:
+        keep_run(Path(given.keep), say)
+        return 0
+    if given.space:
+        say(show_space(Path(given.space)))
+        return 0
     if given.sync:
         return sync_wandb(given.runs, given.all)
     return display(partial(show_runs, given.runs, given.all, given.json), given.watch)

@@ -3,6 +3,7 @@
 #
 #   slurm/submit.sh --nodes=4 --time=24:00:00 slurm/multinode_job.sh sft_train.py --config my.yaml
 #   slurm/submit.sh --check --nodes=4 slurm/multinode_job.sh ...      only check
+#   slurm/submit.sh --when=H100-80GB --nodes=4 slurm/multinode_job.sh ...   when would it finish?
 #   slurm/submit.sh slurm/sweep_job.sh recipes/sweep/demo_cpu.yaml    all unfinished points
 #
 # The job enters the queue on hold. A dry run compares the resources that Slurm understood with the
@@ -12,17 +13,17 @@ set -euo pipefail
 
 say() { printf '%s\n' "$*" >&2; }
 
-usage() { sed -n '2,6s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,7s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"; }
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   usage
   exit 0
 fi
-only_check=
-if [[ ${1:-} == --check ]]; then
-  only_check=yes
-  shift
-fi
+only_check='' when=''
+case ${1:-} in
+--check) only_check=yes && shift ;;
+--when | --when=*) when=$1 && shift ;;
+esac
 if (($# == 0)); then
   usage >&2
   exit 2
@@ -53,6 +54,12 @@ fi
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 export STOKER_ROOT=$root # the job finds the repository from any directory
 python="$root/slurm/run_python.sh" # a separate process: sbatch passes this environment on
+
+if [[ -n $when ]]; then
+  type -P sbatch >/dev/null || { say "no sbatch on PATH: --when asks Slurm" && exit 69; }
+  gpu=${when#--when}
+  exec "$python" -m utils.submit.when "$PWD" "${gpu#=}" "${#options[@]}" "${options[@]}" "$@"
+fi
 
 array=()
 if [[ ${1##*/} == sweep_job.sh && -n ${2:-} && -z ${SBATCH_ARRAY_INX:-} ]]; then

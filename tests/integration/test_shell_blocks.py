@@ -34,7 +34,7 @@ if sys.argv[0].endswith("/git"):
 # Options that the documents use, from the manuals of sbatch, srun and vLLM 0.11.
 SLURM_OPTIONS = {
     *("--nodes", "--gpus-per-node", "--time", "--account", "--partition", "--array", "--check"),
-    *("--ntasks-per-node", "--gpus", "--pty"),
+    *("--ntasks-per-node", "--gpus", "--pty", "--when"),
 }
 VLLM_OPTIONS = {"--enable-lora", "--lora-modules", "--max-lora-rank"}
 # For these programs the test only checks that bash starts them.

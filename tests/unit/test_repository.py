@@ -32,7 +32,7 @@ ALLOWED = {
     },
     "callbacks": {"model", "checkpoints", "prepare", "data", "launch", "config", "host"},
     "publish": {"model", "callbacks", "checkpoints", "data", "launch", "config", "host"},
-    "submit": {"prepare", "launch", "config", "host"},
+    "submit": {"observe", "prepare", "launch", "config", "host"},
     "observe": {"checkpoints", "launch", "config", "host"},
     "doctor": {"kernels", "config", "host"},
     "importing": {"config"},

@@ -257,6 +257,28 @@ def find_room(
     return doomed
 
 
+def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
+    """Return the committed checkpoints without a missing or cut file, newest first."""
+    return [
+        (directory, manifest)
+        for directory, manifest in committed_checkpoints(output_dir)
+        if not file_problems(directory, manifest.files, tensors=False)
+    ]
+
+
+def deletable_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the checkpoints except the newest LEAST_KEPT whole ones and the best one.
+
+    Without a whole checkpoint return []: a person has to decide which one to repair.
+    """
+    if not (whole := whole_checkpoints(output_dir)):
+        return []
+    intact = [directory for directory, _ in whole]
+    damaged = [path for _, path in numbered_checkpoints(output_dir) if path not in intact]
+    left = leftovers(output_dir, INCOMPLETE, DAMAGED, DELETING, RESHARDED)
+    return [*_spare(whole, LEAST_KEPT), *damaged, *left]
+
+
 def free_bytes(directory: Path) -> int:
     """Return the free bytes of a directory's file system, without regard to quotas."""
     return shutil.disk_usage(directory).free

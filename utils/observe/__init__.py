@@ -4,6 +4,7 @@ history       reads a run directory: starts, log lines, checkpoints, text files,
 endings       the state of a start or a run (End), and its words for status.py, report.py
 run_state     the values that status.py shows of a run and of its job in Slurm's queue
 status_lines  prints runs as lines, a table or JSON; uploads wandb's offline files
+space         sizes, purge and quota of runs, datasets and caches; verified copies (--keep)
 findings      time spent, loss spikes, slow ranks, memory of ranks, settings that differ
 charts, page  the series of each chart, also for --png; page.html (Jinja2) with page.js
 """

@@ -183,7 +183,7 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
         found = run.glob("wandb/offline-run-*/run-*.wandb")
         files = sorted(file for file in found if not _marker(file).exists())  # newest last
         if files and read_status(run, {}).state == "running":
-            _say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
+            say(f"{run} is running; to follow it: wandb beta sync --live {files.pop()}")
         for file in files:
             if _upload(file):
                 done += 1
@@ -194,7 +194,7 @@ def sync_wandb(directories: Sequence[str], all_in: str | None) -> int:
             f"wandb did not take {', '.join(left)}, as it says above. It needs WANDB_API_KEY in "
             "the environment or .env, or `wandb login`, and a server in reach."
         )
-    _say(f"wandb: {done} uploaded, nothing left")
+    say(f"wandb: {done} uploaded, nothing left")
     return 0
 
 
@@ -210,14 +210,15 @@ def _upload(file: Path) -> bool:
         words, env=online, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout or ():
-            _say(line.rstrip())
+            say(line.rstrip())
             cut_off = cut_off or CUT_OFF in line
     if cut_off:
-        _say("wandb: this start was killed while it recorded; what is complete is uploaded")
+        say("wandb: this start was killed while it recorded; what is complete is uploaded")
         _marker(file).touch()
     return _marker(file).exists()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line, secrets masked."""
     sys.stdout.write(f"{redact(text)}\n")
     sys.stdout.flush()

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"prepare_data.py: valid settings, the job writes {settings.output_dir}")
         make_log_folder(log)
         return 0
-    command = _dry_run(kind, arguments)
+    command = dry_run_command(kind, arguments)
     is_sweep = kind == "sweep_job.sh"
     # For a sweep, check the first point's launch. Later each point's dry run uses its own strategy.
     first = next(iter(read_sweep(arguments[0]).points.values())) if is_sweep else arguments
@@ -175,7 +175,7 @@ def signal_lead_s(options: Sequence[str], job_script: Path) -> int | None:
     return int(match[1] or _DEFAULT_LEAD_S) if match else None
 
 
-def _dry_run(kind: str, arguments: Sequence[str]) -> list[str]:
+def dry_run_command(kind: str, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of `python` for the dry run of a job. kind: name of the job script.
 
     Raises ConfigurationError for a script that does not know --dry_run and would start training.

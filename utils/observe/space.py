@@ -1,0 +1,217 @@
+"""Space: what `status.py --space` shows, and the verified copy of `status.py --keep`.
+
+`--space` deletes nothing. `--keep` fills a hidden folder, which is moved when all files are
+verified. The run may train meanwhile: a committed checkpoint does not change, and the journal only
+gets more lines.
+"""
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from utils.checkpoints import discovery, files
+from utils.checkpoints.files import FINAL, PROVENANCE, readable
+from utils.checkpoints.record import RunRecord, is_run
+from utils.config.errors import ConfigurationError, StorageError, did_you_mean
+from utils.host.atomic_files import cache_root, locked_directory, paths_inside, remove_abandoned
+from utils.host.journal_file import FILE_NAME as JOURNAL
+from utils.host.journal_file import printable
+from utils.observe.run_state import queued_jobs, read_status
+
+KINDS = {JOURNAL: "run", PROVENANCE: "run", "stoker.json": "dataset"}  # by a file in the folder
+DAY_S = 24 * 3600
+WARN_DAYS = 7
+QUOTA_S = 5.0
+
+
+@dataclass
+class Space:
+    """The files of a run, dataset or cache: bytes by part, number of inodes, the oldest file.
+
+    unread: errors of folders that cannot be read
+    """
+
+    parts: Counter[str] = field(default_factory=Counter)
+    inodes: int = 1
+    oldest: tuple[float, Path] | None = None
+    unread: list[OSError] = field(default_factory=list)
+
+
+def show_space(folder: Path) -> str:
+    """Return lines on the spaces below a folder and the caches, on purge, quota and unneeded files.
+
+    Raises ConfigurationError.
+    """
+    days = os.environ.get("STOKER_PURGE_DAYS") or "0"
+    purged_by = os.environ.get("STOKER_PURGE_BY") or "mtime"
+    if not days.isdecimal() or purged_by not in ("atime", "mtime"):
+        raise ConfigurationError(
+            f"STOKER_PURGE_DAYS={days} STOKER_PURGE_BY={purged_by}: give a number of days, and "
+            "atime (the site deletes what nobody read) or mtime (what nobody wrote)"
+        )
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder}: no such folder{did_you_mean(folder)}")
+    lines, warnings, unneeded = [f"{'size':>12} {'inodes':>9}  what"], list[str](), list[str]()
+    jobs, seen = queued_jobs(), set[tuple[int, int]]()
+    for path, kind in find_spaces(folder).items():
+        space = measure(path, purged_by, seen)
+        line = f"{readable(space.parts.total()):>12} {space.inodes:>9,}  {path}: {kind}"
+        if kind == "run":
+            state = read_status(path, jobs).state
+            parts = ", ".join(f"{part} {readable(size)}" for part, size in space.parts.items())
+            line += f", {state}; {parts}"
+            if state not in ("running", "starting") and (
+                spare := discovery.deletable_checkpoints(path)
+            ):
+                freed = readable(sum(map(discovery.taken_bytes, spare)))
+                # Mask secrets before quoting: the shell would expand an unquoted ***.
+                names = shlex.join(printable(str(each)) for each in spare)
+                unneeded.append(f"not needed, {freed}: rm -r -- {names}")
+        if int(days) and space.oldest:
+            ends_s = space.oldest[0] + int(days) * DAY_S
+            purge = f"purged from {time.strftime('%Y-%m-%d', time.localtime(ends_s))} on"
+            line += f"; {purge}"
+            if ends_s - time.time() <= WARN_DAYS * DAY_S:
+                keep = f"python status.py --keep {shlex.quote(printable(str(path)))}"
+                then = keep if kind == "run" else "copy it to other storage"
+                warnings.append(f"WARNING  {space.oldest[1]} is {purge}: {then}")
+        lines.append(line)
+        warnings += [f"WARNING  not counted: {error}" for error in space.unread[:1]]
+    free = f"free: {readable(discovery.free_bytes(folder))}, without regard to a quota"
+    return "\n".join(map(printable, [*lines, *warnings, *unneeded, free, *_quota(folder)]))
+
+
+def find_spaces(folder: Path) -> dict[Path, str]:
+    """Return the kind of each run and dataset below a folder, and of the caches.
+
+    Links are followed only in the folder itself, because runs/ is often a link.
+    """
+    links = sorted(path for path in folder.iterdir() if path.is_symlink())
+    found = dict[Path, str]()
+    for root in (folder, *links):
+        for top, folders, names in os.walk(root):
+            if kind := next((KINDS[name] for name in names if name in KINDS), None):
+                folders.clear()
+                if not any(Path(top).samefile(other) for other in found):
+                    found[Path(top)] = kind
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    caches = (home, cache_root(), Path(__file__).parents[2] / ".stoker")
+    return found | {path: "cache" for path in caches if path.is_dir()}
+
+
+def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
+    """Return the space of a folder without inodes that were `seen` before."""
+    space = Space()
+    for top, folders, names in os.walk(folder, onerror=space.unread.append):
+        space.inodes += len(folders)
+        for file in (Path(top, name) for name in names):
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                stat = file.lstat()
+                if (stat.st_dev, stat.st_ino) in seen:
+                    continue
+                seen.add((stat.st_dev, stat.st_ino))
+                part = file.relative_to(folder).parts[0]
+                part = "checkpoints" if "checkpoint-" in part else part
+                space.parts[part if part in ("checkpoints", FINAL) else "logs"] += stat.st_size
+                space.inodes += 1
+                at_s = stat.st_atime if purged_by == "atime" else stat.st_mtime
+                space.oldest = min(space.oldest or (at_s, file), (at_s, file))
+    return space
+
+
+def _quota(folder: Path) -> Iterator[str]:
+    """Yield what the commands for quotas print."""
+    commands = ["quota", "-s"], ["lfs", "quota", "-h", str(folder)]
+    there = [command for command in commands if shutil.which(command[0])]
+    if not there:
+        yield "quota: not known, neither `quota` nor `lfs` is here"
+    for command in there:
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=QUOTA_S, check=False
+            )
+            said = done.stdout.strip() or done.stderr.strip()  # exit code 1: above a limit
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            said = str(error)
+        yield from (f"{command[0]}: {line}" for line in said.splitlines())
+
+
+def keep_run(run: Path, say: Callable[[str], None]) -> None:
+    """Copy final/, record, journal, report and newest checkpoint of a run to STOKER_ARCHIVE.
+
+    An earlier copy stays until the new one is complete. Raises ConfigurationError, StorageError,
+    OSError.
+    """
+    archive = _archive_for(run)
+    target, work = (each / run.resolve().name for each in (archive, archive / ".incomplete"))
+    newest = discovery.whole_checkpoints(run)[:1]
+    names = [each for each in (files.CONFIG, PROVENANCE, "report.html") if (run / each).is_file()]
+    names += [f"{FINAL}/{each}" for each in files.list_files(run / FINAL)]
+    for directory, manifest in newest:
+        names += [f"{directory.name}/{each}" for each in (*manifest.files, files.MANIFEST)]
+    if not newest and not (run / FINAL).is_dir():
+        raise ConfigurationError(f"{run} has neither {FINAL}/ nor a whole checkpoint to copy")
+    size = sum(path.stat().st_size for path in paths_inside(run, names, run).values())
+    work.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(work, "copy-")
+    free = discovery.free_bytes(archive)
+    say(f"{run}: {readable(size)} in {len(names)} files; {archive} has {readable(free)} free")
+    if size + discovery.RESERVE_BYTES > free:
+        raise StorageError(f"{archive} has too little room for {run}: nothing was copied")
+    partial, lock = locked_directory(work, "copy-")
+    try:
+        shutil.copymode(run, partial)
+        problems = files.file_problems(partial, files.flush_and_record(partial, names, run))
+        for directory, manifest in newest:
+            problems += files.file_problems(partial / directory.name, manifest.files)
+        problems += _copy_journal(run / JOURNAL, partial / JOURNAL)
+        if problems:
+            raise StorageError(
+                f"{partial}: {problems[0]}: unless the run has changed it meanwhile, check the "
+                "storage. Then give the same command again"
+            )
+        if target.exists():
+            target.rename(work / f"old-{partial.name}")
+        partial.rename(target)
+        files.flush(archive)
+    except FileNotFoundError as error:
+        raise StorageError(f"the run has deleted {error.filename}: keep it again") from error
+    finally:
+        os.close(lock)
+    remove_abandoned(work, "")
+    say(f"kept: {target}, all files read back and verified")
+
+
+def _archive_for(run: Path) -> Path:
+    """Return STOKER_ARCHIVE. Raises ConfigurationError if the copy cannot be there."""
+    named = os.environ.get("STOKER_ARCHIVE") or "(not set)"
+    archive = Path(named).resolve()
+    target = archive / run.resolve().name
+    if not archive.is_dir():
+        raise ConfigurationError(
+            f"STOKER_ARCHIVE={named} is no folder: name one on storage without a purge, as in "
+            "export STOKER_ARCHIVE=/project/me/runs"
+        )
+    if not is_run(run):
+        raise ConfigurationError(f"{run} is no run directory{did_you_mean(run)}")
+    ids = {RunRecord(each, lenient=True).run_id for each in (run, target) if each.exists()}
+    if len(ids) > 1 or target == run.resolve():
+        raise ConfigurationError(f"{target} is there and stays: name another STOKER_ARCHIVE")
+    return archive
+
+
+def _copy_journal(journal: Path, copy: Path) -> list[str]:
+    """Copy a journal, to which the run may append, if there is one; return problems."""
+    if not journal.is_file():
+        return []
+    shutil.copyfile(journal, copy)
+    files.flush(copy)
+    same = journal.read_bytes().startswith(copy.read_bytes())
+    return [] if same else [f"{JOURNAL} has other contents"]

@@ -1,0 +1,193 @@
+"""`slurm/submit.sh --when`: start and end of a training for several node counts and time limits.
+
+    python -m utils.submit.when DIRECTORY GPU COUNT OPTIONS... JOB_SCRIPT ARGUMENTS...
+
+Slurm forecasts the starts (sbatch --test-only); nothing is submitted. A dry run for each number of
+nodes checks batch and memory. A run that has trained tells its speed. Otherwise the dry run
+forecasts the speed of a GPU, named as in --assume (H100-80GB); GPU may be empty.
+"""
+
+import datetime
+import math
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from utils.config.errors import ConfigurationError
+from utils.config.launch_settings import LAUNCHER_VARIABLES
+from utils.config.strategy import SUBMITTING
+from utils.host.journal_file import duration
+from utils.host.redaction import redact
+from utils.launch.script import run_script
+from utils.launch.slurm import PROCESSES, time_limit_s
+from utils.observe.history import read_run
+from utils.submit.check import ONE_NODE, dry_run_command, signal_lead_s
+from utils.submit.limits import count_gpus
+
+STARTUP_S = 300.0  # assumed until the run has started in a job
+REQUEUE_S = 120.0  # Slurm's delay before a requeued job starts again
+FAR_S = 300 * 24 * 3600.0  # behind jobs without a time limit Slurm names a year like 2027 or 4068
+NOTES = """\
+All rows are the same training: the global batch does not depend on the number of GPUs.
+Slurm knows neither which jobs will end early nor who will submit with a higher priority. After
+each requeue the job is assumed to wait as long as now. Nothing was submitted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a row for each choice, and the command for the best one. Raises ConfigurationError."""
+    directory, gpu, count, *words = sys.argv[1:] if argv is None else argv
+    options, script = words[: int(count)], words[int(count) :]
+    kind, now_s = Path(script[0]).name, time.time()
+    dry_run, said = dry_run_command(kind, script[1:]), test_only(words, directory)
+    job = dict(re.findall(r"^sbatch: (\S+) *: (.*)$", said, re.MULTILINE))
+    asked_s = time_limit_s(job.get("time", ""))
+    if kind == "sweep_job.sh" or not asked_s or "gpus" in job:
+        raise ConfigurationError(
+            "--when is for one training with a --time limit and GPUs per node; sbatch says: "
+            + said.rpartition("\n")[2]
+        )
+    nodes_asked = int(re.findall(r"\d+", job.get("nodes", "1"))[0])
+    counts = {max(1, nodes_asked * part // 4) for part in (1, 2, 4, 8, 16)}
+    given = [f"gpu:{job.get(f'gpus-per-{each}', 0)}" for each in ("node", "task")]
+    gpus = next(filter(None, map(count_gpus, [job.get("gres", ""), *given])), 0)
+    options = [each for each in options if not each.startswith(("--nodes=", "--time="))]
+    lead_s = signal_lead_s(options, Path(directory, script[0])) or 0
+    unit = f"{'GPU' if gpus else 'node'}-hours"
+    rows = [f"{'nodes':>5} {'limit':>9}  {'start':<16}  {'end':<16}  {unit:>10}  job starts"]
+    ends, sources = list[tuple[float, float, int, str]](), dict[str, None]()
+    for nodes in sorted({nodes_asked} if kind in ONE_NODE else counts):
+        begins = ""
+        try:  # ask Slurm first, because a dry run takes longer
+            asked = [*options, f"--nodes={nodes}", f"--time={job['time']}", *script]
+            begins = f"starts {date(start_s(asked, directory, now_s))}, "
+            run_s, startup_s, source = work_left(dry_run, nodes, gpus, gpu)
+            sources[source] = None
+            for limit_s in limits(asked_s, lead_s + startup_s, run_s):
+                limit = f"{limit_s // 3600}:{limit_s % 3600 // 60:02}:00"
+                choice = [*options, f"--nodes={nodes}", f"--time={limit}", *script]
+                wait_s = start_s(choice, directory, now_s) - now_s
+                starts, busy_s, end_s = course(wait_s, run_s, limit_s - lead_s, startup_s)
+                cost = busy_s * nodes * (gpus or 1) / 3600
+                rows.append(
+                    f"{nodes:>5} {limit:>9}  {date(now_s + wait_s)}  {date(now_s + end_s)}  "
+                    f"{cost:>10,.1f}  {starts:>10}"
+                )
+                ends.append((end_s, cost, limit_s, shlex.join(choice)))
+        except ConfigurationError as error:
+            rows.append(f"{nodes:>5}  {begins}{error.problems[0]}")
+    if ends:
+        rows.append(f"earliest end: slurm/submit.sh {min(ends)[3]}")
+    sys.stdout.write(redact("\n".join([*rows, *sources, NOTES])))
+    return 0
+
+
+def limits(asked_s: int, overhead_s: float, run_s: float) -> list[int]:
+    """Return time limits, longest first: parts of the asked one, and one that just suffices.
+
+    `overhead_s` of each start are not training: at most half of the limit. Raises
+    ConfigurationError.
+    """
+    enough_s = math.ceil(1.1 * (run_s + overhead_s) / 600) * 600
+    found = {min(asked_s, enough_s), *(asked_s // part // 60 * 60 for part in (1, 2, 4, 8))}
+    if overhead_s > asked_s / 2:
+        raise ConfigurationError(
+            f"the time limit is too short: {duration(overhead_s)} of each start are not training"
+        )
+    return sorted((limit for limit in found if overhead_s <= limit / 2), reverse=True)
+
+
+def course(
+    wait_s: float, run_s: float, until_signal_s: float, startup_s: float
+) -> tuple[int, float, float]:
+    """Return the number of job starts, the seconds of all starts together, and those until the end.
+
+    Each start trains from its start-up to the stop signal. The job waits before each start.
+    """
+    starts = math.ceil(run_s / (until_signal_s - startup_s))
+    busy_s = run_s + starts * startup_s
+    return starts, busy_s, wait_s + busy_s + (starts - 1) * max(wait_s, REQUEUE_S)
+
+
+def date(unix_s: float) -> str:
+    """Return a local time as text."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
+def output_of(command: Sequence[str], env: Mapping[str, str], directory: str = ".") -> str:
+    """Return all that a command prints."""
+    done = subprocess.run(
+        command, env=env, cwd=directory, text=True, errors="replace", check=False,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_only(words: Sequence[str], directory: str) -> str:
+    """Return what sbatch says of a job that it does not submit, with the options it understood."""
+    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    return output_of(["sbatch", "--verbose", "--test-only", *words], env, directory)
+
+
+def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
+    """Return the start that sbatch forecasts. Raises ConfigurationError with its refusal."""
+    said = test_only(words, directory)
+    found = re.findall(r"^sbatch: Job \d+ to start at (\S+) ", said, re.MULTILINE)
+    if not found:
+        raise ConfigurationError(said.rpartition("\n")[2])
+    start = datetime.datetime.fromisoformat(found[0]).timestamp()
+    if start > now_s + FAR_S:
+        raise ConfigurationError("Slurm cannot tell: jobs without a time limit are ahead")
+    return max(start, now_s)
+
+
+def work_left(command: Sequence[str], nodes: int, gpus: int, gpu: str) -> tuple[float, float, str]:
+    """Return the seconds of training and of a start-up, and how they are known, by a dry run.
+
+    Raises ConfigurationError if the dry run refuses, or if the speed is not known.
+    """
+    ranks = nodes * (gpus or int(os.environ.get(PROCESSES, "1")))
+    env = {name: text for name, text in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    if gpu:
+        command = [*command, "--assume", f"{nodes}x{gpus}x{gpu}"]
+    else:
+        env |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks // nodes}", SUBMITTING: "1"}
+        env |= {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+    said = output_of([sys.executable, *command], env)
+    problems = re.findall(r"^  - (.*)", said, re.MULTILINE)
+    if problems or "tokens with padding" not in said:
+        raise ConfigurationError(problems or said.rpartition("\n")[2])
+    counts = (r"run: ([\d,]+) steps", r"= ([\d,]+) tokens with padding")
+    steps, tokens = (int(re.findall(each, said)[0].replace(",", "")) for each in counts)
+    resumed = re.findall(r"would resume from (.+)/checkpoint-(\d+)$", said, re.MULTILINE)
+    folder = re.findall(r"run directory: (.+) \(\w+\)$", said, re.MULTILINE)[0]
+    folder, done = resumed[0] if resumed else (folder, 0)
+    run, left = read_run(Path(folder), whole=False), steps - int(done)
+    if left <= 0:
+        raise ConfigurationError("nothing is left to train")
+    first = [start for start in run.starts if not int(start.job.get("restart_in_job") or 0)]
+    began = [(start.trained, start.job.get("start_time")) for start in first]
+    times = [trained - job for trained, job in began if trained and isinstance(job, float)]
+    startup_s = statistics.median(times) if times else STARTUP_S
+    how = f"start-up {duration(startup_s)} ({'measured' if times else 'assumed'})"
+    logged = run.last_trained.lines if run.last_trained else ()
+    logs = [(line["step"], line["time"]) for line in logged if line["event"] == "train"]
+    if len(logs) > 1 and logs[-1][0] > logs[0][0]:
+        pace_s = (logs[-1][1] - logs[0][1]) / (logs[-1][0] - logs[0][0])
+        then = int((run.entry.get("launch") or {}).get("world_size") or ranks)
+        how = f"{pace_s:.3g} s a step on {then} ranks (measured), in proportion on others; {how}"
+        return left * pace_s * then / ranks, startup_s, how
+    if speed := re.findall(r"forecast: ([\d,]+) .*tokens/s", said):
+        run_s = tokens * left / steps / int(speed[0].replace(",", ""))
+        return run_s, startup_s, f"forecast, without evaluations and saves; {how}"
+    raise ConfigurationError("the speed is not known: name the GPU, as in --when=H100-80GB")
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))
