@@ -29,16 +29,15 @@ def with_tables(document: str) -> str:
 
 
 def training_rows(kind: str) -> Iterator[str]:
-    """Yield the list of the training recipes in a folder: hardware and forecast."""
+    """Yield the list of the training recipes in a folder: hardware and predicted memory."""
     for path in sorted((ROOT / "recipes" / kind).glob("*.yaml"), key=size_and_name):
         hardware = re.findall(r"^# Hardware: (.*?)\.?$", path.read_text(), flags=re.MULTILINE)
         predicted = re.findall(r"^# Predicted on [^:]*: (.*?)\.$", path.read_text(), re.MULTILINE)
         name = f"[{path.stem}](../{path.relative_to(ROOT)})"
-        shown = (hardware or ["2 CPU cores"])[0].replace(" x ", "x")
-        forecast = (predicted or ["[measured](demo.md)"])[0].replace(" GiB a GPU", " GiB")
-        forecast = re.sub(" tokens/s|, [^,]* for a billion tokens", "", forecast)
-        forecast = forecast.replace(" to ", "-")
-        yield f"- {name}: {shown}, {forecast}"
+        shown = re.sub(r"(, \d+ nodes)? \(.*\)", "", (hardware or ["2 CPU cores"])[0])
+        shown = shown.replace(" x ", "x")
+        forecast = (predicted or ["[measured](demo.md)"])[0].partition(" GiB a GPU")
+        yield f"- {name}: {shown}, {forecast[0]}{forecast[1] and ' GiB'}"
 
 
 def data_rows() -> Iterator[str]:
@@ -50,7 +49,8 @@ def data_rows() -> Iterator[str]:
         tokenizer = entries.get("tokenizer_name_or_path")
         given = f" (`{tokenizer.value}`)" if tokenizer else ""
         what = re.split(r"\.\s", comment)[0].split("  ")[0].rstrip(".:")
-        what = "" if tokenizer and what.startswith("smoltalk as ") else f": {what}"
+        is_one_of_many = tokenizer and what.startswith(("smoltalk as ", "FineWeb-Edu in "))
+        what = "" if is_one_of_many else f": {what}"
         yield f"- [{path.stem}](../{path.relative_to(ROOT)}){what}{given}"
 
 
