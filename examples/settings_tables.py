@@ -1,4 +1,4 @@
-"""Write every setting into docs/settings.md, with its default and its text.
+"""Write the settings of a run into docs/settings.md, with their defaults and texts.
 
 python examples/settings_tables.py
 """
@@ -26,18 +26,10 @@ MOST_CHOICES = 8  # the page shows that many; `--help NAME` shows all
 
 def with_tables(document: str) -> str:
     """Return the document with all lists between its marks made anew."""
-    training, preparation = (declared_settings(CLASSES[kind]) for kind in ("sft", "data"))
-    theirs = [name for name in help_file()["texts"]["libraries"] if name in training]
-    ours = (each for each in training.values() if each.name not in theirs)
-    lines = ["## Training", *settings(ours)]
-    lines += [
-        "",
-        "Settings of transformers and TRL, explained by `--help NAME` and `--help TOPIC`:",
-        "",
-    ]
-    lines += [", ".join(f"`{name}`" for name in theirs) + "."]
-    lines += ["", "## Preparing data (`prepare_data.py`)", *settings(preparation.values())]
-    return replace_between(document, *MARKS, "\n".join(lines))
+    training = declared_settings(CLASSES["sft"])
+    libraries = help_file()["texts"]["libraries"]
+    ours = (each for each in training.values() if each.name not in libraries)
+    return replace_between(document, *MARKS, "\n".join(settings(ours)).lstrip())
 
 
 def settings(declared: Iterable[Declaration]) -> Iterator[str]:
