@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 RUNS = {"real": ("real_text", 40), "real gpu": ("gpu/real_text", 120)}
 BEGIN, END = "<!-- {} figures: make figures -->", "<!-- end of {} figures -->"
 SPLITS = ("novels", "python")
+SHOWN = slice(0, None, 2)  # of three samples, the first (a novel) and the last (Python's tutorial)
 # The recorded keys of a journal line and of a start.
 KEYS = {
     *("event", "step", "max_steps", "time", "loss", "grad_norm", "learning_rate", "tokens_seen"),
@@ -48,17 +49,18 @@ def with_figures(document: str) -> str:
 
 
 def real_table(recorded: Path, characters: int) -> str:
-    """Write the losses and samples of an early, a middle and the last evaluation as Markdown."""
+    """Write the losses and samples of an early and of the last evaluation as Markdown."""
     lines = read_journal(recorded / "metrics.jsonl")
     steps: dict[int, dict[str, Any]] = {}
     for line in lines:
         steps.setdefault(line["step"], {"tokens_seen": 0}).update(line)
     evaluated = [found for found in steps.values() if "samples" in found]
-    header = ["step", "tokens", *SPLITS, *(each["prompt"] for each in evaluated[0]["samples"])]
+    prompts = [each["prompt"] for each in evaluated[0]["samples"][SHOWN]]
+    header = ["step", "tokens", *SPLITS, *prompts]
     rows = [header, ["---"] * len(header)]
-    for found in (evaluated[1], evaluated[len(evaluated) // 2], evaluated[-1]):
+    for found in (evaluated[1], evaluated[-1]):
         losses = [f"{found[f'eval_{split}_loss']:.2f}" for split in SPLITS]
-        samples = [" ".join(each["completion"].split()) for each in found["samples"]]
+        samples = [" ".join(each["completion"].split()) for each in found["samples"][SHOWN]]
         samples = [re.sub(r"(\S+)( \1){2,}$", r"\1 ...", sample)[:characters] for sample in samples]
         texts = [text.replace("|", "\\|").replace("`", "'") for text in samples]
         rows.append(
