@@ -16,7 +16,6 @@ from benchmarks.figures.marks import replace_between
 from benchmarks.figures.table import component_figure, ratio_text, table
 from benchmarks.hardware.circumstances import ROOT
 
-IN_README = ("gpt2_124m", "qwen3_600m_pretrain", "llama_8b_lora")
 # Stoker with and without one of its optimizations; their code is in the commits that they name.
 EXPERIMENTS = (
     "large_tensors", "watching", "float32_products", "short_documents", "ddp_step", "low_precision",
@@ -119,11 +118,9 @@ def documents() -> dict[Path, str]:
     """Return the figures of each document that has some."""
     cpu = load_results("cpu", [cell.name for cell in CPU_CELLS])
     gpu = load_results("gpu", [cell.name for cell in GPU_CELLS])
-    shown = load_results("gpu", IN_README)
     summaries = summary(gpu)
     tables = f"## On one GPU\n\n{on_a_gpu(details(gpu))}\n\n## On two CPU cores\n\n{details(cpu)}"
     return {
-        ROOT / "README.md": f"{summary(shown)}\n\nOn one {shown[0]['hardware']['gpu']}.",
         DOCS / "performance.md": summaries,
         DOCS / "internals" / "benchmarks.md": tables,
         DOCS / "internals" / "experiments.md": details(load_results("experiments", EXPERIMENTS)),
