@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
-INTERRUPTED, REAL = RESULTS / "interrupted_run", RESULTS / "real_text"
+REAL = RESULTS / "real_text"
 H200 = RESULTS / "gpu" / "h200_qwen3_0_6b_full"
 MARGIN = 16  # pixels
 
@@ -35,9 +35,6 @@ PICTURES = {
     "report-light.png": Picture(REAL, 1280, "light", "header", "#charts figure >> nth=0"),
     "report-dark.png": Picture(
         H200, 1280, "dark", "h2:has-text('Curves')", "#charts figure >> nth=8"
-    ),
-    "report-phone.png": Picture(
-        INTERRUPTED, 390, "light", "h2:has-text('How it went')", "#charts figure >> nth=0"
     ),
 }
 
@@ -71,7 +68,6 @@ def draw(browser: Any, report: Path, picture: Picture, output: Path) -> None:
     page = browser.new_page(
         viewport={"width": picture.width, "height": 900},
         color_scheme=picture.scheme,
-        device_scale_factor=2 if picture.width < 800 else 1,
     )
     page.set_default_timeout(600_000)  # the machine may be busy
     page.goto(report.as_uri())
