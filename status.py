@@ -4,6 +4,7 @@
     python status.py runs/my-run           one run: progress, time left, speed, losses, what to do
     python status.py --all scratch/runs --watch 10
     python status.py runs/my-run --json    for scripts
+    python status.py --all --html          all runs as a page, runs/runs.html
     python status.py --all --sync          uploads what wandb recorded offline, from the login node
     python status.py --space               sizes, purge, quota, and what can be deleted without loss
     python status.py --keep runs/my-run    a verified copy of its results in STOKER_ARCHIVE
@@ -32,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="redraw (every 5 s)"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument(
+        "--html", nargs="?", const="", metavar="FILE", help="write a page of --all (DIR/runs.html)"
+    )
     parser.add_argument("--sync", action="store_true", help="upload what wandb recorded offline")
     parser.add_argument("--space", nargs="?", const=".", metavar="DIR", help="sizes, purge, quota")
     parser.add_argument("--keep", metavar="RUN", help="copy its results to STOKER_ARCHIVE")
@@ -40,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("name runs, or a folder with --all")
     if given.sync and (given.json or given.watch is not None):
         parser.error("--sync uploads and ends: leave out --json and --watch")
+    if given.html is not None and (given.runs or given.json or given.sync):
+        parser.error("--html writes a page of a folder: give --all DIR, and no run, --json, --sync")
     others = given.runs or given.all or given.json or given.sync or given.watch
-    if others and (given.space or given.keep):
+    if (others or given.html is not None) and (given.space or given.keep):
         parser.error("--space and --keep go with no other option")
     from utils.observe.space import keep_run, show_space
     from utils.observe.status_lines import display, say, show_runs, sync_wandb
@@ -54,6 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if given.sync:
         return sync_wandb(given.runs, given.all)
+    if given.html is not None:
+        from utils.observe.page import write_folder_page
+
+        file = Path(given.html) if given.html else None
+        return display(partial(write_folder_page, given.all, file, given.watch), given.watch)
     return display(partial(show_runs, given.runs, given.all, given.json), given.watch)
 
 

@@ -178,8 +178,12 @@ fi
 case $code in
 0)
   rm -rf -- "$root/.stoker/job-$job."*
-  notify finished "$1"
-  say "job $job: done"
+  if [[ $verdict == stopped* ]]; then # at max_gpu_hours
+    notify stopped "$verdict"
+  else
+    notify finished "$1"
+  fi
+  say "job $job: ${verdict:-done}"
   ;;
 75 | 76)
   if ((code == 75)); then rm -rf -- "$notes"; fi

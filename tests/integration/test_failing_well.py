@@ -15,7 +15,10 @@ import pytest
 from launching import CONFIGS, ROOT, free_port, quiet_environment, start_processes
 from tiny import train_lines
 
+from utils.host.run_lock import run_owners
 from utils.launch.verdict import Note, read_notes
+from utils.observe.history import read_run
+from utils.observe.hours import hours_of
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +88,11 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(run, tmp_path):
     ):
         assert part.startswith(f"{ranks} on n7: training, beat 7, {waits}\n  MainThread\n")
         assert place in part.splitlines()[-1]
+    (owner,) = run_owners(tmp_path / "run")
+    hung_s = owner.spent["hanging"]
+    assert hung_s >= TIMEOUT_S / 2, "rank 0 waits at least half of it"
+    hours = hours_of(read_run(tmp_path / "run"))
+    assert hours.parts["hangs"] == pytest.approx(3 * hung_s / 3600)
     record = json.loads((tmp_path / "run" / "hang" / "rank-2.json").read_text())
     assert not record["collectives"][-1]["retired"], "the one under way"
 

@@ -23,7 +23,7 @@ from provoked_runs import (
 )
 
 from utils.callbacks.journal import read_journal
-from utils.config.errors import ExitCode, NoProgressError
+from utils.config.errors import ConfigurationError, ExitCode, NoProgressError
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,26 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been(
     assert f"resuming from {run}/checkpoint-{at}" in shown
     assert ("the stop came before it" in shown) == (at % 2 == 0)
     assert_the_same_end(run, whole)
+
+
+def test_at_max_gpu_hours_a_run_ends_without_a_model_and_a_larger_value_continues(
+    start, uninterrupted, tmp_path, capsys
+):
+    run, whole = tmp_path / "run", uninterrupted()
+    capsys.readouterr()
+    assert start(run, max_gpu_hours=1e-6) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "stopping after step 1: max_gpu_hours ends in 0 s" in shown
+    assert f"stopped at step 1 of 8 with {run}/checkpoint-1\n" in shown
+    assert "  next: resume with a larger --max_gpu_hours: python " in shown.splitlines()[-1]
+    assert not (run / "final").exists()
+    for dry_run in ("true", "false"):
+        with pytest.raises(ConfigurationError, match=r"process-hours.*give a larger --max_gpu_h"):
+            start(run, max_gpu_hours=1e-6, dry_run=dry_run)
+    assert start(run, max_gpu_hours=1000) == ExitCode.DONE
+    assert "max_gpu_hours: 1e-06 -> 1000" in capsys.readouterr().out
+    assert_the_same_end(run, whole)
+    assert start(run, max_gpu_hours=1e-6) == ExitCode.DONE, "nothing is left to do"
 
 
 @pytest.mark.parametrize(("step", "batch"), [(4, 6), (8, 2)])

@@ -366,6 +366,9 @@ def test_the_users_command_is_told_what_became_of_the_job(stand_ins):
         return [event, "runs/a", "7", text, event, text]
 
     assert words(0, "done") == expected("finished", "train.py")
+    spent = "stopped at step 7 with runs/a/checkpoint-7: max_gpu_hours 2"
+    assert words(0, spent) == expected("stopped", spent)
+    assert not stand_ins.was_called("scontrol")
     assert words(75, STOPPED) == expected("requeued", f"{STOPPED}; start 2 will resume")
     assert stand_ins.arguments("scontrol") == ["requeue", "7"]
     assert words(75, STOPPED, 1)[:4] == [

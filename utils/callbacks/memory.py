@@ -25,6 +25,7 @@ from utils.host.atomic_files import replace_text
 from utils.host.collectives import gathered
 from utils.host.faults import memory_cause, memory_owner, place
 from utils.host.machine import global_rank, host_name, memory_kills, memory_room_bytes
+from utils.host.run_lock import note_energy
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ GIB = 1024**3
 # How to summarize a figure over ranks; the others by their maximum.
 REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "memory_free_gib": min, "memory_headroom_gib": min,
-    "gpu_utilization": fmean, "gpu_power_w": fmean,
+    "gpu_utilization": fmean, "gpu_power_w": fmean, "energy_kwh": sum,
 }  # fmt: skip
 # Names of phases in out-of-memory-rankN.txt and metrics.jsonl. FINISH mostly writes final/.
 WORDS = {
@@ -48,13 +49,14 @@ class MemoryMonitor(TrainerCallback):
     Device memory is the memory of torch's allocator. Host memory is the memory of this process
     without data workers. Each line of metrics.jsonl (training, evaluation or save) has the peak
     since the line before. `sequence_bytes` is the prediction for one more sequence per batch.
-    The utilization and power of each GPU are measured at the same time.
+    The utilization, power and energy of each GPU are measured at the same time.
     """
 
     by_rank: Sequence[Mapping[str, Any]] = ()  # at the last measurement
     # The training peak before an evaluation or a save; the number of training logs.
     peak_bytes = logs = 0
     has_nvml = True  # until NVML fails
+    energy_at_begin: float | None = None  # of this GPU; None if NVML does not count it
 
     def __init__(self, sequence_bytes: int = 0) -> None:
         self.sequence_bytes = sequence_bytes
@@ -64,6 +66,7 @@ class MemoryMonitor(TrainerCallback):
         """Begin to measure the peak, so that loading the model does not count."""
         self.device, self.rows = args.device, args.per_device_train_batch_size
         self._new_peak()
+        self.energy_at_begin = energy_kwh(self.device)
 
     def _new_peak(self) -> int:
         """Return the allocator's peak in bytes (0 on a CPU), and reset the peak."""
@@ -88,7 +91,10 @@ class MemoryMonitor(TrainerCallback):
         names = [name for name in self.by_rank[0] if all(name in one for one in self.by_rank)]
         figures = {name: [one[name] for one in self.by_rank] for name in names}
         del figures["rank"], figures["host"]
-        return {name: REDUCED.get(name, max)(each) for name, each in figures.items()}
+        reduced = {name: REDUCED.get(name, max)(each) for name, each in figures.items()}
+        if "energy_kwh" in reduced:
+            note_energy(reduced["energy_kwh"])
+        return reduced
 
     def measure(self, before: int = 0) -> Sequence[Mapping[str, Any]]:
         """Return the memory of all ranks; `before` is an earlier peak in bytes. Collective."""
@@ -105,6 +111,8 @@ class MemoryMonitor(TrainerCallback):
             # CUDA itself and other processes use the rest.
             own["memory_headroom_gib"] = free + reserved - peak_bytes
         sizes = {name: size_bytes / GIB for name, size_bytes in own.items()} | self._gpu_use()
+        if self.energy_at_begin is not None and (now := energy_kwh(self.device)) is not None:
+            sizes["energy_kwh"] = now - self.energy_at_begin
         ranks = gathered((host_name(), sizes))
         self.by_rank = [
             {"rank": rank, "host": host, **sizes} for rank, (host, sizes) in enumerate(ranks)
@@ -137,6 +145,22 @@ class MemoryMonitor(TrainerCallback):
         fitting = f"{fits} would fit, " if fits > self.rows else ""
         where = f"{room:.1f} GiB of {total:.1f} on rank {least['rank']} ({least['host']})"
         return f"headroom {where}: micro-batch {fitting}{fits + 1} would not (predicted)"
+
+
+def energy_kwh(device: torch.device) -> float | None:
+    """Return the energy that NVML has counted of a GPU since its driver was loaded, if it can."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 3.6e9  # of millijoules
+    except Exception as error:  # no package, an old GPU or driver, or a part of a GPU (MIG)
+        logger.debug("the energy of this GPU is not recorded: %s", error)
+        return None
 
 
 def fullest_rank(line: Mapping[str, Any]) -> str:

@@ -25,9 +25,9 @@ STOP, SAVE = "STOP", "SAVE"  # files in the run directory
 JOB_BEGAN = "STOKER_JOB_BEGAN"  # unix seconds, set by slurm/job_setup.sh
 LOOK_INTERVAL_S = 1.0
 # Requests. Each rank sends a number, and all ranks act on the largest. STOPPING + N is a request
-# that rank N received.
+# that rank N received. SPENT is the end of max_gpu_hours.
 NOTHING, SAVING, STOPPING = range(3)
-FAILED = 2**30
+SPENT, FAILED = 2**30 - 1, 2**30
 
 # The next step or batch may take as long as the longest of the last RECENT_EVENTS steps or batches.
 RECENT_EVENTS = 100
@@ -48,11 +48,13 @@ class Deadline:
 
     A stop needs time for a save and two steps: rank 0 reads the clock only after a step, and the
     ranks agree during the next step. A save that is still being written in the background needs
-    time as well. `total_s` is the time left at `now`.
+    time as well. `total_s` is the time left at `now`; `name` is what ends.
     """
 
-    def __init__(self, total_s: float, now: float, checkpoints: Checkpoints):
-        self.total_s, self.checkpoints = max(total_s, 0.0), checkpoints
+    def __init__(
+        self, total_s: float, now: float, checkpoints: Checkpoints, name: str = "the time limit"
+    ):
+        self.total_s, self.checkpoints, self.name = max(total_s, 0.0), checkpoints, name
         self.ends_at = now + self.total_s
         self.margin_s = min(LONGEST_MARGIN_S, self.total_s / 10)
         guess_s = max(SHORTEST_GUESS_S, checkpoints.estimated_bytes / GUESSED_BYTES_PER_S)
@@ -69,7 +71,7 @@ class Deadline:
         if left_s > 2 * step_s + (1.5 + self.checkpoints.writing) * save_s + self.margin_s:
             return None
         return (
-            f"the time limit ends in {left_s:.0f} s: a step takes {step_s:.2g} s, "
+            f"{self.name} ends in {max(left_s, 0):.0f} s: a step takes {step_s:.2g} s, "
             f"a save {save_s:.2g} s"
         )
 
@@ -77,9 +79,10 @@ class Deadline:
 class StopWatch(TrainerCallback):
     """Stops or saves at the end of a step or evaluation batch if any rank was asked to.
 
-    Stop: a file STOP in the run directory, a signal to any rank or the time limit. The run ends
-    with a checkpoint. A stop interrupts an evaluation (`EvaluationInterrupted`) or replaces an
-    evaluation that is due at the same step; a resumed run begins with the whole evaluation.
+    Stop: a file STOP in the run directory, a signal to any rank, the time limit or max_gpu_hours.
+    The run ends with a checkpoint. A stop interrupts an evaluation (`EvaluationInterrupted`) or
+    replaces an evaluation that is due at the same step; a resumed run begins with the whole
+    evaluation.
 
     Save: a file SAVE, or a last checkpoint older than `save_minutes` (0: never). The run continues.
 
@@ -87,6 +90,7 @@ class StopWatch(TrainerCallback):
     background save of any rank is raised on all ranks.
 
     stopped           whether the run ended early, on rank 0 for `reason`
+    spent             whether it ended early at max_gpu_hours
     evaluation_due    whether a resumed run must evaluate the current step first
     unscheduled_save  whether only this callback asked for the save of the current step
     """
@@ -103,9 +107,12 @@ class StopWatch(TrainerCallback):
     ):
         self.checkpoints, self.progress, self.save_minutes = checkpoints, progress, save_minutes
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
-        self.stopped = self.evaluation_due = self.unscheduled_save = False
+        self.stopped = self.spent = self.evaluation_due = self.unscheduled_save = False
         self.agreement: Agreement | None = None  # while training
         self.deadline: Deadline | None = None  # of rank 0
+        # When max_gpu_hours will be used up, in unix seconds; finish.py sets it.
+        self.budget_end: Callable[[], float | None] = lambda: None
+        self.budget: Deadline | None = None  # of rank 0
         self.found, self.reason = NOTHING, ""  # the request of this rank, and the reason
         self.looked_at = float("-inf")
         self.warned = self.save_due = self.saved_since_turn = False
@@ -144,6 +151,9 @@ class StopWatch(TrainerCallback):
                 datetime.datetime.fromtimestamp(end).strftime("%H:%M"),
                 duration(self.deadline.total_s), self.deadline.guessed_save_s,
             )  # fmt: skip
+        if self.rank == 0 and (end := self.budget_end()) is not None:
+            left_s = end - time.time()
+            self.budget = Deadline(left_s, self.saved_at, self.checkpoints, "max_gpu_hours")
         if args.save_strategy == SaveStrategy.NO:
             self.save_minutes = 0.0
         self.agreement = Agreement(args.ddp_timeout)
@@ -238,7 +248,10 @@ class StopWatch(TrainerCallback):
         stop = self.signalled() or (str(directory / STOP) if STOP in files else None)
         if stop is None and self.deadline is not None:
             stop = self.deadline.reason(now)
-        if stop is not None:
+        spent = self.budget.reason(now) if self.budget is not None else None
+        if spent is not None:
+            self.found, self.reason = SPENT, spent
+        elif stop is not None:
             self.found, self.reason = STOPPING + self.rank, stop
         elif SAVE in files:
             self.found, self.reason = SAVING, str(directory / SAVE)
@@ -266,9 +279,9 @@ class StopWatch(TrainerCallback):
                 (self.checkpoints.output_dir / name).unlink(missing_ok=True)
 
     def _stop(self, agreed: int, place: str, control: TrainerControl) -> None:
-        self.stopped = True
+        self.stopped, self.spent = True, agreed == SPENT
         if self.rank == 0:
-            own = self.found == STOPPING
+            own = self.found == STOPPING or self.spent
             self.reason = self.reason if own else f"a signal to rank {agreed - STOPPING}"
             logger.info("stopping after %s: %s", place, self.reason)
         self._consume(STOP, SAVE)
@@ -300,8 +313,9 @@ class StopWatch(TrainerCallback):
     def _count_event(self, *_: Any, **__: Any) -> None:
         """Store the time since the last event for the deadline's estimate of a step."""
         before, self.last_event = self.last_event, self.clock()
-        if self.deadline is not None and before is not None:
-            self.deadline.steps_s.append(self.last_event - before)
+        for deadline in (self.deadline, self.budget):
+            if deadline is not None and before is not None:
+                deadline.steps_s.append(self.last_event - before)
 
     # A log waits for the device, so it measures the time of steps on a GPU.
     on_log = on_evaluate = _count_event

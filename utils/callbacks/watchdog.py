@@ -22,7 +22,7 @@ from utils.host.atomic_files import replace_text
 from utils.host.faults import place, thread_frames, waits_for_ranks
 from utils.host.machine import host_name
 from utils.host.redaction import write_error
-from utils.host.run_lock import known_loss
+from utils.host.run_lock import known_loss, note_hang
 from utils.launch.verdict import Note, hang_verdict, leave_note, leave_verdict, read_notes
 
 SLOW = 3  # how many times longer the first step, evaluations, saves and the export may take
@@ -127,7 +127,11 @@ class HangWatch(TrainerCallback):
         note = leave_note("hung", ExitCode.LOST_RANK, text, self.rank, **known)
         self._say(f"{text}\n{''.join(traceback.format_list(frames))}")
         phase = self.progress.phase
-        for action in (lambda: leave_record(self.output_dir, note, phase), self._judge):
+        for action in (
+            lambda: leave_record(self.output_dir, note, phase),
+            lambda: note_hang(self.silent_s),
+            self._judge,
+        ):
             try:
                 action()
             except Exception as error:  # storage, torch's recorder: the run ends all the same

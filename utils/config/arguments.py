@@ -46,6 +46,7 @@ class RunArguments:
     suggest: bool = False
     hang_timeout_s: float = 600
     restarts_in_job: int = 3
+    max_gpu_hours: float | None = None
     save_minutes: float | None = 30
     save_best: bool = False
     early_stopping_patience: int | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 class ExitCode(IntEnum):
     """Exit codes of all scripts; slurm/ requeues a job only after STOPPED and LOST_RANK."""
 
-    DONE = 0
+    DONE = 0  # also stopped with a checkpoint at max_gpu_hours
     REFUSED = 2  # settings or data that cannot work
     UNFIT = 69  # this machine, or the allocated part of the cluster, cannot run the job
     STORAGE = 74  # no space, no inodes, no permission; older files are intact

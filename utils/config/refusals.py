@@ -185,8 +185,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "early_stopping_threshold eval_delay hang_timeout_s max_grad_norm "
      "save_minutes warmup_steps weight_decay"),
     ("above 0", lambda value: 0 < value < math.inf,
-     "adam_epsilon eval_steps learning_rate logging_steps neftune_noise_alpha num_train_epochs "
-     "save_steps"),
+     "adam_epsilon eval_steps learning_rate logging_steps max_gpu_hours neftune_noise_alpha "
+     "num_train_epochs save_steps"),
     ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),

@@ -10,4 +10,5 @@ collectives   run a function on rank 0 or on all ranks, and give all ranks the r
 journal_file  metrics.jsonl: format and reader, without torch
 hub           one test of the connection to the Hub; messages on what its cache lacks
 run_lock      at most one job per output directory: the lock file in .lock and its heartbeat
+phase_times   seconds of a process in each phase, which the heartbeat writes
 """

@@ -8,6 +8,7 @@ Storage faults and killed processes damage lines. `read_lines` checks the types 
 Stoker uses, and leaves out and counts damaged lines.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ NOT_FINITE = "NaN", "Infinity", "-Infinity"  # JSON has no such numbers: they ar
 STARTS = ("started", "resumed")
 LATEST = 253402300799.0  # unix seconds: the year 9999, the last that libraries format
 BLOCK_BYTES = 2**16
+NEAR = 4  # lines after a place, of which one is a training log
 LARGEST_STEP = 2**53  # whole numbers are exact in float64 up to here
 LARGEST_MEASURE = 1e18
 LARGEST_FIGURE = 1e39  # just above what float32 holds
@@ -37,7 +39,8 @@ _KINDS = {
     "time": "time",
     "rows": "samples|memory_by_rank",
     "measure": r"mfu|epochs?|epochs/.*|slowest_rank|slowest_cost|size_bytes"
-    r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens|gpu_utilization|gpu_power_w",
+    r"|tokens_(seen|share|per_s).*|.*_(s|gib|runtime|per_second)|eval_.*tokens|gpu_utilization|gpu_power_w"
+    r"|energy_kwh",
     "figure": r"(train_|aux_|last_)?loss|loss/.*|grad_norm|learning_rate"
     r"|eval_(.*_)?(loss|perplexity|accuracy)",
     "any": ".*",
@@ -105,6 +108,24 @@ def read_lines(
                 damaged += 1
             at += len(text)
     return lines, damaged
+
+
+def sampled_losses(path: Path, count: int) -> list[tuple[int, float]]:
+    """Return (step, loss) of up to `count` training logs from all of metrics.jsonl; no OSError.
+
+    Only these lines are read. Logs that a later start repeated are left out.
+    """
+    points: list[tuple[int, float]] = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        last = file.seek(0, os.SEEK_END) - 1
+        for index in range(count):
+            file.seek(_line_start(file, last - last * index // count))
+            lines = filter(None, (read_line(file.readline()) for _ in range(NEAR)))
+            for line in (line for line in lines if line["event"] == "train" and "loss" in line):
+                if not points or line["step"] < points[-1][0]:
+                    points.append((line["step"], line["loss"]))
+                break
+    return points[::-1]
 
 
 def _line_start(file: BinaryIO, place: int) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 
 from utils.config.errors import ConfigurationError
 from utils.host.machine import host_name
+from utils.host.phase_times import PhaseTimes, valid_numbers
 from utils.host.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,21 @@ def note_error(error: str) -> None:
 def note_phase(phase: str) -> None:
     """Store the current phase for the next heartbeat, which writes it into the owner file."""
     for lock in _held.values():
-        lock.phase = phase
+        lock.phases.begin(phase)
+
+
+def note_energy(kwh: float) -> None:
+    """Store the energy of all GPUs in this start. The next heartbeat writes it."""
+    for lock in _held.values():
+        lock.kwh = kwh
+
+
+def note_hang(silent_s: float) -> None:
+    """Write into the owner file that the last `silent_s` seconds were a hang. Raises OSError."""
+    for lock in _held.values():
+        lock.phases.take_hang(silent_s)
+        if lock.new_owner() is None:
+            lock.write()
 
 
 def held_runs() -> dict[Path, str]:
@@ -129,6 +144,9 @@ class RunOwner:
     beat      the last heartbeat, in unix seconds by the clock of the storage
     phase     what the process was doing at the last heartbeat
     replaced  a file with a higher number exists
+    spent     seconds of each phase until the last heartbeat; empty with older versions of Stoker
+    saved     the same when the last save ended
+    kwh       energy that the GPUs used in training; None if unknown
     """
 
     number: int
@@ -146,6 +164,9 @@ class RunOwner:
     phase: str
     beat: float = field(compare=False)
     replaced: bool = False
+    spent: Mapping[str, float] = field(default_factory=dict, compare=False)
+    saved: Mapping[str, float] = field(default_factory=dict, compare=False)
+    kwh: float | None = field(default=None, compare=False)
 
     @property
     def age_s(self) -> float:
@@ -217,7 +238,8 @@ class RunLock:
         self.beats = 0
         self.lost: str | None = None
         self.error: str | None = None
-        self.phase = "starting"
+        self.kwh: float | None = None
+        self.phases = PhaseTimes("starting")
         self.folder.mkdir(exist_ok=True)
         while True:
             self.path = self.folder / f"owner-{_wait_for_the_last_owner(output_dir) + 1}"
@@ -258,7 +280,8 @@ class RunLock:
     def write(self, flags: int = 0, *, left: bool = False) -> None:
         """Write this process's owner file in one call, so that no reader sees half a file."""
         content = {"owner": self.owner, "beat": self.beats, "left": left, "error": self.error}
-        content["phase"] = self.phase
+        content |= {"phase": self.phases.now[0], "kwh": self.kwh}
+        content |= {"spent": self.phases.seconds(), "saved": self.phases.saved}
         descriptor = os.open(self.path, os.O_WRONLY | flags, 0o644)
         with os.fdopen(descriptor, "wb") as file:  # closing sends it to an NFS server
             file.write((json.dumps(content).ljust(SIZE - 1) + "\n").encode())
@@ -355,6 +378,8 @@ def _read_owner(folder: Path, number: int) -> RunOwner | None:
             given["job"], given.get("restart_count") or 0, given.get("restart_in_job") or 0,
             datetime.datetime.fromisoformat(given["since"]).timestamp(), content["beat"],
             content["left"], content.get("error"), content.get("phase") or "", beat,
+            spent=valid_numbers(content.get("spent")), saved=valid_numbers(content.get("saved")),
+            kwh=valid_numbers(content).get("kwh"),
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -194,7 +194,7 @@ def leave_or_print(verdict: Verdict) -> Verdict:
     Return the first verdict of the job, which may be the verdict of another node.
     """
     if verdict.exit_code == ExitCode.DONE:
-        return verdict
+        return read_verdict() or verdict  # of a stop at max_gpu_hours
     left = leave_verdict(verdict.text, verdict.exit_code)
     earlier = None if left else read_verdict()
     if ALONE or not (left or earlier):

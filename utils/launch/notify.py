@@ -30,6 +30,8 @@ def tell(run: Path, code: int, text: str) -> None:
     if not target:
         return
     event = {0: "finished", ExitCode.STOPPED: "stopped"}.get(code, "failed")
+    if text.startswith("stopped"):  # exit code 0 at max_gpu_hours
+        event = "stopped"
     words = [event, str(run), "", redact(text).partition("\n")[0]]
     if target.startswith(("http://", "https://")):
         main(words)

@@ -61,7 +61,7 @@ _NO_CHART = {
     "event", "step", "time", "hours", "lost", "at", "epoch", "loss", "tokens_seen",
     "tokens_per_s_per_device", "first_step_time_s", "total_flos", "max_steps", "graphs_compiled",
     "memory_headroom_gib", "memory_total_gib", "slowest_rank", "slowest_host", "slowest_cost",
-    "recovery_s",
+    "recovery_s", "energy_kwh",
 }  # fmt: skip
 
 

@@ -219,7 +219,10 @@ def advice(run: History, end: End, job: Job | None) -> str:
         before = "change what the page says helps most, then "
     elif end is End.NOT_FINITE:
         before = "the same settings fail at the same step; change what the log says, then "
-    return f"{before}{'resume' if run.checkpoints else 'start again'}: {_command(run)}"
+    how = "resume" if run.checkpoints else "start again"
+    if end is End.STOPPED and _why_stopped(run.starts[-1]).startswith("max_gpu_hours"):
+        how = "resume with a larger --max_gpu_hours"
+    return f"{before}{how}: {_command(run)}"
 
 
 def _command(run: History) -> str:

@@ -317,6 +317,8 @@ def _with_ends(starts: list[Start], owners: Sequence[RunOwner]) -> Iterator[Star
         in_time = [one for one in owners if before < one.since <= start.began + 1]
         owner = next(iter(own if len(own) == 1 else in_time), None)
         known = [start.began, start.trained or 0.0, *(line["time"] for line in start.lines[-1:])]
+        if owner and owner.spent:
+            known.append(owner.since + sum(owner.spent.values()))
         # Each heartbeat renews the file's time. In a copied directory, it is the time of the copy.
         latest = min([known[-1] + 2 * WATCH_S, *(one.began for one in later)])
         if owner and owner.beat < latest:

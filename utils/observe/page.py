@@ -6,24 +6,38 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from rich.text import Text
 
 from utils.checkpoints.files import PROVENANCE, REPORT, readable
 from utils.checkpoints.record import is_run
 from utils.config.errors import ConfigurationError
 from utils.host.atomic_files import replace_text
 from utils.host.journal_file import FILE_NAME as JOURNAL
-from utils.host.journal_file import counted, duration
+from utils.host.journal_file import counted, duration, printable, sampled_losses
 from utils.host.redaction import redact
 from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
 from utils.observe.endings import advice, end_of_run, end_of_start, run_in_words, start_in_words
 from utils.observe.history import History, read_run, unix_s
+from utils.observe.hours import amount, hours_of
+from utils.observe.run_state import (
+    UNKNOWN,
+    RunStatus,
+    queued_jobs,
+    runs_below,
+    runs_of_folder,
+    sums_of_hours,
+    user_of,
+)
 
-FILE_NAME = REPORT
+FILE_NAME, FOLDER_PAGE = REPORT, "runs.html"
+CURVE_POINTS = 60  # of a small curve
 SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
 _HERE = Path(__file__).parent
 # Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.
@@ -77,10 +91,8 @@ def write_pages(paths: Sequence[Path], output: Path | None, picture: Path | None
         facts, charts = _facts_of_several(runs, output), charts_of_several(runs)
     facts["charted"] = any(line["step"] for chart in charts for line in chart["lines"])
     marks = starts_on_axes(runs[0]) if len(runs) == 1 else []
-    try:
-        replace_text(output, _rendered(facts, {"charts": charts, "marks": marks}))
-    except OSError as error:
-        raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
+    body = "one_run.html" if len(runs) == 1 else "several_runs.html"
+    _write(output, body, facts, {"charts": charts, "marks": marks})
     if picture is not None:
         title = facts["title"] if len(charts) > 1 else ""
         draw_picture(charts, title, picture)
@@ -105,6 +117,66 @@ def log_next_step(output_dir: Path) -> None:
         logger.warning("%s: the run cannot be read (%r)", output_dir, error)
 
 
+def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float | None) -> Text:
+    """Write a page of all runs in a folder (None: runs/), by default to its runs.html; say so.
+
+    A browser loads the page again after `refresh_s` seconds. Raises ConfigurationError.
+    """
+    folder = Path(all_in or "runs")
+    users = sorted({user_of(path) for path in runs_below(folder)} - {UNKNOWN})
+    runs, names, jobs = runs_of_folder(str(folder), queued_jobs(users))
+    below = f"{folder.resolve()}{os.sep}"
+    jobs = [job for job in jobs if str(job.output_dir).startswith(below)]
+    output = output or folder / FOLDER_PAGE
+    if inside := next(filter(is_run, output.resolve().parents), None):
+        raise ConfigurationError(f"--html {output} is inside the run {inside}: name another FILE.")
+    rows = []
+    for run in runs:
+        page, curve = Path(run.run) / FILE_NAME, _small_curve(run)
+        rows.append(
+            {"run": run, "name": names[run.run], "curve": curve, "link": _link(page, output)}
+        )
+    states = [run.state for run in runs]
+    states += ["failed" if job.log else "waiting" for job in jobs]
+    facts = {
+        "title": f"Runs in {folder.resolve()}", "now": time.time(), "rows": rows, "jobs": jobs,
+        "counts": Counter(states), "sums": sums_of_hours(runs, names),
+        "refresh_s": refresh_s, "charted": False, "points": CURVE_POINTS, "below": below,
+    }  # fmt: skip
+    _write(output, "folder.html", facts, {"charts": [], "marks": []})
+    return Text(f"{printable(str(output))}: {len(runs)} runs, {clock(time.time())}")
+
+
+def _small_curve(run: RunStatus) -> str:
+    """Return the points of a polyline of the loss, 100 wide and 26 high; "" without two logs."""
+    points = sampled_losses(Path(run.run) / JOURNAL, CURVE_POINTS)
+    if run.step is not None and run.loss is not None:
+        points = [(step, loss) for step, loss in points if step < run.step] + [(run.step, run.loss)]
+    points = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    if len(points) < 2:
+        return ""
+    steps, losses = zip(*points, strict=True)
+    low, height, width = min(losses), max(losses) - min(losses) or 1.0, steps[-1] - steps[0]
+    return " ".join(
+        f"{100 * (step - steps[0]) / width:.1f},{26 - 24 * (loss - low) / height:.1f}"
+        for step, loss in points
+    )
+
+
+def _link(page: Path, output: Path) -> str | None:
+    """Return the relative link from a page to a run's report, or None without a report."""
+    if not page.is_file():
+        return None
+    return quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
+
+
+def _write(output: Path, body: str, facts: dict[str, Any], data: dict[str, Any]) -> None:
+    try:
+        replace_text(output, _rendered({"body": body, **facts}, data))
+    except OSError as error:
+        raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
+
+
 def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     """Return report.html. "<" in data is escaped, so no text can end the script element."""
     from jinja2 import Environment, FileSystemLoader
@@ -115,6 +187,7 @@ def _rendered(facts: dict[str, Any], data: dict[str, Any]) -> str:
     environment.filters |= {
         "figure": figure, "count": counted, "clock": clock, "duration": duration,
         "size": readable, "shortened": _shortened, "unix_s": unix_s, "exp": _exponential,
+        "printable": lambda text: printable(str(text)), "amount": amount,
         "json": lambda value: json.dumps(value, ensure_ascii=False, default=str),
     }  # fmt: skip
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
@@ -135,7 +208,7 @@ def _facts_of_one(run: History) -> dict[str, Any]:
         "given": next(given, {}), "headline": _headline(run),
         "end": end_of_run(run), "ending": run_in_words(run),
         "figures": findings.figures(run), "starts": _start_rows(run),
-        "names_of_hours": findings.HOURS, "seconds": seconds,
+        "names_of_hours": findings.HOURS, "seconds": seconds, "hours": hours_of(run),
         "whole_s": sum(seconds.values()) or 1.0,
         "memory": memory, "fullest": findings.memory_table(memory),
         "stragglers": findings.stragglers(run), "spikes": findings.spikes(run.trained),
@@ -209,10 +282,7 @@ def _start_rows(run: History) -> list[dict[str, Any]]:
 def _facts_of_several(runs: Sequence[History], output: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
-        page = run.path / FILE_NAME
-        link = None
-        if page.is_file():
-            link = quote(os.fsencode(os.path.relpath(page.resolve(), output.resolve().parent)))
+        link = _link(run.path / FILE_NAME, output)
         rows.append(
             {
                 "run": run, "link": link, "colour": index % 10,

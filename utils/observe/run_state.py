@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import re
 import shutil
 import statistics
@@ -14,7 +15,7 @@ from pathlib import Path
 from utils.checkpoints.files import CONFIG, PROVENANCE
 from utils.checkpoints.record import RunRecord, is_run
 from utils.config.errors import ConfigurationError, did_you_mean
-from utils.host.journal_file import FILE_NAME, duration
+from utils.host.journal_file import FILE_NAME, duration, printable
 from utils.host.redaction import redact
 from utils.launch.slurm import time_limit_s
 from utils.launch.verdict import submitted_runs
@@ -28,10 +29,12 @@ from utils.observe.endings import (
     pages_of_a_failure,
 )
 from utils.observe.history import History, Line, read_run, unix_s
+from utils.observe.hours import Hours, hours_of, sum_in_words
 
 STATES = ("running", "starting", "waiting", "failed", "stopped", "finished")
 LINES = 5  # the speed is the median of this many training logs
 SQUEUE_S = 5.0
+UNKNOWN = "unknown"  # a user without a name
 SHOWN_S = 7 * 24 * 3600  # how long a job that ended before its run began is shown
 LAST_BYTES, LONGEST_LINE = 2**16, 500  # of the log of this job
 
@@ -46,6 +49,7 @@ class RunStatus:
     start failed. pages: files on this failure (hang, out of memory). advice: what the user can do
     next. damaged: unreadable files. skipped_lines: number of damaged lines in metrics.jsonl.
     refused: why the newest start failed its checks; `state` is then that of an earlier start.
+    hours: GPU-hours of all starts. owner: the user to whom the directory belongs.
     """
 
     run: str
@@ -75,6 +79,8 @@ class RunStatus:
     damaged: list[str] = field(default_factory=list)
     skipped_lines: int = 0
     refused: str | None = None
+    hours: Hours = field(default_factory=lambda: Hours({}, "", 0.0))
+    owner: str = ""
 
 
 def runs_below(directory: Path) -> list[Path]:
@@ -92,11 +98,43 @@ def runs_below(directory: Path) -> list[Path]:
     return [path for path in [*found, *inner] if is_run(path)]
 
 
-def queued_jobs() -> dict[str, Job]:
-    """Return this user's jobs, queued or ended before their run, by ID; {} without squeue."""
+def runs_of_folder(
+    all_in: str | None, jobs: Mapping[str, Job]
+) -> tuple[list[RunStatus], dict[str, str], list[Job]]:
+    """Return the runs of a folder (None: runs/), their names in it, and jobs without a run."""
+    folder = Path(all_in or "runs")
+    none_yet = all_in is None and not folder.is_dir()  # show waiting jobs
+    runs = [read_status(path, jobs) for path in ([] if none_yet else runs_below(folder))]
+    names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
+    runs.sort(key=lambda run: (STATES.index(run.state), run.run))
+    known = {run.job.id for run in runs if run.job}
+    others = [job for job in jobs.values() if job.id not in known]
+    if all_in is not None:  # the failed jobs of other folders are not asked for
+        below = f"{folder.resolve()}{os.sep}"
+        others = [job for job in others if not job.log or str(job.output_dir).startswith(below)]
+    return runs, names, others
+
+
+def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (name, hours and energy) of all runs, each folder and each user; `names` by run."""
+    groups: dict[str, list[Hours]] = {"all runs": []}
+    for run in runs:
+        folder = Path(names[run.run]).parent
+        own = ["all runs", f"user {run.owner}"] + [f"folder {folder}"] * (folder != Path())
+        for name in own:
+            groups.setdefault(name, []).append(run.hours)
+    return [(printable(name), sum_in_words(hours)) for name, hours in groups.items()]
+
+
+def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
+    """Return the jobs of this user, or of `users`, queued or ended before their run, by ID.
+
+    Return {} without squeue.
+    """
     if shutil.which("squeue") is None:
         return {}
-    command = ["squeue", "--me", "--noheader", "--format=%A|%i|%T|%r|%L|%S|%j"]
+    whose = f"--user={','.join(users)}" if users else "--me"
+    command = ["squeue", whose, "--noheader", "--format=%A|%i|%T|%r|%L|%S|%j"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -197,7 +235,16 @@ def read_status(directory: Path, jobs: Mapping[str, Job]) -> RunStatus:
         damaged=[f"{directory}/{text}" for text in run.damaged],
         skipped_lines=run.skipped_lines,
         refused=_refusal(run) or failed,
+        hours=hours_of(run),
+        owner=user_of(directory),
     )
+
+
+def user_of(directory: Path) -> str:
+    """Return the name of the user to whom a directory belongs."""
+    with contextlib.suppress(OSError, KeyError):  # a user without a name, as in a container
+        return directory.owner()
+    return UNKNOWN
 
 
 def _refusal(run: History) -> str | None:

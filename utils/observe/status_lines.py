@@ -18,7 +18,16 @@ from utils.config.errors import ConfigurationError
 from utils.host.journal_file import counted, duration, printable, strict_json
 from utils.host.redaction import load_env_file, redact
 from utils.observe.endings import Job
-from utils.observe.run_state import STATES, RunStatus, queued_jobs, read_status, runs_below
+from utils.observe.hours import PROCESS_HOURS, amount
+from utils.observe.run_state import (
+    STATES,
+    RunStatus,
+    queued_jobs,
+    read_status,
+    runs_below,
+    runs_of_folder,
+    sums_of_hours,
+)
 
 COLOURS = dict(zip(STATES, ("green", "green", "yellow", "red", "cyan", "blue"), strict=True))
 WIDTH = 160  # columns of output into a file or a pipe
@@ -35,21 +44,16 @@ def show_runs(
         if as_json:
             return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
         return Group(*map(_lines, runs))
-    folder = Path(all_in or "runs")
-    none_yet = all_in is None and not folder.is_dir()  # show waiting jobs
-    runs = [read_status(path, jobs) for path in ([] if none_yet else runs_below(folder))]
-    names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
-    runs.sort(key=lambda run: (STATES.index(run.state), run.run))
+    runs, names, others = runs_of_folder(all_in, jobs)
     if as_json:
         return strict_json([dataclasses.asdict(run) for run in runs], indent=1)
-    known = {run.job.id for run in runs if run.job}
-    others = [job for job in jobs.values() if job.id not in known]
-    if all_in is not None:  # the failed jobs of other folders are not asked for
-        below = f"{folder.resolve()}{os.sep}"
-        others = [job for job in others if not job.log or str(job.output_dir).startswith(below)]
     if not runs and not others:
+        folder = all_in or "runs"
         return Group(Text(f"no runs in {folder}/, and no jobs of yours in Slurm's queue"))
-    return _table(runs, names, others)
+    table = _table(runs, names, others)
+    sums = sums_of_hours(runs, names) if any(run.hours.total for run in runs) else []
+    table.caption = Text("\n".join(f"{name:<16} {text}" for name, text in sums))
+    return table
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:
@@ -81,6 +85,7 @@ def _lines(run: RunStatus) -> Text:
         "left": _time_left(run),
         "speed": "", "slowest": "", "memory": "", "loss": "",
         "saved": "no checkpoint yet",
+        "hours": str(run.hours),
         "job": f"start {run.starts}" if run.starts > 1 else "",
         "error": run.error, "page": ", ".join(run.pages), "refused": run.refused,
         "damaged": "\n".join(run.damaged), "next": run.advice,
@@ -134,9 +139,12 @@ def _time_left(run: RunStatus) -> str:
 
 
 def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence[Job]) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
-    for name in ("run", "state", "step", "%", "loss", "eval", "tokens/s", "left", "saved", "job"):
-        numeric = name in ("step", "%", "loss", "eval", "tokens/s", "left", "saved")
+    table = Table(
+        box=None, pad_edge=False, show_edge=False, header_style="dim", caption_justify="left"
+    )
+    for name in ("run", "state", "step", "%", "loss", "eval", "tokens/s", "left", "saved",
+                 "GPU h", "job"):  # fmt: skip
+        numeric = name not in ("run", "state", "job")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     table.add_column("what", ratio=1, overflow="fold")
     for run in runs:
@@ -144,6 +152,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         if len(losses) == 1:
             losses = [losses[0].rpartition(" ")[2]]
         left = None if run.state == "finished" else run.left_s
+        hours = amount(run.hours.total)
         table.add_row(
             Text(printable(names[run.run])), Text(run.state, COLOURS[run.state]),
             "" if run.step is None else f"{run.step:,}",
@@ -153,6 +162,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
             f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "",
             "" if left is None else duration(left),
             "" if run.saved_ago_s is None else duration(run.saved_ago_s),
+            "" if hours == "0" else hours + "*" * (run.hours.unit == PROCESS_HOURS),
             run.job.id if run.job else "",
             Text(printable((run.error or run.because).splitlines()[0])),
         )  # fmt: skip
@@ -164,7 +174,7 @@ def _table(runs: Sequence[RunStatus], names: Mapping[str, str], others: Sequence
         if job.log:
             word, what = "failed", f"{job.output_dir}: {job.failure}"
         table.add_row("", Text(word, COLOURS.get(word, "yellow")),
-                      *[""] * 7, job.id, Text(printable(what)))  # fmt: skip
+                      *[""] * 8, job.id, Text(printable(what)))  # fmt: skip
     return table
 
 

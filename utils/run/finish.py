@@ -28,7 +28,9 @@ from utils.config.settings import RunSettings
 from utils.data.loader import source_names
 from utils.host.run_lock import leave_run_lock, wait_until_left
 from utils.launch.processes import LaunchFacts
+from utils.launch.verdict import leave_verdict
 from utils.model.finished_model import name_of
+from utils.observe.hours import end_of_budget
 from utils.observe.page import FILE_NAME, log_next_step, write_at_the_end
 from utils.plan.run_data import RunData
 from utils.plan.run_plan import RunPlan
@@ -43,6 +45,8 @@ from utils.training.smoothing import AveragedWeights
 from utils.training.trainer import PackedTrainer
 
 logger = logging.getLogger(__name__)
+
+SPENT = -1  # finish_run's result if max_gpu_hours ended the run; the process exits with DONE
 
 
 def run_callbacks(
@@ -69,6 +73,7 @@ def run_callbacks(
         source_losses = SourceLosses(source_names(sources), settings.training)
     progress = Progress()
     stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
+    stop.budget_end = lambda: end_of_budget(output_dir, options.max_gpu_hours)
     # The peak of short micro-batches does not tell which batch of long ones would fit.
     memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
     journal = Journal(
@@ -131,7 +136,13 @@ def finish_run(trainer: PackedTrainer, save_dtype: torch.dtype) -> int:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = f"with {checkpoint}" if checkpoint.is_dir() else "before there was anything to save"
         logger.info("stopped at step %d of %d %s", step, state.max_steps, kept)
-        return ExitCode.STOPPED
+        if not trainer.callbacks.stop.spent:
+            return ExitCode.STOPPED
+        if state.is_world_process_zero:
+            most = trainer.settings.run.max_gpu_hours
+            reason = f"stopped at step {step} {kept}: max_gpu_hours {most:g}"
+            leave_verdict(f"{reason}; a larger value continues", ExitCode.DONE)
+        return SPENT
     trainer.log_best_checkpoint()
     loaded = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     kept = Path(loaded).name if loaded else f"step {step}"
@@ -163,6 +174,7 @@ def leave_run(settings: RunSettings, launch: LaunchFacts, code: int) -> int:
         if launch.rank == 0 and tasks:
             run_or_warn("lm_eval_tasks", evaluate, [str(output_dir), "--tasks", *tasks])
     leave_run_lock(output_dir)
+    code = ExitCode.DONE if code == SPENT else code
     if launch.rank == 0 and (code == ExitCode.DONE or "SLURM_JOB_ID" not in os.environ):
         log_next_step(output_dir)  # the job script requeues a stopped job, or says what to do
     return code

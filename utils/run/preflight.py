@@ -24,6 +24,8 @@ from utils.host.journal_file import FILE_NAME
 from utils.host.machine import host_name
 from utils.host.run_lock import FOLDER
 from utils.launch.processes import LaunchFacts
+from utils.observe.history import read_run
+from utils.observe.hours import hours_of
 from utils.plan.run_plan import RunPlan
 from utils.prepare.workspace import foreign_files
 
@@ -82,7 +84,7 @@ def check_storage(output_dir: Path, plan: RunPlan, keep: int | None, launch: Lau
 
 
 def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
-    """Check that checkpoints fit, writing nothing; return a text with the free space for the log.
+    """Check that checkpoints fit, and GPU-hours are left; return a text with the free space.
 
     A new run needs room for all checkpoints that exist at the same time, a resumed run for the next
     checkpoint. Space that `make_room` may free counts as free. Raises StorageError for too little
@@ -97,6 +99,13 @@ def check_place(output_dir: Path, plan: RunPlan, keep: int | None) -> str:
     committed = [] if run_id is None else committed_checkpoints(output_dir, run_id)
     if committed and committed[0][1].step >= plan.total_steps:
         return f"{readable(free_bytes(there))} free (all checkpoints are there)"
+    if (most_hours := plan.settings.run.max_gpu_hours) is not None:
+        used = hours_of(read_run(output_dir, whole=False))
+        if used.total >= most_hours:
+            raise ConfigurationError(
+                f"max_gpu_hours {most_hours:g}: {output_dir} has taken {used}. Nothing was "
+                "started: give a larger --max_gpu_hours to continue the run."
+            )
     count = 1
     if not committed:
         most = most_at_once(keep, max(1, plan.scheduled_saves))

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from threading import Thread
@@ -17,6 +18,7 @@ from transformers import Trainer, TrainerControl, TrainerState
 from utils.callbacks import memory
 from utils.callbacks.memory import GIB, MemoryMonitor, fullest_rank, memory_page
 from utils.callbacks.progress import Phase, Progress
+from utils.host import run_lock
 from utils.launch import script
 from utils.launch.script import run_script
 from utils.launch.verdict import read_notes
@@ -111,6 +113,46 @@ def test_without_nvml_on_one_rank_memory_is_still_logged(monkeypatch, caplog, ow
     assert not any("gpu" in name for name in figures)
     assert gpu.asked == (3 if own else 1)
     assert ("GPU utilization and power are not recorded: nvidia-ml-py" in caplog.text) == (not own)
+
+
+class Nvml(SimpleNamespace):
+    """A stand-in for the package pynvml, with a counter of millijoules for each GPU."""
+
+    def __init__(self, **millijoules: float):
+        super().__init__(counters=millijoules, nvmlInit=lambda: None)
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+        self.nvmlDeviceGetTotalEnergyConsumption = self.counters.__getitem__
+
+
+def test_energy_is_counted_from_the_begin_of_training_and_summed_over_ranks(monkeypatch, tmp_path):
+    Gpu(monkeypatch)
+    nvml = Nvml(**{"GPU-12ab": 7_200_000_000})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    known = SimpleNamespace(uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: known)
+    other = {"energy_kwh": 0.75}
+    monkeypatch.setattr(memory, "gathered", lambda own: [own, ("n2", own[1] | other)])
+    run_lock.take_run_lock(tmp_path)
+    try:
+        monitor = memory_of("cuda")
+        assert monitor.metrics()["energy_kwh"] == 0.75, "0 on this rank"
+        nvml.counters["GPU-12ab"] += 1_800_000_000
+        figures = monitor.metrics()
+        assert figures["energy_kwh"] == 1.25
+        assert [line["energy_kwh"] for line in monitor.by_rank] == [0.5, 0.75]
+    finally:
+        run_lock.leave_run_lock(tmp_path)
+    assert next(run_lock.run_owners(tmp_path)).kwh == 1.25, "for status.py"
+
+
+def test_a_gpu_whose_energy_nvml_does_not_count_is_named_once(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    Gpu(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
+    monitor = memory_of("cuda")
+    assert "energy_kwh" not in monitor.metrics() | monitor.metrics()
+    assert caplog.text.count("the energy of this GPU is not recorded: 'GPU-1'") == 1
 
 
 OTHER = {"host_rss_gib": 99, "memory_free_gib": 1, "memory_peak_gib": 69.8,

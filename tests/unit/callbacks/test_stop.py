@@ -57,7 +57,9 @@ class Saves:
 class Ranks:
     """Plays Trainer's events on every rank."""
 
-    def __init__(self, folder, monkeypatch, ranks=1, *, end_time=None, save_minutes=0):
+    def __init__(
+        self, folder, monkeypatch, ranks=1, *, end_time=None, save_minutes=0, budget_end=None
+    ):
         self.now, self.signals = 1000.0, {}
         monkeypatch.setattr("utils.callbacks.stop.Agreement", agreement_of(ranks))
         self.states = [TrainerState(max_steps=100) for _ in range(ranks)]
@@ -71,6 +73,7 @@ class Ranks:
                 end_time=lambda: end_time, signalled=lambda rank=rank: self.signals.get(rank),
             )  # fmt: skip
             self.watches.append(watch)
+            watch.budget_end = lambda: budget_end
             watch.on_train_begin(self.args[rank], self.states[rank], self.controls[rank])
 
     def event(self, name, seconds=0.0):
@@ -217,6 +220,41 @@ def test_it_stops_when_two_steps_and_a_save_and_a_half_just_fit(tmp_path):
         deadline = Deadline(total_s, 0.0, Saves(tmp_path, estimated_bytes=size_bytes))
         assert deadline.reason(total_s - needed - 0.1) is None
         assert deadline.reason(total_s - needed + 0.1) is not None
+
+
+def test_all_ranks_stop_alike_before_max_gpu_hours_even_beside_a_signal(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
+    ranks = Ranks(tmp_path, monkeypatch, ranks=3, end_time=5400.0, budget_end=5300.0)
+    asked = [watch.budget is not None for watch in ranks.watches]
+    assert asked == [True, False, False], "the other ranks follow rank 0"
+    ranks.step(100.0)
+    for watch in ranks.watches:
+        watch.checkpoints.saved(stall_s=20.0)
+    while not any(ranks.stopped):
+        ranks.step(10.0)
+        assert ranks.now < 1300, "it stops too late"
+        if ranks.now >= 1210:
+            ranks.signals[2] = "SIGTERM"  # Slurm's, at the same time
+    # Two steps of 10 s, a save and a half of 20 s and a margin of 30 s have to fit before 1300.
+    # The ranks agree one step after rank 0 looked.
+    assert ranks.now == 1230
+    assert ranks.stopped == ranks.saves == [True] * 3
+    assert [watch.spent for watch in ranks.watches] == [True] * 3, "an exit code for all ranks"
+    assert ranks.watches[0].reason.startswith(
+        "max_gpu_hours ends in 80 s: a step takes 10 s, a save"
+    )
+
+
+def test_a_signal_before_max_gpu_hours_is_an_ordinary_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.callbacks.stop.time.time", lambda: 5000.0)
+    ranks = Ranks(tmp_path, monkeypatch, ranks=2, budget_end=9000.0)
+    ranks.signals[1] = "SIGTERM"
+    while not any(ranks.stopped):
+        ranks.step()
+    assert [watch.spent for watch in ranks.watches] == [False, False]
 
 
 def test_a_stop_that_is_newer_than_the_start_of_the_job_is_kept(tmp_path, monkeypatch):

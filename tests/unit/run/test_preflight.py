@@ -16,10 +16,13 @@ from utils.run import preflight
 from utils.run.preflight import check_place, check_storage, known_files
 
 MIB = 2**20
+UNLIMITED = SimpleNamespace(run=SimpleNamespace(max_gpu_hours=None))
 
 
 def check(output_dir: Path, checkpoint_bytes: int, rank: int = 0, hosts=("n1",)) -> None:
-    plan = SimpleNamespace(checkpoint_bytes=checkpoint_bytes, total_steps=10, scheduled_saves=1)
+    plan = SimpleNamespace(
+        checkpoint_bytes=checkpoint_bytes, total_steps=10, scheduled_saves=1, settings=UNLIMITED
+    )
     launch = LaunchFacts(rank, len(hosts), "ddp", hosts, "cpu")
     check_storage(output_dir, plan, 3, launch)
 
@@ -63,7 +66,9 @@ def test_a_new_run_needs_as_many_as_will_be_there_at_once(tmp_path, monkeypatch)
     monkeypatch.setattr(discovery, "RESERVE_BYTES", 0)
     monkeypatch.setattr(discovery, "free_bytes", free := mock.Mock())
     for keep, saves, most in ((2, 10, 3), (5, 10, 5), (5, 4, 4), (2, 0, 1), (None, 10, 2)):
-        plan = SimpleNamespace(checkpoint_bytes=MIB, total_steps=10, scheduled_saves=saves)
+        plan = SimpleNamespace(
+            checkpoint_bytes=MIB, total_steps=10, scheduled_saves=saves, settings=UNLIMITED
+        )
         free.return_value = most * MIB
         check_place(tmp_path, plan, keep)
         free.return_value -= 2000

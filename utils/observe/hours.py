@@ -1,0 +1,149 @@
+"""GPU-hours of a run by use, the end of `max_gpu_hours`, and the energy of the GPUs.
+
+The files in .lock have the seconds of each phase of each start, so metrics.jsonl is not read. The
+number of GPUs is the number of ranks. Ranks on CPUs are counted in process-hours.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.host.phase_times import HUNG, SAVING
+from utils.observe.endings import End, end_of_start
+from utils.observe.history import History, Start, read_run
+
+# The phases of each part; tests compare them with callbacks.progress.Phase.
+PHASES: dict[str, tuple[str, ...]] = {
+    "training": ("training",),
+    "evaluation": ("evaluating",),
+    "saves": (SAVING,),
+    "starts": ("starting", "loading a checkpoint", "in its first step"),
+    "lost": (),
+    "hangs": (HUNG,),
+    "between restarts": (),
+    "other": ("finishing",),
+}
+REDONE = "training", "evaluation", "saves"  # parts that a later start repeats after a failure
+GPU_HOURS, PROCESS_HOURS = "GPU-hours", "process-hours"
+LARGEST = 10**7  # a larger number of ranks is damage
+CO2 = "STOKER_CO2_G_PER_KWH"
+
+
+@dataclass(frozen=True)
+class Hours:
+    """The hours of all starts of a run, times their ranks, by the keys of PHASES.
+
+    unit: GPU_HOURS or PROCESS_HOURS. kwh: energy in training, 0 if it was not counted.
+    """
+
+    parts: dict[str, float]
+    unit: str
+    kwh: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        shown = {name: amount(hours) for name, hours in self.parts.items()}
+        split = ", ".join(f"{name} {text}" for name, text in shown.items() if text != "0")
+        return f"{sum_in_words([self])}{': ' * bool(split)}{split}"
+
+
+def hours_of(run: History) -> Hours:
+    """Return the hours of a run."""
+    parts = dict.fromkeys(PHASES, 0.0)
+    before, ranks = None, 1
+    for start in run.starts:
+        ranks = _ranks(start) or ranks
+        for name, seconds in _seconds(run, start, before).items():
+            parts[name] += seconds * ranks / 3600
+        before = start
+    kwh = sum(start.owner.kwh or 0.0 for start in run.starts if start.owner)
+    devices = (run.entry.get("launch") or {}).get("devices")
+    unit = PROCESS_HOURS if devices == ["cpu"] else GPU_HOURS
+    return Hours(parts, unit, kwh)
+
+
+def _ranks(start: Start) -> int:
+    given = int((start.entry.get("launch") or {}).get("world_size") or 0)
+    return given if 0 < given < LARGEST else 0
+
+
+def _seconds(run: History, start: Start, before: Start | None) -> dict[str, float]:
+    """Return the seconds of a start by part; their sum is the time that the start had its GPUs."""
+    spent = start.owner.spent if start.owner else {}
+    saved = start.owner.saved if start.owner else {}
+    began = start.owner.since if start.owner else start.began
+    parts = _by_part(spent)
+    rest = max(start.ended - began - sum(spent.values()), 0.0)
+    if not spent and start.trained:  # by an older version of Stoker
+        parts["starts"] = min(max(start.trained - began, 0.0), rest)
+        rest -= parts["starts"]
+    end = end_of_start(run, start)
+    if end.word in ("failed", "interrupted") or end is End.BY_USER:
+        kept = _by_part(saved)
+        parts["lost"] = rest + sum(max(parts[name] - kept[name], 0.0) for name in REDONE)
+        parts |= {name: min(parts[name], kept[name]) for name in REDONE}
+    else:
+        parts["other"] += rest
+    name, seconds = _before(start, began, before)
+    parts[name] += seconds
+    return parts
+
+
+def _by_part(spent: Mapping[str, float]) -> dict[str, float]:
+    return {name: sum(spent.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
+
+
+def _before(start: Start, began: float, before: Start | None) -> tuple[str, float]:
+    """Return the part and the seconds that the job had its GPUs before this start began.
+
+    Only the job scripts count their restarts. In a shell, other commands may have run before.
+    """
+    restarts = start.job.get("restart_in_job")
+    if restarts is None:
+        return "starts", 0.0
+    if int(restarts) and before is not None:
+        return "between restarts", max(began - before.ended, 0.0)
+    job_began = start.job.get("start_time")
+    since = job_began if isinstance(job_began, int | float) else began
+    return "starts", max(began - max(since, before.ended if before else 0.0), 0.0)
+
+
+def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None:
+    """Return when this start will have used up the hours, in unix seconds; None without a limit."""
+    run = read_run(output_dir, whole=False)
+    if max_gpu_hours is None or not run.starts:
+        return None
+    left_h = max_gpu_hours - hours_of(run).total
+    return run.starts[-1].ended + 3600 * left_h / (_ranks(run.starts[-1]) or 1)
+
+
+def amount(number: float) -> str:
+    """Format hours or kWh with three digits.
+
+    >>> amount(0.0123), amount(123.4), amount(12_345.6), amount(0.0001)
+    ('0.0123', '123', '12,346', '0')
+    """
+    if number < 0.001:
+        return "0"
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def sum_in_words(several: Sequence[Hours]) -> str:
+    """Return the hours and energy of several runs, and the CO2 if the user gave a factor."""
+    texts = []
+    for unit in (GPU_HOURS, PROCESS_HOURS):
+        if total := sum(hours.total for hours in several if hours.unit == unit):
+            texts.append(f"{amount(total)} {unit}")
+    if kwh := sum(hours.kwh for hours in several):
+        texts.append(f"{amount(kwh)} kWh")
+        if given := os.environ.get(CO2):
+            try:
+                texts.append(f"{amount(float(given) * kwh / 1000)} kg CO2")
+            except ValueError:
+                texts.append(f"{CO2}={given!r} is no number")
+    return ", ".join(texts) or "none"
