@@ -5,6 +5,7 @@
     python status.py --all scratch/runs --watch 10
     python status.py runs/my-run --json    for scripts
     python status.py --all --html          all runs as a page, runs/runs.html
+    python status.py --nodes               nodes with faults, for the administrators
     python status.py --all --sync          uploads what wandb recorded offline, from the login node
     python status.py --space               sizes, purge, quota, and what can be deleted without loss
     python status.py --keep runs/my-run    a verified copy of its results in STOKER_ARCHIVE
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sync", action="store_true", help="upload what wandb recorded offline")
     parser.add_argument("--space", nargs="?", const=".", metavar="DIR", help="sizes, purge, quota")
     parser.add_argument("--keep", metavar="RUN", help="copy its results to STOKER_ARCHIVE")
+    parser.add_argument("--nodes", action="store_true", help="the faults of nodes, of all jobs")
     given = parser.parse_args(argv)
     if given.runs and given.all is not None:
         parser.error("name runs, or a folder with --all")
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if (others or given.html is not None) and (given.space or given.keep):
         parser.error("--space and --keep go with no other option")
     from utils.observe.space import keep_run, show_space
-    from utils.observe.status_lines import display, say, show_runs, sync_wandb
+    from utils.observe.status_lines import display, say, show_nodes, show_runs, sync_wandb
 
     if given.keep:
         keep_run(Path(given.keep), say)
@@ -65,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
         file = Path(given.html) if given.html else None
         return display(partial(write_folder_page, given.all, file, given.watch), given.watch)
+    if given.nodes:
+        return display(partial(show_nodes, given.json), given.watch)
     return display(partial(show_runs, given.runs, given.all, given.json), given.watch)
 
 

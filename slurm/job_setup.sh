@@ -129,20 +129,54 @@ notify() {
     say "STOKER_ON_EVENT: its command ended with $?; nothing else depends on it"
 }
 
+# plan_to_leave_out: sets `leave_out`, the nodes that the job's next start has to leave out (the
+# user's own --exclude and bad nodes), and `without`, words for the log. Both may be empty.
+plan_to_leave_out() {
+  local asked nodes answer
+  leave_out='' without=''
+  [[ ${STOKER_LEAVE_OUT_AFTER:-} != 0 && -e ${STOKER_LEDGER:-$root/.stoker/nodes.jsonl} ]] || return 0
+  if asked=$(squeue --noheader --jobs="$job" --format='%x|%n|%v' 2>/dev/null) && [[ $asked == *'|'*'|'* ]] &&
+    nodes=$(sinfo --noheader --Node --partition="${SLURM_JOB_PARTITION:-}" --format='%N|%t|%c|%m|%G|%f' 2>/dev/null) &&
+    answer=$(timeout --kill-after=2 20 env -u STOKER_NOTES_DIR slurm/run_python.sh \
+      -m utils.launch.ledger leave-out "$asked" "$nodes" </dev/null); then
+    { IFS= read -r leave_out && IFS= read -r without; } <<<"$answer" || true
+  else
+    without='the ledger of bad nodes or Slurm does not answer, no node is left out'
+  fi
+}
+
+# leave_out_nodes: applies the plan. Slurm accepts the change only for a job that waits.
+leave_out_nodes() {
+  local answer tries
+  [[ -n $leave_out ]] || return 0
+  for ((tries = 0; tries < 3; tries++)); do
+    ! answer=$(scontrol update jobid="$job" ExcNodeList="$leave_out" 2>&1) || return 0
+    sleep 1
+  done
+  say "job $job: the nodes are not left out, Slurm refuses that: $answer"
+}
+
 # requeue WHY: puts this job back into the queue, or prints why not. It returns in both cases, but
 # after a requeue Slurm soon ends this shell: write all output and clean up before the call.
 requeue() {
-  local why answer event=stopped
+  local why answer event=stopped leave_out='' without=''
   why=$(why_not_requeue)
+  if [[ -z $why || $why == *'requeued it itself' ]]; then
+    plan_to_leave_out
+  fi
   if [[ -n $why ]]; then
     [[ $why != *'requeued it itself' ]] || event=requeued
-    notify "$event" "$1; $why"
+    leave_out_nodes
+    notify "$event" "$1; $why${without:+; $without}"
+    [[ -z $without ]] || say "job $job: $without (python status.py --nodes)"
     say "job $job: $1; $why"
     return
   fi
-  notify requeued "$1; start $((restarts + 2)) will resume"
+  notify requeued "$1; start $((restarts + 2)) will resume${without:+; $without}"
+  [[ -z $without ]] || say "job $job: $without (python status.py --nodes)"
   say "job $job: $1; requeued, start $((restarts + 2)) will resume"
   if answer=$(scontrol requeue "$job" 2>&1); then
+    leave_out_nodes
     sleep 3 # Slurm kills what is left of the job; an exit now would only race with that
   else
     notify stopped "requeueing failed ($answer): $again"

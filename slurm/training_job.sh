@@ -81,6 +81,17 @@ judge_step() {
   if ((round > 0 && code == 69)); then code=76; fi
 }
 
+# note_bad_nodes VERDICT: writes into the ledger of bad nodes if a node was the cause of the end.
+note_bad_nodes() {
+  local said lost
+  ((code != 0 && code != 2 && code != 75)) || return 0
+  lost=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N 2>/dev/null) || lost=
+  said=$(timeout --kill-after=2 20 env -u STOKER_NOTES_DIR slurm/run_python.sh \
+    -m utils.launch.ledger note "$notes" "$code" "${lost//$'\n'/,}" "$1" </dev/null) ||
+    said='the ledger of bad nodes was not written, see above'
+  [[ -z $said ]] || say "job $job: $said"
+}
+
 # may_restart: whether to start the ranks again in this job: after a lost rank, not after a signal,
 # at most `restarts_in_job` times, and not if the ranks before began at the same checkpoint. Sets
 # `most` and `began_at`.
@@ -120,6 +131,7 @@ while [[ -z $passed_on ]]; do
   export STOKER_NOTES_DIR=$notes STOKER_RESTART_IN_JOB=$round
   run_step srun "${step_options[@]}" "${STOKER_SRUN_ARGS[@]}" "$root/slurm/launch_node.sh" "$@"
   judge_step
+  note_bad_nodes "$verdict"
   [[ ! -s $notes/run_started ]] || run=$(<"$notes/run_started")
   may_restart || break
   round=$((round + 1))
@@ -135,14 +147,16 @@ trap '' USR1 TERM
 # other nodes and returns their exit code. So ask all nodes; only this check uses exit code 200.
 if ((code != 0)) && [[ ! -f $notes/run_started && -z $passed_on ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
   ask_slurm
-  seen=0
+  seen=0 unseen=''
   if [[ $state == RUNNING ]]; then
     # shellcheck disable=SC2016 # the nodes expand them
-    timeout 10 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+    unseen=$(timeout 10 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 \
       --input=none bash -c '[[ -x $1 ]] || { printf "%s does not see %s\n" "$SLURMD_NODENAME" "$1"; exit 200; }' \
-      bash "$root/slurm/launch_node.sh" 2>/dev/null || seen=$?
+      bash "$root/slurm/launch_node.sh" 2>/dev/null) || seen=$?
+    [[ -z $unseen ]] || printf '%s\n' "$unseen" || true
   fi
   if ((seen == 200)); then
+    note_bad_nodes "$unseen"
     code=$((round > 0 ? 76 : 69)) # see judge_step
     verdict="a node does not see the repository in $root, see the lines above: it has to be on a file system that all nodes see; or leave the node out with sbatch --exclude."
   fi

@@ -553,7 +553,8 @@ def test_a_node_that_cannot_start_ends_the_job_at_once(jobs):
     shutil.copy(ROOT / "slurm/launch_node.sh", jobs.root / "slurm")
     tools.mkdir()
     (tools / "python").write_text(
-        "#!/bin/bash\n[[ $1 == -c ]] || exec env --default-signal=TERM sleep 600\n"
+        "#!/bin/bash\n[[ $1 == -c || $2 == utils.launch.ledger ]] ||\n"
+        "  exec env --default-signal=TERM sleep 600\n"
     )
     (tools / "python").chmod(0o755)
     there = f"PATH='{tools}':$PATH\n"

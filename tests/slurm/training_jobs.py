@@ -55,6 +55,9 @@ def job_environment(env: Mapping[str, str] | None = None, config: str = "cpu") -
         "STOKER_PROCESSES_PER_NODE": "2",
         "STOKER_MAIN_ADDRESS": "127.0.0.1",  # the host names n1 and n2 do not exist
         "STOKER_MEET_TIMEOUT_S": "600",  # a busy machine starts nodes one after the other
+        # The tests provoke many faults on these nodes.
+        "STOKER_LEAVE_OUT_AFTER": "0",
+        "STOKER_LEDGER": "/dev/null",
     }
     return quiet_environment(fixed | CPU_ENVIRONMENT[config] | dict(env or {}))
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -25,6 +25,7 @@ from utils.host.journal_file import (
     strict_json,
 )  # fmt: skip
 from utils.host.run_lock import known_loss
+from utils.launch.ledger import Fault, number, record
 
 __all__ = ["Journal", "read_journal", "readable_line"]
 
@@ -37,18 +38,20 @@ class Journal(TrainerCallback):
     """Writes metrics.jsonl (see docs/metrics.md) and a readable log line, on rank 0.
 
     `stopped` returns why the run ended early, or "". `limit_s` returns the seconds until the job's
-    time limit, or None.
+    time limit, or None. `gpus`: the UUID of each rank's GPU.
     """
 
     def __init__(
         self, checkpoints: Checkpoints, memory: MemoryMonitor, stopped: Callable[[], str],
-        limit_s: Callable[[], float | None] = lambda: None,
+        limit_s: Callable[[], float | None] = lambda: None, gpus: Sequence[str] = (),
     ):  # fmt: skip
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory = checkpoints, memory
         self.stopped, self.limit_s = stopped, limit_s
+        self.gpus, self.slowest, self.slow_logs = gpus, 0, 0
         self.saves_written, self.memory_of = 0, dict[int, Any]()  # at a save, by step
         self.resumed_at = 0  # the step of the checkpoint that this process resumed from
+        self.earlier: list[dict[str, Any]] = []  # lines of earlier starts, for ResumeCheck
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -60,7 +63,8 @@ class Journal(TrainerCallback):
                 file.seek(max(file.tell() - 1, 0))
                 if file.read(1) not in (b"\n", b""):  # a process died while writing the last line
                     file.write(b"\n")
-            if damaged := read_lines(self.path, last=READ_BYTES)[1]:
+            self.earlier, damaged = read_lines(self.path, last=READ_BYTES, ranks=False)
+            if damaged:
                 logger.warning("%s: training goes on without them", skipped(damaged))
         except (IsADirectoryError, PermissionError) as error:
             name = set_aside(self.path, DAMAGED)
@@ -95,9 +99,22 @@ class Journal(TrainerCallback):
             line["memory_by_rank"] = self.memory.by_rank
             if "slowest_rank" in logs:
                 line["slowest_host"] = self.memory.by_rank[logs["slowest_rank"]]["host"]
+                self._note_slow_node(line)
         self.write(line)
         if line["event"] != "stopped":  # finish_run logs it, with the checkpoint
             logger.info("%s", readable_line(line, self.limit_s()))
+
+    def _note_slow_node(self, line: Mapping[str, Any]) -> None:
+        """Record a node whose rank was by far the slowest in SLOW_LOGS logs in a row."""
+        rank, cost = line["slowest_rank"], line["slowest_cost"]
+        slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
+        self.slow_logs = self.slow_logs + 1 if slow and rank == self.slowest else int(slow)
+        self.slowest = rank
+        if self.slow_logs == SLOW_LOGS:
+            cause = f"rank {rank} is slowest: the others wait {cost:.0%} of a step for it"
+            gpu = self.gpus[rank] if self.gpus else ""
+            fault = Fault(line["slowest_host"], "slow", cause, gpu)
+            logger.warning("slow node %s: %s. %s", fault.node, cause, record([fault]))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -138,6 +155,7 @@ _FIGURES = {
 }
 _SHOWN_NAN = ("loss", "grad_norm")  # NaN means a fault there; elsewhere there is no figure
 SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
+SLOW_LOGS = 10  # in a row with one slowest rank, for the ledger of bad nodes
 SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
 

@@ -76,7 +76,7 @@ START: dict[str, Any] = {
     "git": {"commit": str}, "weights_from": {"path": str},
     "launch": {
         "strategy": str, "world_size": _is_count, "hosts": _are_texts, "devices": _are_texts,
-        "launcher": str,
+        "launcher": str, "gpus": list, "cpu": str,
     },
     "slurm": {
         "job_id": _is_name, "array_job_id": _is_name, "array_task_id": _is_name,
@@ -85,6 +85,7 @@ START: dict[str, Any] = {
         "submit_time": _is_time, "start_time": _is_time,
     },
     "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},
+    "altered": _are_texts,
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class RunArguments:
     hang_timeout_s: float = 600
     restarts_in_job: int = 3
     max_gpu_hours: float | None = None
+    verify_resume_steps: int = 2
     save_minutes: float | None = 30
     save_best: bool = False
     early_stopping_patience: int | None = None

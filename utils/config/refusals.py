@@ -190,7 +190,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0 and below 1", lambda value: 0 < value < 1, "ema_decay"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "adam_beta1 adam_beta2 lora_dropout"),
-    ("at least 0 and below 1000", lambda value: 0 <= value < 1000, "restarts_in_job"),
+    ("at least 0 and below 1000", lambda value: 0 <= value < 1000,
+     "restarts_in_job verify_resume_steps"),
     # Products of these numbers with the sizes of a model must fit into 64 bits.
     ("at least 1 and below 10**9", lambda value: 1 <= value < 10**9,
      "context_parallel dataloader_prefetch_factor ddp_timeout early_stopping_patience "

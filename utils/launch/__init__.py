@@ -11,5 +11,6 @@ script       logging, environment variables and exit codes of a training script
 opening      what a script says before it imports torch: version, short help, first line
 restart      restarts of the ranks inside the job after a lost rank
 verdict      files with the reason and exit code of each rank and of the whole job
+ledger       faults of nodes, and which nodes a requeued job leaves out
 notify       messages about the end of a job to a webhook or a command
 """

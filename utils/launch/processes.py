@@ -41,6 +41,7 @@ class LaunchFacts:
               zero_file for a DeepSpeed config file; it decides the files of a checkpoint
     hosts     one host name per rank
     replicas  copies of the sharded states; above 1 only for HSDP, which is fsdp2 with copies
+    gpus      the UUID of each rank's GPU, as nvidia-smi shows it; "" on a CPU
     """
 
     rank: int
@@ -49,6 +50,7 @@ class LaunchFacts:
     hosts: tuple[str, ...]
     device: str
     replicas: int = 1
+    gpus: tuple[str, ...] = ()
 
     @property
     def shards(self) -> int:
@@ -74,9 +76,11 @@ def check_launch() -> LaunchFacts:
     device = state.device.type
     check_connected(state.num_processes, torch.cuda.device_count() if device == "cuda" else 0)
     hosts = all_hosts(state.process_index, state.device)
+    card = torch.cuda.get_device_properties(state.device) if device == "cuda" else None
+    gpus = tuple(gathered(f"GPU-{getattr(card, 'uuid', '')}" if card else ""))
     strategy = requested_strategy(os.environ, state.num_processes)
     ranks, replicas = state.num_processes, requested_replicas(os.environ)
-    return LaunchFacts(state.process_index, ranks, strategy, hosts, device, replicas)
+    return LaunchFacts(state.process_index, ranks, strategy, hosts, device, replicas, gpus)
 
 
 def check_connected(processes: int, visible_gpus: int) -> None:

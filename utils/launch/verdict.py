@@ -25,6 +25,7 @@ NOTES_DIR = "STOKER_NOTES_DIR"
 VERDICT = "verdict.txt"
 EXIT_CODE = "exit_code"
 RUN_STARTED = "run_started"
+GPUS = "gpus.json"  # the UUID of the GPU of each rank
 SUBMITTED = "submitted-"
 _ROOT = Path(__file__).parents[2]
 # Texts of errors that follow from the end of another rank.
@@ -46,7 +47,7 @@ _REQUEUED = re.compile(r"  job (\S+): (.*); requeued, start (\d+) will resume$",
 _CANCELLED = re.compile(
     r"\*\*\* (?:JOB|STEP) .+ CANCELLED AT \S+ DUE TO ([A-Z ]*[A-Z])|\*\*\* JOB .+ CANCELLED AT"
 )
-CONSEQUENCE = 4  # the value of _likelihood for a rank that ended because another rank had ended
+CONSEQUENCE = 4  # the value of likelihood for a rank that ended because another rank had ended
 # If a worker dies on another node, torchrun there ends the other workers within this time, and then
 # the launcher there writes the note with the cause.
 WAIT_FOR_CAUSES_S = 8.0
@@ -117,9 +118,10 @@ def read_notes(directory: Path | None = None) -> list[Note]:
     return sorted(notes, key=lambda note: note.time)
 
 
-def mark_run_started(output_dir: Path) -> None:
-    """Write the file run_started, which tells slurm/training_job.sh that all checks passed."""
+def mark_run_started(output_dir: Path, gpus: Sequence[str] = ()) -> None:
+    """Tell slurm/training_job.sh that all checks passed. `gpus`: the UUID of each rank's GPU."""
     runs_begun.append(output_dir)
+    leave_file(GPUS, json.dumps(gpus))
     leave_file(RUN_STARTED, f"{output_dir}\n")
 
 
@@ -254,21 +256,21 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
         if left := read_verdict():
             return left
         notes = read_notes()
-        if any(_likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
+        if any(likelihood(note) != CONSEQUENCE for note in notes) or time.monotonic() > deadline:
             return judge(notes, silent)
         time.sleep(0.1)
 
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     """Return the most likely cause of the job's end, the earliest of equally likely ones."""
-    by_likelihood = sorted(notes, key=lambda note: (_likelihood(note), note.time))
-    if not by_likelihood:
+    bylikelihood = sorted(notes, key=lambda note: (likelihood(note), note.time))
+    if not bylikelihood:
         return Verdict(silent, ExitCode.LOST_RANK)
-    cause = by_likelihood[0]
+    cause = bylikelihood[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
     how, code = _how(cause), cause.exit_code
-    if cause.kind == "failed" and _likelihood(cause) == CONSEQUENCE:
+    if cause.kind == "failed" and likelihood(cause) == CONSEQUENCE:
         how, code = "lost another rank, which left no word:", ExitCode.LOST_RANK
     return Verdict(f"rank {cause.rank} on {cause.host} {how} {cause.text}", code)
 
@@ -278,7 +280,7 @@ def _how(note: Note) -> str:
     return {"refused": "ended:", "killed": "was killed by"}.get(note.kind, f"{note.kind}:")
 
 
-def _likelihood(note: Note) -> int:
+def likelihood(note: Note) -> int:
     """Return a sort key: the note with the lowest key is the likeliest cause of the job's end."""
     if note.exit_code == ExitCode.OUT_OF_MEMORY:
         return 0  # whatever its text says

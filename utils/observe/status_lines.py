@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError
 from utils.host.journal_file import counted, duration, printable, strict_json
 from utils.host.redaction import load_env_file, redact
+from utils.launch.ledger import bad_nodes, ledger_path, read_ledger
 from utils.observe.endings import Job
 from utils.observe.hours import PROCESS_HOURS, amount
 from utils.observe.run_state import (
@@ -54,6 +56,31 @@ def show_runs(
     sums = sums_of_hours(runs, names) if any(run.hours.total for run in runs) else []
     table.caption = Text("\n".join(f"{name:<16} {text}" for name, text in sums))
     return table
+
+
+def show_nodes(as_json: bool) -> str | RenderableType:
+    """Return the ledger of bad nodes: JSON, or a table with the latest fault first."""
+    try:
+        faults, damaged = read_ledger()
+    except OSError as error:
+        raise ConfigurationError(f"{ledger_path()} cannot be read: {error.strerror}") from error
+    if as_json:
+        return strict_json([dataclasses.asdict(fault) for fault in faults], indent=1)
+    table = Table(
+        "node", "faults", "left out", "last", "jobs", "GPU", "last cause",
+        box=None, pad_edge=False, show_edge=False, header_style="dim",
+    )  # fmt: skip
+    bad = bad_nodes(faults)
+    for node in dict.fromkeys(fault.node for fault in reversed(faults)):
+        own = [fault for fault in faults if fault.node == node]
+        kinds = Counter(fault.kind for fault in own)
+        last = time.strftime("%F %R", time.localtime(own[-1].time))
+        jobs = " ".join(dict.fromkeys(fault.job for fault in own))
+        gpus = " ".join(dict.fromkeys(fault.gpu for fault in own if fault.gpu))
+        counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+        cells = node, counts, "yes" if node in bad else "no", last, jobs, gpus, own[-1].cause
+        table.add_row(*map(Text, cells))
+    return Group(Text(f"{ledger_path()}: {len(faults)} faults, {damaged} damaged lines"), table)
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:

@@ -18,6 +18,7 @@ from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.progress import Phase, Progress
+from utils.callbacks.resume_check import ResumeCheck
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.checkpoints.files import FINAL
@@ -77,7 +78,7 @@ def run_callbacks(
     # The peak of short micro-batches does not tell which batch of long ones would fit.
     memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
     journal = Journal(
-        checkpoints, memory, lambda: stop.reason if stop.stopped else "", stop.limit_s
+        checkpoints, memory, lambda: stop.reason if stop.stopped else "", stop.limit_s, launch.gpus
     )
     return Callbacks(
         progress=progress,
@@ -93,6 +94,9 @@ def run_callbacks(
         memory=memory,
         guard=NonFiniteGuard(output_dir, options.context_parallel),
         journal=journal,
+        resume_check=ResumeCheck(
+            options.verify_resume_steps, settings.training.full_determinism, journal
+        ),
         live=LiveView(progress, stop.limit_s),
         samples=Samples(data.prompts, options.sample_max_new_tokens, journal),
         balance=balance,

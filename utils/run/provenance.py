@@ -27,6 +27,7 @@ from utils.config.errors import ConfigurationError
 from utils.config.settings import RunSettings
 from utils.host.atomic_files import replace_text
 from utils.host.environment import inherited, without_indices
+from utils.host.machine import cpu_fact
 from utils.host.redaction import redacted, without_exported
 from utils.host.run_lock import RESTART_IN_JOB
 from utils.launch.opening import git_state, package_versions
@@ -75,6 +76,8 @@ def write_provenance(
             "world_size": launch.world_size,
             "replicas": launch.replicas,
             "hosts": list(dict.fromkeys(launch.hosts)),
+            "gpus": sorted({*zip(launch.hosts, launch.gpus, strict=False)}),
+            "cpu": cpu_fact("model name"),  # of the first node
             "devices": devices,
             "launcher": LAUNCHER if NODE_DIR in os.environ else None,
         },
@@ -229,7 +232,7 @@ def accepted_changes(
     *,
     resumes: bool = False,
 ) -> dict[str, Any]:
-    """Log the changes since the last start; return keys `changed`, `accepted` for provenance.json.
+    """Log the changes since the last start; return values of the start for provenance.json.
 
     `facts` has the result of `identity_facts` and the script. `derived`: the plan's values of
     settings that may be null. `resumes`: this start resumes from a checkpoint of another directory.
@@ -272,6 +275,7 @@ def accepted_changes(
     return {
         "changed": {change.what: new[change.what] for change in changes if change.what in new},
         "accepted": sorted({change.name for change in changes if change.dangerous}),
+        "altered": sorted({change.name for change in changes}),
     }
 
 

@@ -219,7 +219,7 @@ def start_run(
     if launch.rank == 0:
         step = int(Path(run.resume_from or "checkpoint-0").name.rpartition("-")[2])
         note_restarts(settings.run.restarts_in_job, step)
-        mark_run_started(output_dir)
+        mark_run_started(output_dir, launch.gpus)
         if not run.finished:
             name = tracker_name(settings.training, run.run_id)
             prepare_trackers(settings, name, output_dir, run.run_id, step)

@@ -19,6 +19,7 @@ from utils.callbacks.metrics import MixtureShares, Throughput
 from utils.callbacks.nonfinite import NonFiniteGuard
 from utils.callbacks.profiler import ProfilerWindow
 from utils.callbacks.progress import Progress
+from utils.callbacks.resume_check import ResumeCheck
 from utils.callbacks.stop import StopWatch
 from utils.callbacks.watchdog import HangWatch
 from utils.config.errors import ConfigurationError
@@ -120,6 +121,7 @@ class Callbacks:
     memory: MemoryMonitor
     guard: NonFiniteGuard
     journal: Journal
+    resume_check: ResumeCheck
     live: LiveView
     samples: Samples
     balance: ExpertBalance | None
@@ -136,7 +138,7 @@ class Callbacks:
             self.epochs, *self.own.made.values(), self.watchdog, self.inherited, self.stop,
             self.early_stopping,
             self.average, self.profiler, self.throughput, self.mixture, self.memory, self.guard,
-            self.journal, self.live,
+            self.journal, self.resume_check, self.live,
         ]  # fmt: skip
         return [callback for callback in order if callback is not None]
 

@@ -132,7 +132,10 @@ def test_what_the_optimizer_brings_along_cannot_be_accepted(name, value, runs, c
 def test_data_is_compared_by_its_contents(runs, caplog):
     record = runs.start(train_data=["elsewhere/a"])
     assert warned(caplog)[0].endswith("  train_data: data/a -> elsewhere/a (the same contents)")
-    assert record == {"changed": {"train_data": ["elsewhere/a"]}, "accepted": []}
+    altered = ["train_data"]
+    assert record == {
+        "changed": {"train_data": ["elsewhere/a"]}, "accepted": [], "altered": altered,
+    }  # fmt: skip
     moved = {"train_data": ["elsewhere/a"]}
     facts = {"data": {"train": ["bbbb"], "held": ["iiii"]}}
     caplog.clear()
@@ -206,7 +209,8 @@ def test_other_weights_under_adapters_are_refused_until_accepted(fine_tuning, ca
     assert "its model_name_or_path: model-2.safetensors is 2222, now it is 3333" in problem
     assert "--accept_changes model_name_or_path)," in problem
     accepted = adapters.start(**moved, facts=other, accept=["model_name_or_path"])
-    assert accepted == {"changed": {}, "accepted": ["model_name_or_path"]}
+    names = ["model_name_or_path"]
+    assert accepted == {"changed": {}, "accepted": names, "altered": names}
     assert adapters.start(**moved, facts=other) == {}
     (problem,) = refused(adapters, **moved, facts=other, lora_r=4, accept=["lora_r"])
     assert "its checkpoints hold other tensors" in problem

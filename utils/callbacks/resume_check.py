@@ -1,0 +1,136 @@
+"""A check that other nodes compute the repeated steps of a resumed run as earlier nodes did."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+from typing_extensions import override
+
+from utils.callbacks.journal import Journal
+from utils.checkpoints.discovery import DAMAGED, set_aside
+from utils.checkpoints.record import RunRecord
+from utils.config.errors import UnfitClusterError
+from utils.host.collectives import on_rank_0
+from utils.host.journal_file import STARTS
+from utils.launch.ledger import Fault, record
+
+logger = logging.getLogger(__name__)
+
+# Figure, share of its value, least limit: how far two computations of a log may differ, unless the
+# bits have to be equal. In benchmarks/results, other numbers of ranks change losses by 1e-5
+# (exactness/world_sizes.json), and training in 8 bits by at most 3.5 % (gpu/fp8.json).
+LIMITS = (("loss", 0.1, 0.02), ("grad_norm", 0.5, 0.0))
+# Changes after which the figures stay the same, but not their last bits.
+HARMLESS = {"environment", "eval_data", "per_device_train_batch_size", "strategy", "versions"}
+ALIKE = "strategy", "world_size", "replicas", "devices", "cpu"  # of a launch, for equal bits
+Values = Mapping[str, Any]  # a line of metrics.jsonl, or an element of `starts` in provenance.json
+
+
+class ResumeCheck(TrainerCallback):
+    """Compares the first `count` training logs after a resume with those of other nodes.
+
+    `journal` has logs after the checkpoint if the start that wrote the checkpoint ended without a
+    later one. The run repeats these steps anyway. deterministic: full_determinism is on.
+    """
+
+    def __init__(self, count: int, deterministic: bool, journal: Journal):
+        self.count, self.deterministic, self.journal = count, deterministic, journal
+        self.due: list[int] = []  # steps to compare, on all ranks
+
+    @override
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Find the steps to compare; collective after a resume."""
+        self.resumed_at = state.global_step
+        lines, self.journal.earlier = self.journal.earlier, []
+        if self.count and self.resumed_at:
+            self.due = on_rank_0(lambda: self._plan(lines))
+
+    def _plan(self, lines: Sequence[Values]) -> list[int]:
+        try:
+            *starts, self.now = RunRecord(self.journal.path.parent).starts
+            index, self.logs = logs_after(self.resumed_at, lines, starts)
+            if not self.logs:
+                return []
+            self.then, later = starts[index], [*starts[index + 1 :], self.now]
+            launches = [start["launch"] for start in (self.then, self.now)]
+            gpus = [{(host, gpu) for host, gpu in launch["gpus"]} for launch in launches]
+            self.suspects = sorted(gpus[0] ^ gpus[1])
+            alike = all(launches[0].get(name) == launches[1].get(name) for name in ALIKE)
+            altered = {name for start in later for name in start.get("altered") or ()}
+            self.exact = self.deterministic and alike and not altered
+            if self.suspects and not altered <= HARMLESS:
+                changed = ", ".join(sorted(altered - HARMLESS))
+                logger.info("resume check: left out, changed: %s", changed)
+            elif self.suspects:
+                return sorted(self.logs)[: self.count]
+        except Exception as error:  # a damaged record must not end the run
+            logger.warning("resume check: left out, the record cannot be read: %r", error)
+        return []
+
+    @override
+    def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
+        """Compare a training log; collective at the steps that are due."""
+        step = state.global_step
+        if step in self.due and "loss" in logs:
+            on_rank_0(lambda: self._compare(step, logs))
+
+    def _compare(self, step: int, logs: Values) -> None:
+        """Log that the nodes agree, or raise UnfitClusterError."""
+        there, here = (", ".join(one["launch"]["hosts"]) for one in (self.then, self.now))
+        text = difference(self.logs[step], logs, self.exact)
+        if not text:
+            logger.info(
+                "resume check: step %d is as on %s. The run repeats this step anyway", step, there
+            )
+            return
+        checkpoints = self.journal.checkpoints
+        checkpoints.finish()
+        saved = [checkpoints.directory(save.step) for save in checkpoints.saves]
+        for path in filter(Path.is_dir, saved):
+            logger.warning("%s may be wrong: set aside as %s", path, set_aside(path, DAMAGED))
+        cause = f"step {step}: {text}, first on {there}, then on {here}"
+        faults = {host: Fault(host, "mismatch", cause, gpu) for host, gpu in self.suspects}
+        said = (
+            f"{cause}. One of these nodes computes wrong. Submit the same command again with "
+            f"--exclude={','.join(faults)}. If a third node agrees with {there}, the run goes on, "
+            f"and {here} was wrong. If not, {there} was, and so may be checkpoint-"
+            f"{self.resumed_at}. --verify_resume_steps 0 resumes without this check."
+        )
+        raise UnfitClusterError([said, *filter(None, [record(faults.values())])])
+
+
+def logs_after(
+    step: int, lines: Iterable[Values], starts: Sequence[Values]
+) -> tuple[int, dict[int, Values]]:
+    """Return the first start that logged steps after a checkpoint (its index), and these logs.
+
+    Logs before a later resume from an earlier step are left out: they belong to other weights.
+    """
+    logs: dict[int, Values] = {}
+    began = [datetime.fromisoformat(start["time"]).timestamp() for start in starts]
+    current = first = 0
+    for line in lines:
+        if line["event"] in STARTS:
+            # Times in provenance.json are whole seconds.
+            current = max(sum(at <= line["time"] + 1 for at in began) - 1, 0)
+            if line["event"] == "started" or line["step"] < step:
+                logs = {}
+        elif line["event"] == "train" and line["step"] > step:
+            first = first if logs else current
+            if first == current:
+                logs[line["step"]] = line
+    return first, logs
+
+
+def difference(old: Values, new: Values, exact: bool) -> str:
+    """Return the figures of a log that differ too much, or "". `exact`: by any bit."""
+    texts = []
+    for name, share, least in LIMITS:
+        if name in old and name in new:
+            limit = 0.0 if exact else max(share * abs(old[name]), least)
+            if abs(new[name] - old[name]) > limit:
+                texts.append(f"{name} {old[name]!r} and {new[name]!r}")
+    return ", ".join(texts)

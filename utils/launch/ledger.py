@@ -1,0 +1,195 @@
+"""The ledger of bad nodes: a line of JSON for each fault of a node, appended by all jobs.
+
+The file is STOKER_LEDGER, which a group can share, or .stoker/nodes.jsonl in the repository. Only
+Slurm jobs write the latter. The job scripts run two commands:
+
+    python -m utils.launch.ledger note NOTES CODE DOWN VERDICT   after a failed step: `note_faults`
+    python -m utils.launch.ledger leave-out ASKED NODES          at a requeue: `plan_to_leave_out`
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from utils.config.errors import ExitCode
+from utils.host.journal_file import LATEST, printable
+from utils.launch.slurm import expand_hosts
+from utils.launch.verdict import CONSEQUENCE, GPUS, Note, likelihood, read_notes
+
+WEEK_S = 7 * 86400
+_ROOT = Path(__file__).parents[2]
+_UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")  # a final * means: does not answer
+_HARDWARE = re.compile(
+    r"uncorrectable (ECC|NVLink)|ECC error|\bXid\b|GPU is lost|fallen off the bus"
+    r"|over nvlink or a hardware error", re.IGNORECASE,
+)  # fmt: skip
+# NCCL's errors of this node. Its "remote process exited" follows from another rank's end.
+_LOCAL_NCCL = re.compile(r"NCCL error.*(unhandled (system|cuda) error|internal error)")
+# The ranks in a text of `hang_verdict`, and the nodes that failed a check.
+_HUNG = re.compile(r"(?m)^rank (\d+) on (\S+) (?:gave no sign of life|made no progress)")
+_REFUSED = re.compile(
+    r"(?m)(?:^|\s)(\S+?):? (?:the job has \d+ GPUs on this node|there is no \S+ on PATH"
+    r"|slurm/cluster\.env failed|.+ cannot start the launcher|does not see )"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of the ledger. `record` sets job and time."""
+
+    node: str
+    kind: str  # hang, hardware (ECC, Xid), nccl, slow, refused (a check), lost or mismatch
+    cause: str
+    gpu: str = ""  # its UUID, if it is known
+    job: str = ""
+    time: float = 0.0  # unix seconds
+
+
+def ledger_path() -> Path:
+    """Return the path of the ledger, which may be missing."""
+    return Path(os.environ.get("STOKER_LEDGER") or _ROOT / ".stoker" / "nodes.jsonl")
+
+
+def record(faults: Iterable[Fault]) -> str:
+    """Append faults of this job to the ledger; return why that failed, or "". Raises nothing."""
+    if not os.environ.keys() & {"SLURM_JOB_ID", "STOKER_LEDGER"}:
+        return ""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    known = {"job": job, "time": round(time.time(), 3)}
+    try:
+        ledger_path().parent.mkdir(exist_ok=True)
+        for fault in faults:
+            cause = printable(" ".join(fault.cause.split()))[:300]
+            line = json.dumps({**asdict(fault), **known, "cause": cause})
+            with ledger_path().open("ab", buffering=0) as file:  # one write
+                file.write(f"\n{line}\n".encode())  # apart from a line that was left unfinished
+    except OSError as error:
+        return f"the ledger of bad nodes cannot be written: {error}"
+    return ""
+
+
+def read_ledger() -> tuple[list[Fault], int]:
+    """Return the faults, oldest first, and the number of damaged lines. Raises OSError."""
+    faults, damaged = [], 0
+    lines = ledger_path().read_bytes().splitlines() if ledger_path().exists() else []
+    for line in filter(bytes.strip, lines):
+        try:
+            fault = Fault(**json.loads(line))
+            texts = fault.node, fault.kind, fault.cause, fault.gpu, fault.job
+            if not (all(text.isprintable() for text in texts) and 0 <= fault.time <= LATEST):
+                raise ValueError
+            faults.append(fault)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            damaged += 1
+    return sorted(faults, key=lambda fault: fault.time), damaged
+
+
+def number(name: str, default: float) -> float:
+    """Return the number in an environment variable, `default` if it is not set or no number."""
+    with suppress(KeyError, ValueError):
+        return float(os.environ[name])
+    return default
+
+
+def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
+    """Return the nodes to leave out at a requeue, with their faults within a week of now."""
+    least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
+    # A clock that jumped may have written times of the future. One node of a mismatch is healthy.
+    recent = [one for one in faults if abs(now - one.time) <= WEEK_S and one.kind != "mismatch"]
+    counts = Counter(fault.node for fault in recent)
+    return Counter({node: count for node, count in counts.items() if count >= least > 0})
+
+
+def note_faults(
+    hosts: Sequence[str], notes_dir: str, code: str, down: str, verdict: str
+) -> list[str]:
+    """Record the faults that ended a step on `hosts`; return lines for the job's log.
+
+    notes_dir: has the notes of the ranks. down: the nodes that Slurm lost.
+    """
+    notes: list[Note] = []
+    gpus: list[str] = []
+    with suppress(OSError, ValueError, TypeError):  # judge without a damaged note
+        notes = read_notes(Path(notes_dir))
+        gpus = json.loads((Path(notes_dir) / GPUS).read_text(encoding="utf-8"))
+    found = [Fault(host, "lost", f"down: {verdict}") for host in expand_hosts(down)]
+    if not found and int(code) != ExitCode.OUT_OF_MEMORY:
+        found = [*find_faults(verdict, notes, hosts, dict(enumerate(gpus)))]
+    faults = {fault.node: fault for fault in found}.values()
+    named = ", ".join(f"{fault.node} ({fault.kind})" for fault in faults)
+    return [record(faults) or f"noted in {ledger_path()}: {named}"] if faults else []
+
+
+def find_faults(
+    verdict: str, notes: Sequence[Note], hosts: Sequence[str], gpus: Mapping[int, str]
+) -> Iterator[Fault]:
+    """Yield the faults of nodes that ended a step. `gpus`: the UUID of a rank's GPU."""
+    failed = [note for note in notes if note.kind == "failed"]
+    for note in failed:
+        if _HARDWARE.search(note.text):
+            yield Fault(note.host, "hardware", note.text, gpus.get(note.rank, ""))
+    local = {note.host: note for note in failed if _LOCAL_NCCL.search(note.text)}
+    # A node without notes, or a rank with another end, may be the cause of the errors of NCCL.
+    alike = all(likelihood(note) == CONSEQUENCE for note in notes)
+    if len(local) == 1 and alike and {note.host for note in notes} == {*hosts}:
+        yield from (Fault(host, "nccl", note.text) for host, note in local.items())
+    hung = {host: int(rank) for rank, host in _HUNG.findall(verdict)}
+    if not verdict.startswith("All ") and (len(hosts) == 1 or hung.keys() < {*hosts}):
+        yield from (Fault(host, "hang", verdict, gpus.get(rank, "")) for host, rank in hung.items())
+    # If all nodes fail a check, the user's environment may be the cause.
+    refused = {host for host in _REFUSED.findall(verdict) if host in hosts}
+    if refused < {*hosts} or re.search("but torch sees [1-9]", verdict):
+        yield from (Fault(host, "refused", verdict) for host in sorted(refused))
+
+
+def plan_to_leave_out(own: Sequence[str], asked: str, nodes: str) -> list[str]:
+    """Return the new ExcNodeList of a job ("": no change) and a text for its log, if any.
+
+    own: the nodes that it had. asked: the nodes that it excludes and requires, and its reservation
+    (squeue's %x|%n|%v). nodes: those of its partition (sinfo's %N|%t|%c|%m|%G|%f). The job has to
+    be able to start: as many nodes remain that are up and have the cores, memory, GPUs and features
+    of a node in `own`.
+    """
+    excluded, required, reservation = asked.replace("(null)", "").split("|")
+    rows = {}
+    for row in (line.strip() for line in nodes.splitlines() if "|" in line):
+        name, state, *shape = row.split("|")
+        rows[name] = _UP.fullmatch(state) is not None, shape
+    shapes = [rows[name][1] for name in own if name in rows]
+    by_user = {*expand_hosts(excluded)}
+    fits = {name for name, (up, shape) in rows.items() if up and shape in shapes} - by_user
+    spare = 0 if reservation else len(fits) - len(own)  # the nodes of a reservation are unknown
+    chosen, words = "", []
+    for name, count in bad_nodes(read_ledger()[0]).most_common():
+        if name not in rows or name in by_user:
+            continue
+        if name in expand_hosts(required) or (name in fits and spare < 1):
+            words.append(f"cannot do without {name} ({count} faults in 7 days)")
+        else:
+            chosen += f",{name}"
+            spare -= name in fits
+            words.append(f"leaves out {name} ({count} faults in 7 days)")
+    text = f"the next start {', '.join(words)}" if words else ""
+    return [f"{excluded}{chosen}".strip(",") if chosen else "", text]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command of a job script and print its lines."""
+    command, *words = sys.argv[1:] if argv is None else argv
+    hosts = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", ""))
+    lines = note_faults(hosts, *words) if command == "note" else plan_to_leave_out(hosts, *words)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
