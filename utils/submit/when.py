@@ -169,7 +169,7 @@ def work_left(command: Sequence[str], nodes: int, gpus: int, gpu: str) -> tuple[
     folder = re.findall(r"run directory: (.+) \(\w+\)$", said, re.MULTILINE)[0]
     folder, done = resumed[0] if resumed else (folder, 0)
     run, left = read_run(Path(folder), whole=False), steps - int(done)
-    if left <= 0:
+    if left <= 0 or "a start would have nothing to do" in said:
         raise ConfigurationError("nothing is left to train")
     first = [start for start in run.starts if not int(start.job.get("restart_in_job") or 0)]
     began = [(start.trained, start.job.get("start_time")) for start in first]

@@ -104,7 +104,7 @@ def table(tmp_path, monkeypatch, capsys):
         assert when.main([str(tmp_path), gpu, *words]) == 0
         return capsys.readouterr().out
 
-    call.options = tmp_path / "options"
+    call.options, call.script = tmp_path / "options", tmp_path / "train.py"
     call.calls = tmp_path / "calls"
     return call
 
@@ -147,6 +147,16 @@ def test_without_a_known_speed_the_starts_are_shown_and_a_refused_batch_has_its_
     table.options.write_text(OPTIONS.replace("h100:8", "4").replace("sbatch: time ", other))
     shown = table()
     assert re.search(r"^ +1  starts .*, does not divide$", shown, re.MULTILINE)
+
+
+def test_a_finished_run_has_nothing_left(table):
+    resumes = "a start would resume from {run}/checkpoint-300"
+    assert resumes in DRY_RUN
+    finished = DRY_RUN.replace(resumes, "{run} is finished: a start would have nothing to do")
+    table.script.write_text(finished.format(run="runs/a"))
+    shown = table("H100-80GB")
+    assert re.search(r"^ +2  starts .*, nothing is left to train$", shown, re.MULTILINE)
+    assert "earliest end" not in shown
 
 
 def test_jobs_without_a_time_limit_or_with_gpus_in_total_are_refused(table):
