@@ -1,5 +1,6 @@
 """report.html, rendered from page.html and page.js: a single file that needs no network."""
 
+import contextlib
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from utils.host.atomic_files import replace_text
 from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.journal_file import counted, duration, printable, sampled_losses
 from utils.host.redaction import redact
+from utils.launch.ledger import Fault, read_ledger
 from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
 from utils.observe.endings import advice, end_of_run, end_of_start, run_in_words, start_in_words
@@ -38,7 +40,7 @@ from utils.observe.run_state import (
 
 FILE_NAME, FOLDER_PAGE = REPORT, "runs.html"
 CURVE_POINTS = 60  # of a small curve
-SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000}
+SHOWN = {"spikes": 30, "evaluations": 20, "documents": 200, "characters": 4000, "faults": 50}
 _HERE = Path(__file__).parent
 # Control characters, halves of surrogate pairs and noncharacters. Names and texts may contain them.
 _NOT_IN_HTML = re.compile(
@@ -136,12 +138,16 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
         rows.append(
             {"run": run, "name": names[run.run], "curve": curve, "link": _link(page, output)}
         )
+    faults: list[Fault] = []
+    with contextlib.suppress(OSError):  # status.py --nodes names the error
+        faults = read_ledger()[0][-SHOWN["faults"] :]
     states = [run.state for run in runs]
     states += ["failed" if job.log else "waiting" for job in jobs]
     facts = {
         "title": f"Runs in {folder.resolve()}", "now": time.time(), "rows": rows, "jobs": jobs,
         "counts": Counter(states), "sums": sums_of_hours(runs, names),
         "refresh_s": refresh_s, "charted": False, "points": CURVE_POINTS, "below": below,
+        "faults": faults[::-1],
     }  # fmt: skip
     _write(output, "folder.html", facts, {"charts": [], "marks": []})
     return Text(f"{printable(str(output))}: {len(runs)} runs, {clock(time.time())}")

@@ -42,6 +42,10 @@ def test_a_folder_has_one_page_with_all_its_runs(tmp_path, monkeypatch, capsys):
     jobs = {"8": run_state.Job("8", "PENDING", "Priority", None, HOSTILE, None, str(job.resolve()))}
     jobs["9"] = run_state.Job("9", "RUNNING", "None", None, "of another folder")
     monkeypatch.setattr("utils.observe.page.queued_jobs", lambda _users: jobs)
+    ledger = tmp_path / "nodes.jsonl"
+    monkeypatch.setenv("STOKER_LEDGER", str(ledger))
+    fault = {"node": "n7", "kind": "hang", "cause": f"rank 1 {HOSTILE}", "time": BEGIN, "job": "5"}
+    ledger.write_text(json.dumps(fault) + "\n")
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     assert status.main(["--all", str(runs), "--html"]) == 0
     said = capsys.readouterr().out
@@ -61,6 +65,7 @@ def test_a_folder_has_one_page_with_all_its_runs(tmp_path, monkeypatch, capsys):
                   '<span class="badge waiting">waiting', "160 <span", "of 160", "width:100",
                   "<td>folder sweep</td>", "GPU-hours"):  # fmt: skip
         assert words in page, words
+    assert '<td class="t">n7</td><td class="t">hang</td>' in page
     (points,) = set(re.findall(r'points="([^"]+)"', page))
     places = [tuple(map(float, point.split(","))) for point in points.split()]
     assert places[0][0] == 0
