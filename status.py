@@ -9,11 +9,15 @@
     python status.py --all --sync          uploads what wandb recorded offline, from the login node
     python status.py --space               sizes, purge, quota, and what can be deleted without loss
     python status.py --keep runs/my-run    a verified copy of its results in STOKER_ARCHIVE
+    python status.py runs/my-run --spikes  the steps at which the loss was far above the usual
+    python status.py runs/my-run --step 61 the documents of this step, their losses and texts
 
-It works while a run waits, trains, or after it died, on a login node, within a second.
+It works while a run waits, trains, or after it died, on a login node, within a second; --step loads
+the data and the checkpoint before the step.
 """
 
 import argparse
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,26 +25,24 @@ from pathlib import Path
 from utils.launch.entry import start
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Show one run, several, or all below a folder."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run")
-    parser.add_argument(
-        "--all", nargs="?", const="runs", metavar="DIR", help="all runs below a folder (runs/)"
-    )
-    parser.add_argument(
-        "--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="redraw (every 5 s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument(
-        "--html", nargs="?", const="", metavar="FILE", help="write a page of --all (DIR/runs.html)"
-    )
-    parser.add_argument("--sync", action="store_true", help="upload what wandb recorded offline")
-    parser.add_argument("--space", nargs="?", const=".", metavar="DIR", help="sizes, purge, quota")
-    parser.add_argument("--keep", metavar="RUN", help="copy its results to STOKER_ARCHIVE")
-    parser.add_argument("--nodes", action="store_true", help="the faults of nodes, of all jobs")
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options, and refuse those that do not go together."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="directory of a run")
+    add("--all", nargs="?", const="runs", metavar="DIR", help="all runs below a folder (runs/)")
+    add("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="redraw (every 5 s)")
+    add("--json", action="store_true", help="print a list of objects")
+    page = "write a page of --all (DIR/runs.html)"
+    add("--html", nargs="?", const="", metavar="FILE", help=page)
+    add("--sync", action="store_true", help="upload what wandb recorded offline")
+    add("--space", nargs="?", const=".", metavar="DIR", help="sizes, purge, quota")
+    add("--keep", metavar="RUN", help="copy its results to STOKER_ARCHIVE")
+    add("--nodes", action="store_true", help="the faults of nodes, of all jobs")
+    add("--spikes", action="store_true", help="list spikes of loss and gradient norm")
+    add("--step", metavar="N", help="the documents of step N, or of steps A-B")
+    add("--no_loss", action="store_true", help="--step without a checkpoint")
     given = parser.parse_args(argv)
     if given.runs and given.all is not None:
         parser.error("name runs, or a folder with --all")
@@ -51,25 +53,47 @@ def main(argv: list[str] | None = None) -> int:
     others = given.runs or given.all or given.json or given.sync or given.watch
     if (others or given.html is not None) and (given.space or given.keep):
         parser.error("--space and --keep go with no other option")
+    if (given.step or given.spikes) and (len(given.runs) != 1 or given.watch is not None):
+        parser.error("--step and --spikes are of one RUN, and not with --watch")
+    return given
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Show one run, several, or all below a folder."""
+    given = parsed(argv)
+    from utils.observe import status_lines as lines
     from utils.observe.space import keep_run, show_space
-    from utils.observe.status_lines import display, say, show_nodes, show_runs, sync_wandb
 
     if given.keep:
-        keep_run(Path(given.keep), say)
+        keep_run(Path(given.keep), lines.say)
         return 0
     if given.space:
-        say(show_space(Path(given.space)))
+        lines.say(show_space(Path(given.space)))
+        return 0
+    if given.step or given.spikes:
+        lines.read_status(run := Path(given.runs[0]), {})  # refuses other folders
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the output
+        if given.step:
+            from utils.launch.script import configure_environment
+
+            configure_environment()  # before the libraries below read it
+            from utils.run.documents import show_step
+
+            lines.say(show_step(run, given.step, given.json, not given.no_loss))
+        else:
+            lines.say(lines.show_spikes(run, given.json))
         return 0
     if given.sync:
-        return sync_wandb(given.runs, given.all)
+        return lines.sync_wandb(given.runs, given.all)
     if given.html is not None:
         from utils.observe.page import write_folder_page
 
         file = Path(given.html) if given.html else None
-        return display(partial(write_folder_page, given.all, file, given.watch), given.watch)
+        return lines.display(partial(write_folder_page, given.all, file, given.watch), given.watch)
+    look = partial(lines.show_runs, given.runs, given.all, given.json)
     if given.nodes:
-        return display(partial(show_nodes, given.json), given.watch)
-    return display(partial(show_runs, given.runs, given.all, given.json), given.watch)
+        look = partial(lines.show_nodes, given.json)
+    return lines.display(look, given.watch)
 
 
 if __name__ == "__main__":

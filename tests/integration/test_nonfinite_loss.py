@@ -80,11 +80,15 @@ def test_a_run_ends_before_anything_of_a_spoilt_step_is_kept(kind, start, tmp_pa
     assert documents(run) == expected
     named = ", ".join(f"{document} of {poisoned}" for document in sorted(expected))
     assert f"{named} (all of them: {run}/nonfinite-step-4.json)" in str(caught.value)
-    for help_ in ("--accept_changes train_data", "--learning_rate"):
+    for help_ in ("--accept_changes train_data", "--learning_rate", f"{run} --step 4"):
         assert help_ in str(caught.value)
     last = tiny.train_lines(run)[-1]
     assert last["step"] == STEP
     assert math.isfinite(float(last["loss"])) == (kind == "inf_gradient")
+    (tmp_path / "skip").write_text(f"{poisoned} {SPOILT}\n")
+    past = {"skip_documents": tmp_path / "skip", "accept_changes": "skip_documents"}
+    assert start(run, kind, **past) == 0
+    assert all(map(math.isfinite, tiny.losses(run)))
 
 
 @pytest.mark.parametrize("step", [STEP, 6])

@@ -90,8 +90,10 @@ def test_a_script_is_a_short_story(script):
     text = (ROOT / script).read_text()
     assert text.count("\n") <= SCRIPT_LINES
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    assert [function.name for function in functions] == ["main"]
-    assert (functions[0].end_lineno or 0) - functions[0].lineno < MAIN_LINES
+    first = ["parsed"] if script == "status.py" else []  # its many options
+    assert [function.name for function in functions] == [*first, "main"]
+    for function in functions:
+        assert (function.end_lineno or 0) - function.lineno < MAIN_LINES
 
 
 def test_both_training_scripts_take_the_same_steps():

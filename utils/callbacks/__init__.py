@@ -9,6 +9,6 @@ profiler    a trace of `profile_steps`, and a table of the most expensive kernel
 stop        stops or saves at the same step on all ranks: signals, files, the time limit
 evaluation  early stopping, and samples of what the model says
 resume_check  compares repeated steps with those of other nodes
-nonfinite   ends a run whose loss, gradient or weights are not finite
+nonfinite   ends a run whose loss, gradient or weights are not finite, or whose loss spikes
 watchdog    ends a run that hangs; hang.txt: the stacks and collectives of all ranks
 """

@@ -1,9 +1,11 @@
-"""Ends a run with a non-finite loss, gradient or weight, and names the documents of that step."""
+"""Ends a run at a non-finite loss, gradient or weight, or at a loss spike; names the documents."""
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 from typing_extensions import override
 
-from utils.config.errors import NotFiniteError
+from utils.checkpoints.discovery import numbered_checkpoints
+from utils.config.errors import NotFiniteError, SpikeError
 from utils.data.loader import TrainLoader
 from utils.host.atomic_files import replace_text
 from utils.host.collectives import Agreement, gathered, on_rank_0
 from utils.host.journal_file import strict_json
+from utils.host.spikes import WINDOW, Spike, next_commands, spikes_in
 
 NAMED = 4  # documents in the message; nonfinite-step-N.json lists all
 
@@ -31,6 +35,7 @@ class Finding:
     losses: dict[int, float] = field(default_factory=dict)  # by index of the micro-batch
     gradient_norm: float | None = None
     weights: tuple[str, ...] = ()
+    spike: Spike | None = None  # of a finite logged loss
 
 
 class NonFiniteGuard(TrainerCallback):
@@ -42,10 +47,14 @@ class NonFiniteGuard(TrainerCallback):
 
     judges_gradients: False if a loss scaler (fp16) handles gradients that overflow.
     context_parallel: the number of ranks that share a micro-batch.
+    on_spike: "stop" ends the run at a logged loss that is a spike, too. Rank 0 finds it.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], context_parallel: int = 1):
+    def __init__(
+        self, output_dir: str | os.PathLike[str], context_parallel: int = 1, on_spike: str = "none"
+    ):
         self.output_dir, self.context_parallel = Path(output_dir), context_parallel
+        self.on_spike = on_spike
         self.judges_gradients = True
         self.agreement: Agreement | None = None  # while training
         self.losses: list[torch.Tensor] = []  # of the current step
@@ -104,6 +113,11 @@ class NonFiniteGuard(TrainerCallback):
             self.findings.append(Finding(self.rank, self.last_step, weights=tuple(weights)))
         group = self.agreement.group
         found = [finding for findings in gathered(self.findings, group) for finding in findings]
+        spikes = [finding.spike for finding in found if finding.spike]
+        if len(spikes) == len(found) > 0:
+            saved = [step for step, _ in numbered_checkpoints(self.output_dir)]
+            commands = next_commands(self.output_dir, spikes[0], saved)
+            raise SpikeError(f"{spikes[0]}\n{commands}\nto train past it: --on_spike none")
         if found:
             given = found, self.loader, self.output_dir, self.context_parallel
             raise NotFiniteError(on_rank_0(lambda: write_report(*given), group))
@@ -123,6 +137,16 @@ class NonFiniteGuard(TrainerCallback):
             if spoilt or wrong_norm:
                 finding = Finding(self.rank, step, spoilt, norm if wrong_norm else None)
                 self.findings.append(finding)
+
+    @override
+    def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
+        """Judge a logged loss on rank 0; the history includes the losses before a resume."""
+        if self.on_spike == "none" or "loss" not in logs or self.rank:
+            return
+        newest = (line for line in reversed(state.log_history) if "loss" in line)
+        found = spikes_in([*islice(newest, WINDOW + 2)][::-1])
+        if found and found[-1].last_step == state.global_step:
+            self.findings.append(Finding(self.rank, state.global_step - 1, spike=found[-1]))
 
     @override
     def on_epoch_end(self, *_: Any, **kwargs: Any) -> None:
@@ -163,6 +187,7 @@ def write_report(
     The file lists the documents of the micro-batches, or of the global batch if all losses are
     finite. `context_parallel` ranks share a micro-batch.
     """
+    found = [finding for finding in found if finding.spike is None]
     step = min(finding.step for finding in found)
     found = [finding for finding in found if finding.step == step]
     losses: list[dict[str, Any]] = [
@@ -203,7 +228,8 @@ def write_report(
         f"step {step + 1}: {causes[0]}{more}.\n"
         f"documents of {of_what}: {named}{', ...' if documents[NAMED:] else ''} ({where})\n"
         "Nothing of this step was saved or exported. The same command meets the same batch again. "
-        "Look at these documents and remove what is wrong with them (then add --accept_changes "
-        "train_data); if the losses rose before, lower --learning_rate or clip more "
-        "(--max_grad_norm, where 0 clips nothing)."
+        f"Its documents: python status.py {shlex.quote(str(run))} --step {step + 1}. Leave some "
+        "out (--skip_documents FILE --accept_changes skip_documents), or repair them (then add "
+        "--accept_changes train_data). If the losses rose before, lower --learning_rate or clip "
+        "more (--max_grad_norm, where 0 clips nothing)."
     )

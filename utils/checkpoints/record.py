@@ -86,6 +86,7 @@ START: dict[str, Any] = {
     },
     "versions": {}, "given": {}, "changed": {}, "data": {}, "model_config": {}, "base_weights": {},
     "altered": _are_texts,
+    "skip_documents": {},
 }  # fmt: skip
 
 

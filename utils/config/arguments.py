@@ -48,6 +48,7 @@ class RunArguments:
     restarts_in_job: int = 3
     max_gpu_hours: float | None = None
     verify_resume_steps: int = 2
+    on_spike: str = setting("none", choices=("none", "stop"))
     save_minutes: float | None = 30
     save_best: bool = False
     early_stopping_patience: int | None = None
@@ -75,6 +76,7 @@ class DataArguments(RawDataArguments):
     packing: str = setting("best_fit", choices=("best_fit", "in_order", "concat", "none"))
     order: str = setting("shuffled", choices=("shuffled", "sequential"))
     on_overlong: str = setting("error", choices=("error", "truncate", "drop"))
+    skip_documents: str | None = None
     tokenizer_name_or_path: str | None = None
 
 

@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     NO_PROGRESS = 77  # three restarts reached no new checkpoint
     NOT_FINITE = 78  # a loss, gradient or weight that is NaN or infinite
     OUT_OF_MEMORY = 79  # a device or a host has too little memory for these settings
+    SPIKE = 80  # on_spike: stop, and a logged loss is far above the usual
 
 
 class Report(list[tuple[int, str]]):
@@ -120,6 +121,13 @@ class NotFiniteError(ConfigurationError):
     """A loss, gradient or weight that is not finite. The message names the step's documents."""
 
     exit_code, kind = ExitCode.NOT_FINITE, "not finite"
+    ending = "failed"
+
+
+class SpikeError(ConfigurationError):
+    """A loss spike in a run with `on_spike: stop`. The message names the step and commands."""
+
+    exit_code, kind = ExitCode.SPIKE, "loss spike"
     ending = "failed"
 
 

@@ -39,6 +39,7 @@ MOOT: Rules = (
     ("save_strategy", _is("no"), "save_steps save_minutes save_best"),
     ("save_strategy", _is("epoch"), "save_steps"),
     ("logging_strategy", _is("no", "epoch"), "logging_steps"),
+    ("logging_strategy", _is("no"), "on_spike"),
     ("lr_scheduler_type", _is("constant", "constant_with_warmup"), "lr_scheduler_kwargs"),
     ("report_to", _is(None, "none", [], ["none"]), "run_name"),
     ("sample_prompts", _is([]), "sample_max_new_tokens"),

@@ -73,12 +73,15 @@ class PackedDataset(Dataset):
 
     pad_token_id fills the end of a sequence. No document attends to padding, so any id works.
     to_longest: pad a micro-batch to its longest sequence, rounded up to a multiple of PADDED_TO.
+    skipped: rows of each dataset that become padding, so that all others keep their places.
     """
 
     def __init__(
-        self, datasets: Sequence[TokenDataset], plans: Sequence[PackPlan], pad_token_id: int = 0
-    ):
+        self, datasets: Sequence[TokenDataset], plans: Sequence[PackPlan], pad_token_id: int = 0,
+        skipped: Sequence[np.ndarray] = (),
+    ):  # fmt: skip
         self.datasets, self.plans = tuple(datasets), tuple(plans)
+        self.skipped = list(skipped) or [np.zeros(0, dtype=np.int64)] * len(plans)
         self.to_longest = False
         self.sequence_length = plans[0].sequence_length
         self.pad_token_id = pad_token_id
@@ -105,6 +108,10 @@ class PackedDataset(Dataset):
         for source, indices, own in self._by_source(np.asarray(sequences, dtype=np.int64)):
             of_sequence, segments = self.plans[source].segments_of(own)
             ids, marks = self.datasets[source].pieces(segments)
+            for place in np.isin(segments.document, self.skipped[source]).nonzero()[0].tolist():
+                # Without its tokens: an overflow in its layers would spoil all gradients.
+                ids[place] = np.full(len(ids[place]), self.pad_token_id, dtype=np.int32)
+                marks[place] = np.zeros(len(ids[place]), dtype=bool)
             owners.append(indices[of_sequence])
             tokens += ids
             trained += marks

@@ -31,8 +31,8 @@ from utils.data.description import (
     read_description,
     states_of,
 )
-from utils.data.packing import Segments
-from utils.host.atomic_files import paths_inside, replace_text
+from utils.data.packing import PackPlan, Segments
+from utils.host.atomic_files import from_here, paths_inside, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +232,28 @@ def warn_of_small_split(name: str, dataset: TokenDataset) -> None:
             f"tokens with a loss): below {FEW_DOCUMENTS} documents or {FEW_LOSS_TOKENS:,} tokens "
             "its loss is too noisy to compare runs"
         )
+
+
+def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
+    """Return the log line of a packed dataset: documents, tokens, sequences, tokens left out.
+
+    `most`: the number of sequences that an evaluation reads; None means all.
+    """
+    found = dataset.description.statistics
+    fill = plan.sequence_tokens.mean() / plan.sequence_length
+    line = (
+        f"{from_here(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
+        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled)"
+    )
+    if dataset.loss_mask is not None:
+        line += f", {found.loss_tokens / found.tokens:.1%} of them trained on"
+    if treated := [f"{count:,} {what}" for what, count in plan.counts.items() if count]:
+        line += f"; documents {', '.join(treated)}"
+    if plan.left_out_tokens:
+        line += f"; {plan.left_out_tokens:,} tokens left out"
+    if most is not None and most < plan.sequences:
+        line += f"; evaluations take {most:,} of these sequences, always the same ones"
+    return line
 
 
 def _padding_problem(dataset: TokenDataset) -> Iterator[str]:

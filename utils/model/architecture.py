@@ -168,8 +168,8 @@ def check_room(needed: int, what: str) -> None:
     room = memory_room_bytes()
     if needed > room:
         raise ConfigurationError(
-            f"{what} {needed / 2**30:,.0f} GiB, and {room / 2**30:,.0f} GiB are free here: see "
-            "that its head_dim and other sizes are right."
+            f"{what} {needed / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB are free here: see "
+            "that its head_dim and other sizes are right, or take a larger machine."
         )
 
 

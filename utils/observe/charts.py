@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from utils.config.errors import ConfigurationError
+from utils.host.spikes import Spike
 from utils.observe.findings import (
     DEVICE,
     PHASES,
     Line,
     Point,
-    Spike,
     column,
     memory_table,
     slowest,
@@ -159,7 +159,7 @@ def charts_of(
 ) -> list[Chart]:
     """Return a run's charts.
 
-    found: the result of `spikes`. memory: of `memory_by_rank`. waited: of `stragglers`.
+    found: the result of `spikes_in`. memory: of `memory_by_rank`. waited: of `stragglers`.
     """
     curves = Curves(run)
     trained, (smooth, count) = curves.trained, curves.smoothed()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from utils.checkpoints.files import FINAL
+from utils.config.errors import SpikeError
 from utils.host.journal_file import duration
 from utils.host.run_lock import BY_USER
 from utils.observe.history import History, Page, Start
@@ -219,6 +220,8 @@ def advice(run: History, end: End, job: Job | None) -> str:
         before = "change what the page says helps most, then "
     elif end is End.NOT_FINITE:
         before = "the same settings fail at the same step; change what the log says, then "
+    elif run.starts and f"{SpikeError.kind}: " in (run.starts[-1].error or ""):
+        before = f"see python status.py {where} --spikes; skip documents, or with --on_spike none "
     how = "resume" if run.checkpoints else "start again"
     if end is End.STOPPED and _why_stopped(run.starts[-1]).startswith("max_gpu_hours"):
         how = "resume with a larger --max_gpu_hours"

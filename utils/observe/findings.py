@@ -1,7 +1,6 @@
-"""Analyses for the report: time spent, loss spikes, slow ranks, memory, settings."""
+"""Analyses for the report: time spent, slow ranks, memory, settings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,6 @@ from utils.host.journal_file import FILE_NAME, read_line
 from utils.observe.endings import end_of_start
 from utils.observe.history import History, Start
 
-SPIKE_SCORE = 8.0  # robust standard deviations above the previous logs
-# `spikes` compares BLOCK losses with WINDOW earlier losses, of which SHORTEST must be finite.
-WINDOW, BLOCK, SHORTEST = 64, 16, 16
 # Settings that differ in every run.
 OWN_SETTINGS = ("output_dir", "run_name", "accept_changes", "dry_run")
 HOURS = (
@@ -120,51 +116,6 @@ def _seconds_of(start: Start) -> dict[str, float]:
         found.append((event, np.array(seconds), column(lines, "lost")))
     spent = {key: float(np.sum(times * (1 - undone))) for key, times, undone in found}
     return spent | {"lost": sum(float(np.sum(times * undone)) for _, times, undone in found)}
-
-
-@dataclass
-class Spike:
-    """Consecutive logs with a loss far above earlier logs. `loss`: the highest of these losses."""
-
-    step: int
-    last_step: int
-    loss: float
-    before: float  # median of the previous logs
-    score: float
-    grad_norm: float | None
-
-
-def spikes(lines: Sequence[Line]) -> list[Spike]:
-    """Return the losses that are more than SPIKE_SCORE robust deviations above earlier losses.
-
-    Consecutive high losses form one spike. A loss that is not finite is always a spike.
-    """
-    kept = [line for line in lines if line.get("loss") is not None]
-    losses = column(kept, "loss")
-    found: list[Spike] = []
-    previous = -2  # the index of the last log that belongs to a spike
-    for first in range(0, len(losses), BLOCK):
-        window = losses[max(0, first - WINDOW) : first]
-        window = window[np.isfinite(window)]
-        if len(window) < SHORTEST:
-            continue
-        middle = float(np.sort(window)[len(window) // 2])  # np.median takes ten times as long
-        # The median deviation of a normal distribution is 0.67 standard deviations. For equal
-        # losses it is zero, so the spread is at least a thousandth of the loss.
-        away = float(np.sort(np.abs(window - middle))[len(window) // 2])
-        spread = max(1.4826 * away, 1e-3 * abs(middle), 1e-9)
-        scores = (losses[first : first + BLOCK] - middle) / spread
-        for index in (np.flatnonzero(~(scores < SPIKE_SCORE)) + first).tolist():
-            line, loss = kept[index], float(losses[index])
-            step, score = line["step"], float((loss - middle) / spread)
-            spike = Spike(step, step, loss, middle, score, line.get("grad_norm"))
-            if index == previous + 1:
-                before = found.pop()
-                higher = before if loss <= before.loss else spike  # also for NaN
-                spike = replace(higher, step=before.step, last_step=step)
-            found.append(spike)
-            previous = index
-    return found
 
 
 def memory_by_rank(run: History) -> list[Point]:

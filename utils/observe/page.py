@@ -22,6 +22,7 @@ from utils.host.atomic_files import replace_text
 from utils.host.journal_file import FILE_NAME as JOURNAL
 from utils.host.journal_file import counted, duration, printable, sampled_losses
 from utils.host.redaction import redact
+from utils.host.spikes import spikes_in
 from utils.launch.ledger import Fault, read_ledger
 from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, draw_picture, starts_on_axes
@@ -217,7 +218,7 @@ def _facts_of_one(run: History) -> dict[str, Any]:
         "names_of_hours": findings.HOURS, "seconds": seconds, "hours": hours_of(run),
         "whole_s": sum(seconds.values()) or 1.0,
         "memory": memory, "fullest": findings.memory_table(memory),
-        "stragglers": findings.stragglers(run), "spikes": findings.spikes(run.trained),
+        "stragglers": findings.stragglers(run), "spikes": spikes_in(run.trained),
         "samples": samples[::-1],
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -18,8 +19,10 @@ from utils.checkpoints.files import readable
 from utils.config.errors import ConfigurationError
 from utils.host.journal_file import counted, duration, printable, strict_json
 from utils.host.redaction import load_env_file, redact
+from utils.host.spikes import next_commands, spikes_in
 from utils.launch.ledger import bad_nodes, ledger_path, read_ledger
 from utils.observe.endings import Job
+from utils.observe.history import read_run
 from utils.observe.hours import PROCESS_HOURS, amount
 from utils.observe.run_state import (
     STATES,
@@ -81,6 +84,19 @@ def show_nodes(as_json: bool) -> str | RenderableType:
         cells = node, counts, "yes" if node in bad else "no", last, jobs, gpus, own[-1].cause
         table.add_row(*map(Text, cells))
     return Group(Text(f"{ledger_path()}: {len(faults)} faults, {damaged} damaged lines"), table)
+
+
+def show_spikes(run: Path, as_json: bool) -> str:
+    """Return the spikes of loss and gradient norm of a run, with the commands to type next."""
+    history = read_run(run)
+    found = [*spikes_in(history.trained, "grad_norm"), *spikes_in(history.trained)]
+    if as_json:
+        return strict_json([{**vars(spike), "steps": spike.steps} for spike in found], indent=1)
+    where, saved = shlex.quote(str(run)), [manifest.step for manifest in history.checkpoints]
+    lines = [f"{spike}\n  python status.py {where} --step {spike.steps}" for spike in found]
+    if not found:
+        return f"{run}: no spikes in {len(history.trained):,} logs"
+    return "\n".join([*lines, f"step {found[-1].steps}:", next_commands(run, found[-1], saved)])
 
 
 def display(look: Callable[[], str | RenderableType], watch_s: float | None) -> int:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from utils.checkpoints.adoption import known_data, resumed_record
 from utils.checkpoints.record import settings_in_force
 from utils.config.arguments import (
+    DataArguments,
     accumulation_steps,
     eval_splits,
     fitting_micro_batch,
@@ -25,10 +26,12 @@ from utils.config.settings import RunSettings, with_derived
 from utils.data.loader import PackedDataset
 from utils.data.order import GlobalBatchSampler, SampleOrder, steps_for
 from utils.data.packing import PackPlan, plan_packing
+from utils.data.skipped import read_skipped
 from utils.data.token_dataset import (
     TokenDataset,
     dataset_problems,
     open_token_dataset,
+    packing_line,
     warn_of_small_split,
 )
 from utils.data.tokenizers import (
@@ -37,7 +40,6 @@ from utils.data.tokenizers import (
     load_tokenizer,
     tokenizer_sha256,
 )
-from utils.host.atomic_files import from_here
 from utils.host.collectives import on_rank_0
 from utils.launch.processes import LaunchFacts
 from utils.model.config import compare_with_model, new_token_ids
@@ -58,11 +60,10 @@ FEW_STEPS = 50  # too few to learn from
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run. weights: the share of each source; None: in proportion to its size."""
+    """The datasets of a run."""
 
     train: PackedDataset
     evaluation: dict[str, PackedDataset]
-    weights: list[float] | None
     tokenizer_sha256: str
     new_tokens: Sequence[int]  # ids without a row in the weights
     prompts: "Sequence[Prompt]"  # evaluations log the model's completions of these
@@ -232,17 +233,7 @@ def load_run_data(
         problems += _tokenizer_problems(dataset, tokenizer, sha256)
     if problems:
         raise ConfigurationError(problems)
-    plans = [
-        plan_packing(
-            dataset.lengths,
-            data.sequence_length,
-            data.packing,
-            data.on_overlong if fine_tuning else "split",
-            has_targets=dataset.has_targets if fine_tuning else None,
-            where=str(dataset.path),
-        )
-        for dataset in opened
-    ]
+    plans = [pack(dataset, data, fine_tuning=fine_tuning) for dataset in opened]
     for (name, _), dataset, plan in zip(named, opened, plans, strict=True):
         most = data.max_eval_sequences if name in splits else None
         logger.info("%s: %s", name, packing_line(dataset, plan, most))
@@ -252,16 +243,36 @@ def load_run_data(
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
     first = len(sources)
+    skipped = on_rank_0(lambda: read_skipped(data.skip_documents, opened[:first]))
+    if data.skip_documents:
+        count = sum(map(len, skipped))
+        logger.info("skip_documents %s: %s are not trained on", data.skip_documents, f"{count:,}")
     evaluation = zip(splits, opened[first:], plans[first:], strict=True)
-    weights = [weight for weight in sources.values() if weight is not None]
     return RunData(
-        PackedDataset(opened[:first], plans[:first], padding),
+        PackedDataset(opened[:first], plans[:first], padding, skipped),
         {name: PackedDataset([rows], [plan], padding) for name, rows, plan in evaluation},
-        weights or None,
         sha256,
         new_token_ids(settings, tokenizer),
         _prompts(settings, tokenizer, config, opened[:first] if fine_tuning else ()),
     )
+
+
+def pack(dataset: TokenDataset, data: DataArguments, *, fine_tuning: bool) -> PackPlan:
+    """Plan the sequences of a dataset. Raises ConfigurationError as `plan_packing` does."""
+    return plan_packing(
+        dataset.lengths,
+        data.sequence_length,
+        data.packing,
+        data.on_overlong if fine_tuning else "split",
+        has_targets=dataset.has_targets if fine_tuning else None,
+        where=str(dataset.path),
+    )
+
+
+def sample_order(train: PackedDataset, data: DataArguments, seed: int) -> SampleOrder:
+    """Return the order of the training sequences."""
+    weights = [weight for weight in train_sources(data.train_data).values() if weight is not None]
+    return SampleOrder(train.per_source, seed, weights or None, data.order == "shuffled")
 
 
 def _prompts(
@@ -318,28 +329,6 @@ def _open(directory: str, split: str = "train", known: Collection[str] = ()) -> 
     return opened[0] if opened else open_token_dataset(directory, split, known)
 
 
-def packing_line(dataset: TokenDataset, plan: PackPlan, most: int | None = None) -> str:
-    """Return the log line of a packed dataset: documents, tokens, sequences, tokens left out.
-
-    `most`: the number of sequences that an evaluation reads; None means all.
-    """
-    found = dataset.description.statistics
-    fill = plan.sequence_tokens.mean() / plan.sequence_length
-    line = (
-        f"{from_here(dataset.path)}: {found.documents:,} documents, {found.tokens:,} tokens in "
-        f"{plan.sequences:,} sequences of {plan.sequence_length:,} ({fill:.1%} filled)"
-    )
-    if dataset.loss_mask is not None:
-        line += f", {found.loss_tokens / found.tokens:.1%} of them trained on"
-    if treated := [f"{count:,} {what}" for what, count in plan.counts.items() if count]:
-        line += f"; documents {', '.join(treated)}"
-    if plan.left_out_tokens:
-        line += f"; {plan.left_out_tokens:,} tokens left out"
-    if most is not None and most < plan.sequences:
-        line += f"; evaluations take {most:,} of these sequences, always the same ones"
-    return line
-
-
 def plan_steps(
     settings: RunSettings, data: RunData, launch: LaunchFacts, report: Report
 ) -> GlobalBatchSampler:
@@ -375,8 +364,7 @@ def plan_steps(
     else:
         # The last global batch is full: its missing sequences come from one more epoch.
         total_steps = steps_for(training.num_train_epochs * rows, sizes)
-    shuffled = settings.data.order == "shuffled"
-    order = SampleOrder(data.train.per_source, training.seed, data.weights, shuffled)
+    order = sample_order(data.train, settings.data, training.seed)
     sampler = GlobalBatchSampler(order, sizes, micro_batch, rank, ranks, total_steps)
     shared = f" / {context_parallel} (context_parallel)" if context_parallel > 1 else ""
     readers = f"{counted_ranks(launch.world_size)}{shared}"

@@ -7,5 +7,6 @@ provenance  provenance.json; refuses to resume with settings that change what th
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio
 finish      makes the callbacks; evaluates and exports at the end of training
 export      writes the finished model to final/, and LoRA's adapter to adapter/
+documents   status.py --step: the documents of a step, their texts and losses
 chat        chat.py: conversations with a finished model or a checkpoint
 """

@@ -25,6 +25,7 @@ from utils.model.adapters import load_adapter
 from utils.model.architecture import (
     accept_xlstm_kernels,
     causal_lm_class,
+    check_room,
     choose_xlstm_kernels,
     without_weights,
 )
@@ -91,9 +92,11 @@ def load(path: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         accept_xlstm_kernels()
         model_config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         choose_xlstm_kernels(model_config, torch.device(device).type)
-        without_weights(model_config)  # refuses a model that would take hours to build
+        built = without_weights(model_config)  # refuses a model that would take hours to build
         if not hasattr(model_config, "quantization_config"):  # else its tensors have other shapes
             check_without_loading(base, exact=False, config=model_config)
+            weights = built.num_parameters() * getattr(model_config.dtype, "itemsize", 4)
+            check_room(weights if device == "cpu" else 0, f"{base}: its weights take")
         loaded: Any = causal_lm_class(model_config).from_pretrained(
             base, config=model_config, dtype=dtype, device_map=device, output_loading_info=True
         )

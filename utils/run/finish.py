@@ -92,7 +92,7 @@ def run_callbacks(
         throughput=Throughput(context_parallel=options.context_parallel),
         mixture=MixtureShares(),
         memory=memory,
-        guard=NonFiniteGuard(output_dir, options.context_parallel),
+        guard=NonFiniteGuard(output_dir, options.context_parallel, options.on_spike),
         journal=journal,
         resume_check=ResumeCheck(
             options.verify_resume_steps, settings.training.full_determinism, journal

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from utils.checkpoints.discovery import own_checkpoint
+from utils.checkpoints.files import file_digests
 from utils.checkpoints.record import RunRecord, settings_in_force
 from utils.config.arguments import train_sources
 from utils.config.declarations import is_true, shown
@@ -99,7 +100,7 @@ def slurm_job(environment: Mapping[str, str]) -> dict[str, Any] | None:
 # their type, and the curve of the learning rate.
 IDENTITY = frozenset({
     "train_data", "sequence_length", "packing", "order", "on_overlong", "global_batch_size", "seed",
-    "batch_warmup",
+    "batch_warmup", "skip_documents",
     "model_name_or_path", "model_revision", "model_config", "init_from", "tokenizer_name_or_path",
     "dtype", "bf16", "fp16", "fp8", "lora_alpha", "use_rslora", "lr_scheduler_type",
     "lr_scheduler_kwargs", "warmup_steps", "stochastic_rounding", "ema_decay", "load_in_4bit",
@@ -127,6 +128,7 @@ WEIGHTS = ("model_name_or_path", "init_from")
 # Settings that name files: a new value may name the same contents, so the contents are compared.
 NAMES_CONTENTS = (
     "train_data", "tokenizer_name_or_path", "model_config", *WEIGHTS, "model_revision", "loss",
+    "skip_documents",
 )  # fmt: skip
 # Contents that a resumed run may change: the change is logged.
 HARMLESS_CONTENTS = ("eval_data", "versions", "environment", "callbacks")
@@ -189,8 +191,13 @@ def identity_facts(settings: RunSettings, data: RunData) -> dict[str, Any]:
     """Return digests of the data, tokenizer and model, for provenance.json; only on rank 0."""
     launch = settings.values.environment
     by_fsdp2 = is_true("ACCELERATE_USE_FSDP", launch) and launch.get("FSDP_VERSION") == "2"
+    left_out: dict[str, str | int] = {}
+    if file := settings.data.skip_documents:
+        left_out = {"file SHA-256": file_digests([Path(file).expanduser()])[0]}
+        left_out["documents"] = sum(map(len, data.train.skipped))
     return {
         "data": data.fingerprints(),
+        "skip_documents": left_out,
         "tokenizer_sha256": data.tokenizer_sha256,
         "model_config": model_contents(settings),
         "base_weights": base_weights(settings),
@@ -211,6 +218,7 @@ def _contents(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     variables = " ".join(map(without_indices, facts.get("environment") or ()))
     held = {
         "train_data": {"content fingerprint": data.get("train")},
+        "skip_documents": facts.get("skip_documents") or {},
         "tokenizer_name_or_path": {"SHA-256": facts.get("tokenizer_sha256")},
         "model_config": facts.get("model_config") or {},
         "model_name_or_path": weights.get("sha256", weights),

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from utils.callbacks.nonfinite import Finding, NonFiniteGuard, spoilt_weights, write_report
-from utils.config.errors import NotFiniteError
+from utils.config.errors import NotFiniteError, SpikeError
 from utils.data.loader import DocumentPart
 
 ARGS = SimpleNamespace(device=torch.device("cpu"), process_index=0, ddp_timeout=60)
@@ -134,3 +134,42 @@ def test_the_report_names_the_earliest_step_of_any_rank(tmp_path):
     message = write_report([Finding(0, 0, gradient_norm=math.nan)], LOADER, tmp_path / "gone")
     assert "global batch: 0 of /data/x, 1 of /data/x, 2 of /data/x, 3 of /data/x, ... (" in message
     assert "the list of all could not be written: [Errno 2]" in message
+
+
+def logged(run: Run, losses: list[float]) -> None:
+    """Train a step for each loss, and log it as Trainer does."""
+    for loss in losses:
+        run.step(loss)
+        line = {"loss": loss, "grad_norm": 1.0, "step": run.state.global_step}
+        run.state.log_history.append(line)
+        run.event("on_log", logs={"loss": loss})
+
+
+def test_a_spike_ends_the_run_before_anything_is_saved_unless_it_is_off(tmp_path):
+    for step in (10, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    run = Run(tmp_path)
+    logged(run, [2.0, 2.1] * 16 + [9.0, 9.0])
+    run.guard.settle()
+    run.guard.on_spike = "stop"
+    run.event("on_log", logs={"eval_loss": 99.0})
+    logged(run, [2.0, 2.1])
+    run.guard.settle()
+    with pytest.raises(SpikeError, match=r"step 37: loss 8, usually 2\.1: ") as caught:
+        logged(run, [8.0, 2.0, 2.0])
+    assert run.state.global_step == 38, "all ranks learn of a spike in the next step"
+    assert caught.value.exit_code == 80
+    message = str(caught.value)
+    assert f"python status.py {tmp_path} --step 37 --json | head -n 4 >skip.jsonl" in message
+    assert "--skip_documents skip.jsonl --accept_changes skip_documents\n" in message
+    with pytest.raises(SpikeError):
+        run.guard.settle()
+    assert not list(tmp_path.glob("nonfinite*"))
+
+
+def test_a_loss_that_is_not_finite_wins_over_a_spike(tmp_path):
+    run = Run(tmp_path)
+    run.guard.on_spike = "stop"
+    logged(run, [2.0] * 20)
+    with pytest.raises(NotFiniteError, match="step 21: the loss of rank 0 in micro-batch 1 is nan"):
+        logged(run, [math.nan, 2.0, 2.0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from made_up_run import BEGIN, iso, write_run
 
+from utils.host.spikes import spikes_in
 from utils.observe import findings
 from utils.observe.charts import charts_of, charts_of_several, starts_on_axes
 from utils.observe.endings import End, end_of_run, end_of_start, run_in_words, start_in_words
@@ -97,20 +98,20 @@ def test_spikes_are_found_and_noise_is_not():
     noise = np.random.default_rng(0)
     losses = 2 + 3 * np.exp(-np.arange(3000) / 300) + 0.05 * noise.standard_normal(3000)
     lines = [{"step": 10 * place, "loss": float(loss)} for place, loss in enumerate(losses)]
-    assert findings.spikes(lines) == []
+    assert spikes_in(lines) == []
     for place in (700, 701, 702, 1500):
         lines[place] = {"step": 10 * place, "loss": 4.0 + (place == 701), "grad_norm": 7.0}
     lines[1999] = {"step": 19990, "loss": 9.0}
-    lines[2000] = {"step": 20000, "loss": "NaN"}
-    found = findings.spikes(lines)
+    lines[2000] = {"step": 20000, "loss": np.nan}
+    found = spikes_in(lines)
     assert [(one.step, one.last_step) for one in found] == [
         (7000, 7020), (15000, 15000), (19990, 20000),
     ]  # fmt: skip
-    assert found[0].loss == 5.0
-    assert np.isnan(found[2].loss)
+    assert found[0].value == 5.0
+    assert np.isnan(found[2].value)
     assert found[0].grad_norm == 7.0
     assert found[0].before == pytest.approx(2.3, abs=0.1)
-    assert findings.spikes(lines[:10]) == []
+    assert spikes_in(lines[:10]) == []
 
 
 def test_the_figures_settings_and_what_differs(made_up_run, tmp_path):
@@ -139,7 +140,7 @@ def test_thinning_keeps_every_extreme_and_gaps():
 
 def test_each_chart_has_its_series_on_three_axes(made_up_run):
     run = read_run(made_up_run)
-    charts = {chart["title"]: chart for chart in charts_of(run, findings.spikes(run.trained))}
+    charts = {chart["title"]: chart for chart in charts_of(run, spikes_in(run.trained))}
     loss = {line["label"]: line for line in charts["Loss"]["lines"] if line["style"] != "lost"}
     assert loss["train"]["step"] == list(range(1, 161))
     assert loss["train"]["tokens"][-1] == 160 * 4096

@@ -1,0 +1,68 @@
+"""The rule for spikes, with numbers computed by hand, and the commands that follow a spike."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from utils.host.spikes import SHORTEST, WINDOW, next_commands, spikes_in
+
+
+def logs(values, every=1, name="loss"):
+    """Return training logs, one every so many steps."""
+    return [{"step": every * (place + 1), name: value} for place, value in enumerate(values)]
+
+
+# The median is 2.0. Half of the distances from it are 0.0 and half 0.1, so their median is 0.05
+# (of an even number) and a deviation is 1.4826 * 0.05 = 0.07413: the limit is 2.593.
+USUAL = [2.0, 2.1, 2.0, 1.9] * 8
+
+
+def test_a_value_is_a_spike_above_eight_deviations():
+    assert spikes_in(logs([*USUAL, 2.593])) == []
+    (spike,) = spikes_in(logs([*USUAL, 2.594]))
+    assert (spike.step, spike.before) == (33, 2.0)
+    assert spike.score == pytest.approx(0.594 / 0.07413)
+    assert str(spike).startswith("step 33: loss 2.594, usually 2: 8.0 deviations above")
+
+
+def test_a_smooth_curve_has_a_deviation_of_a_hundredth():
+    flat = [3.0] * 20
+    assert spikes_in(logs([*flat, 3.239])) == []
+    (spike,) = spikes_in(logs([*flat, 3.25]))
+    assert spike.score == pytest.approx(0.25 / 0.03)
+
+
+def test_the_first_values_are_never_spikes_and_only_a_window_counts():
+    assert spikes_in(logs([2.0] * (SHORTEST - 1) + [9.0])) == []
+    assert len(spikes_in(logs([2.0] * SHORTEST + [9.0]))) == 1
+    fallen = [9.0] * 200 + [2.0] * WINDOW
+    assert [spike.step for spike in spikes_in(logs([*fallen, 4.0]))] == [201 + WINDOW]
+    assert spikes_in(logs([9.0] * 200 + [2.0] * 20 + [4.0])) == [], "the median is still 9"
+
+
+def test_consecutive_spikes_are_one_and_a_log_may_be_a_mean_over_steps():
+    lines = logs([*USUAL, 4.0, 6.0, 5.0, 2.0, math.nan], every=10)
+    high, nan = spikes_in(lines)
+    assert (high.steps, high.last_step, high.value) == ("321-330", 350, 6.0)
+    assert (nan.steps, nan.score) == ("361-370", math.inf)
+    assert "(high until step 350)" in str(high)
+    assert spikes_in(lines, "grad_norm") == []
+    norms = [line | {"grad_norm": 1.0 + (line["step"] == 200)} for line in lines]
+    assert [spike.steps for spike in spikes_in(norms, "grad_norm")] == ["191-200"]
+
+
+def test_the_commands_resume_before_the_spike():
+    (spike,) = spikes_in(logs([*USUAL, 9.0]))
+    run = Path("runs/my run")
+    shown, choose, skip = next_commands(run, spike, [10, 20, 32]).splitlines()
+    assert shown.endswith("python status.py 'runs/my run' --step 33")
+    assert choose.endswith("--step 33 --json | head -n 4 >skip.jsonl")
+    assert skip.endswith("with --skip_documents skip.jsonl --accept_changes skip_documents")
+    elsewhere = (
+        " --resume_from_checkpoint 'runs/my run/checkpoint-20' --output_dir 'runs/my run-skip'"
+    )
+    assert next_commands(run, spike, [40, 20]).endswith(f"skip_documents{elsewhere}")
+    for saved in ([], [33, 40]):
+        anew = next_commands(run, spike, saved)
+        assert anew.endswith("--skip_documents skip.jsonl --output_dir 'runs/my run-skip'")

@@ -1,0 +1,41 @@
+"""The file of `skip_documents`: a line for each document that is not trained on."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from utils.config.errors import ConfigurationError
+from utils.data.token_dataset import TokenDataset
+
+
+def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.ndarray]:
+    """Return the skipped rows of each dataset, in rising order. Raises ConfigurationError."""
+    found: list[set[int]] = [set() for _ in datasets]
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n") if file else []
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"skip_documents {file}: cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            name, row = line.rsplit(maxsplit=1)
+            if line.startswith("{"):
+                content = json.loads(line)
+                name, row = content["dataset"], content["document"]
+            path = Path(name).expanduser().resolve()
+            places = [data.path in (path, path / "train") for data in datasets]
+            source, document = places.index(True), int(row)
+            if not 0 <= document < len(datasets[source]):
+                raise ValueError
+        except (ValueError, KeyError, TypeError) as error:
+            known = ", ".join(f"{data.path} has rows 0 to {len(data) - 1}" for data in datasets)
+            raise ConfigurationError(
+                f"skip_documents {file}, line {number}: {line[:80]!r} names no document that the "
+                f"run trains on ({known}): give lines of status.py RUN --step N --json, or "
+                "DATASET ROW."
+            ) from error
+        found[source].add(document)
+    return [np.array(sorted(rows), dtype=np.int64) for rows in found]

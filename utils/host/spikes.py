@@ -1,0 +1,105 @@
+"""The rule for loss spikes: of `on_spike: stop`, `status.py RUN --spikes` and the report.
+
+A value is a spike if it is more than DEVIATIONS above the median of the WINDOW logged values before
+it, of which there must be SHORTEST, or if it is not finite. One deviation is 1.4826 times their
+median distance from the median (a standard deviation), and at least LEAST_SHARE of the median.
+"""
+
+import math
+import shlex
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WINDOW, SHORTEST = 64, 16  # logged values
+DEVIATIONS, LEAST_SHARE = 8.0, 0.01
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Consecutive logs with a value far above earlier logs. `value`: the highest of these values.
+
+    begin: the first step of which the first log is a mean. step, last_step: of the first and the
+    last log. before: the median of earlier values. score: deviations between `value` and `before`.
+    """
+
+    name: str  # loss or grad_norm
+    begin: int
+    step: int
+    last_step: int
+    value: float
+    before: float
+    score: float
+    grad_norm: float | None
+
+    @property
+    def steps(self) -> str:
+        """The steps of the first log as `status.py --step` takes them: 61, or 51-60."""
+        return str(self.step) if self.begin == self.step else f"{self.begin}-{self.step}"
+
+    def __str__(self) -> str:
+        last = "" if self.last_step == self.step else f" (high until step {self.last_step})"
+        return (
+            f"step {self.steps}: {self.name} {self.value:.4g}, usually {self.before:.4g}{last}: "
+            f"{self.score:.1f} deviations above the median of {WINDOW} logs, {DEVIATIONS:g} allowed"
+        )
+
+
+def spikes_in(lines: Iterable[Mapping[str, Any]], name: str = "loss") -> list[Spike]:
+    """Return the spikes of `name` in training logs; consecutive ones are one spike."""
+    found: list[Spike] = []
+    window = deque[float](maxlen=WINDOW)
+    end, follows = 0, False  # the step of the log before, and whether it is a spike
+    for line in lines:
+        value, step, begin = line.get(name), line["step"], end + 1
+        if not isinstance(value, int | float):
+            continue
+        before, score = _judged(value, window)
+        if score > DEVIATIONS:
+            spike = Spike(name, begin, step, step, value, before, score, line.get("grad_norm"))
+            if follows:
+                first = found.pop()
+                higher = first if value <= first.value else spike  # also for NaN
+                spike = replace(higher, begin=first.begin, step=first.step, last_step=step)
+            found.append(spike)
+        end, follows = step, score > DEVIATIONS
+        if math.isfinite(value):
+            window.append(value)
+    return found
+
+
+def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
+    """Return the median of the values before, and how many deviations `value` is above it."""
+    if len(window) < SHORTEST:
+        return math.nan, 0.0
+    before = median(window)
+    if not math.isfinite(value):
+        return before, math.inf
+    least = max(LEAST_SHARE * abs(before), 1e-9)
+    if value - before <= DEVIATIONS * least:  # most values, which need no second median
+        return before, 0.0
+    distance = median(abs(each - before) for each in window)
+    return before, (value - before) / max(1.4826 * distance, least)
+
+
+def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
+    """Return the commands that show a spike's documents and resume without some of them.
+
+    saved: the steps of the run's checkpoints
+    """
+    command = f"python status.py {shlex.quote(str(run))} --step {spike.steps}"
+    before = max((step for step in saved if step < spike.begin), default=0)
+    newest = max(saved, default=0)
+    flags = " --accept_changes skip_documents" if before else ""
+    if 0 < before < newest:
+        flags += f" --resume_from_checkpoint {shlex.quote(f'{run}/checkpoint-{before}')}"
+    if not before or before < newest:
+        flags += f" --output_dir {shlex.quote(f'{run}-skip')}"
+    return (
+        f"its documents: {command}\n"
+        f"those with the highest loss: {command} --json | head -n 4 >skip.jsonl\n"
+        f"without them: the same training command with --skip_documents skip.jsonl{flags}"
+    )

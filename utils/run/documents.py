@@ -1,0 +1,141 @@
+"""`status.py RUN --step N`: the documents that a step trained on, their texts and losses.
+
+A run records none of this: the order of training is a pure function of settings, data and step. The
+loss is that of the newest checkpoint before the step, of each document alone, as packing has it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.checkpoints.record import settings_in_force
+from utils.config.arguments import DataArguments, batch_sizes, train_sources
+from utils.config.errors import ConfigurationError
+from utils.config.raw_data import take_out_raw
+from utils.data.loader import PackedDataset
+from utils.data.order import GlobalBatchSampler
+from utils.data.packing import Segments
+from utils.data.skipped import read_skipped
+from utils.data.token_dataset import open_token_dataset
+from utils.data.tokenizers import load_tokenizer
+from utils.host.journal_file import printable, strict_json
+from utils.observe.history import History, read_run
+from utils.plan.run_data import pack, sample_order
+from utils.run.chat import load, say
+
+SHOWN = 160  # characters of a text
+# For each part of a document: its JSON line, its token ids, and which of them are trained on.
+Part = tuple[dict[str, Any], np.ndarray, np.ndarray]
+
+
+def show_step(run: Path, steps: str, as_json: bool, with_loss: bool) -> str:
+    """Return the documents of step N, or of steps A-B, the highest loss first; JSON: one a line.
+
+    Raises ConfigurationError if the data of a step cannot be read.
+    """
+    history, (begin, _, end) = read_run(run), steps.partition("-")
+    first, last = (int(step) if step.isdecimal() else 0 for step in (begin, end or begin))
+    if not 0 < first <= last <= (history.max_steps or 0):
+        many = f"{run} has {history.max_steps or 'no'} steps"
+        raise ConfigurationError(f"--step {steps}: give a step, as 61, or steps, as 51-60; {many}.")
+    parts = [*documents_of_steps(history, range(first, last + 1))]
+    losses = _add_losses(history, first, parts) if with_loss else "no losses (--no_loss)"
+    # NaN comes first, because min() with it returns the other argument; None comes last.
+    ranked = [row for row, *_ in parts]
+    ranked.sort(key=lambda row: (row["loss"] is None, -min(math.inf, row["loss"] or 0.0)))
+    head = printable(f"{run}, step {steps}: {len(parts):,} documents, {losses}")
+    if as_json:
+        say(head)
+        return "\n".join(map(strict_json, ranked))
+    return "\n".join([head, *map(_shown, ranked)])
+
+
+def _shown(row: dict[str, Any]) -> str:
+    loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
+    where = f"{row['dataset']} {row['document']}, tokens {row['start']} to {row['stop']}"
+    left_out = ", left out (skip_documents)" if row["skipped"] else ""
+    text = row["text"] if len(row["text"]) <= SHOWN else f"{row['text'][:SHOWN]}..."
+    return f"{loss:>9}  {printable(where + left_out)}\n{'':11}{printable(text)}"
+
+
+def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]:
+    """Yield the documents of steps, with data and settings of the starts that trained them.
+
+    Raises ConfigurationError if this data is gone or has changed.
+    """
+    opened: dict[int, tuple[PackedDataset, GlobalBatchSampler, Any]] = {}
+    for step in steps:
+        # A later start that resumed before this step trained it again.
+        starts = [n for n, one in enumerate(history.starts) if one.trained and one.done < step]
+        start = starts[-1] if starts else len(history.starts) - 1
+        if start not in opened:
+            opened[start] = _opened(history, start)
+        rows, sampler, tokenizer = opened[start]
+        paths = [dataset.path for dataset in rows.datasets]
+        for part in rows.documents_in(sampler.sequences_of_step(step - 1)):
+            source, segment = paths.index(part.dataset), [np.array([each]) for each in part[1:]]
+            (ids,), (mask,) = rows.datasets[source].pieces(Segments(*segment))
+            targets = (mask != 0) & (np.arange(len(mask)) > 0)  # no token predicts the first one
+            yield {
+                "step": step, "loss": None, **part._asdict(), "loss_tokens": int(targets.sum()),
+                "skipped": part.document in rows.skipped[source],
+                "text": tokenizer.decode(ids.tolist()),
+            }, ids, targets  # fmt: skip
+
+
+def _opened(history: History, start: int) -> tuple[PackedDataset, GlobalBatchSampler, Any]:
+    """Return the sequences, the order and the tokenizer of a start. Raises ConfigurationError."""
+    entries = [one.entry for one in history.starts[: start + 1]]
+    settings, entry = settings_in_force(history.path, entries), entries[-1] if entries else {}
+    names = {each.name for each in dataclasses.fields(DataArguments)} & settings.keys()
+    given = DataArguments(**{name: settings[name] for name in names})
+    data, _ = take_out_raw(given, str(settings["output_dir"]))
+    recorded = (entry.get("data") or {}).get("train") or []
+    datasets = [open_token_dataset(each, known=recorded) for each in train_sources(data.train_data)]
+    if recorded and [each.description.fingerprint for each in datasets] != recorded:
+        raise ConfigurationError(
+            f"{', '.join(data.train_data)}: not the data that these steps trained on (another "
+            "fingerprint): put that back to see their documents."
+        )
+    tuning = entry.get("script") == "sft_train.py"
+    plans = [pack(dataset, data, fine_tuning=tuning) for dataset in datasets]
+    rows = PackedDataset(datasets, plans, skipped=read_skipped(data.skip_documents, datasets))
+    order = sample_order(rows, data, settings["seed"])
+    size, by_step = settings["global_batch_size"], settings.get("batch_warmup")
+    sampler = GlobalBatchSampler(order, batch_sizes(size, by_step) if by_step else size, 1, 0, 1, 0)
+    name = data.tokenizer_name_or_path or datasets[0].tokenizer_path
+    return rows, sampler, load_tokenizer(str(name or settings.get("model_name_or_path")))
+
+
+def _add_losses(history: History, step: int, parts: Sequence[Part]) -> str:
+    """Set the loss of each document; return what the losses are, or why there are none."""
+    steps = [manifest.step for manifest in history.checkpoints if manifest.step < step]
+    if not steps:
+        return f"no losses: there is no checkpoint before step {step}"
+    checkpoint = history.path / f"checkpoint-{steps[0]}"
+    if not any(checkpoint.glob("*.safetensors")):
+        return f"no losses: {checkpoint.name} holds the weights in shards, a part for each rank"
+    try:
+        model, _ = load(str(checkpoint), None, "auto")
+        say(f"computing {len(parts):,} losses on {model.device} (--no_loss prints without)")
+        for row, ids, targets in parts:
+            row["loss"] = _loss(model, ids, targets)
+    except (ConfigurationError, MemoryError, torch.OutOfMemoryError) as error:
+        return f"no losses under {checkpoint.name}: {error}"
+    return f"losses under {checkpoint.name} on {model.device}"
+
+
+@torch.inference_mode()
+def _loss(model: Any, ids: np.ndarray, targets: np.ndarray) -> float | None:
+    """Return the mean loss of the trained tokens of a document, None without any."""
+    if not targets.any():
+        return None
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)
+    places = torch.from_numpy(np.flatnonzero(targets)).to(model.device)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, places - 1]
+    return float(torch.nn.functional.cross_entropy(logits.float(), tokens[places]))
