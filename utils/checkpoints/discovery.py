@@ -269,13 +269,15 @@ def whole_checkpoints(output_dir: Path) -> list[tuple[Path, Manifest]]:
 def deletable_checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoints except the newest LEAST_KEPT whole ones and the best one.
 
-    Without a whole checkpoint return []: a person has to decide which one to repair.
+    A checkpoint after the newest whole one may be a save that is still written. Without a whole
+    checkpoint return []: a person has to decide which one to repair.
     """
     if not (whole := whole_checkpoints(output_dir)):
         return []
     intact = [directory for directory, _ in whole]
-    damaged = [path for _, path in numbered_checkpoints(output_dir) if path not in intact]
-    left = leftovers(output_dir, INCOMPLETE, DAMAGED, DELETING, RESHARDED)
+    older = [path for step, path in numbered_checkpoints(output_dir) if step < whole[0][1].step]
+    damaged = [path for path in older if path not in intact]
+    left = leftovers(output_dir, INCOMPLETE, DAMAGED, DELETING)
     return [*_spare(whole, LEAST_KEPT), *damaged, *left]
 
 

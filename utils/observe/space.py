@@ -60,7 +60,8 @@ def show_space(folder: Path) -> str:
         raise ConfigurationError(f"{folder}: no such folder{did_you_mean(folder)}")
     lines, warnings, unneeded = [f"{'size':>12} {'inodes':>9}  what"], list[str](), list[str]()
     jobs, seen = queued_jobs(), set[tuple[int, int]]()
-    for path, kind in find_spaces(folder).items():
+    unread: list[OSError] = []
+    for path, kind in find_spaces(folder, unread).items():
         space = measure(path, purged_by, seen)
         line = f"{readable(space.parts.total()):>12} {space.inodes:>9,}  {path}: {kind}"
         if kind == "run":
@@ -74,7 +75,7 @@ def show_space(folder: Path) -> str:
                 # Mask secrets before quoting: the shell would expand an unquoted ***.
                 names = shlex.join(printable(str(each)) for each in spare)
                 unneeded.append(f"not needed, {freed}: rm -r -- {names}")
-        if int(days) and space.oldest:
+        if int(days) and space.oldest and not _is_below_home(path):
             ends_s = space.oldest[0] + int(days) * DAY_S
             purge = f"purged from {time.strftime('%Y-%m-%d', time.localtime(ends_s))} on"
             line += f"; {purge}"
@@ -83,27 +84,37 @@ def show_space(folder: Path) -> str:
                 then = keep if kind == "run" else "copy it to other storage"
                 warnings.append(f"WARNING  {space.oldest[1]} is {purge}: {then}")
         lines.append(line)
-        warnings += [f"WARNING  not counted: {error}" for error in space.unread[:1]]
+        unread += space.unread[:1]
+    warnings += [f"WARNING  not counted: {error}" for error in unread]
     free = f"free: {readable(discovery.free_bytes(folder))}, without regard to a quota"
     return "\n".join(map(printable, [*lines, *warnings, *unneeded, free, *_quota(folder)]))
 
 
-def find_spaces(folder: Path) -> dict[Path, str]:
+def find_spaces(folder: Path, unread: list[OSError]) -> dict[Path, str]:
     """Return the kind of each run and dataset below a folder, and of the caches.
 
-    Links are followed only in the folder itself, because runs/ is often a link.
+    Links are followed only in the folder itself, because runs/ is often a link. `unread` gets an
+    error for each folder that cannot be read.
     """
-    links = sorted(path for path in folder.iterdir() if path.is_symlink())
-    found = dict[Path, str]()
+    links = sorted(path for path in folder.iterdir() if path.is_symlink() and path.is_dir())
+    found, seen = dict[Path, str](), set[Path]()
     for root in (folder, *links):
-        for top, folders, names in os.walk(root):
+        for top, folders, names in os.walk(root, onerror=unread.append):
             if kind := next((KINDS[name] for name in names if name in KINDS), None):
                 folders.clear()
-                if not any(Path(top).samefile(other) for other in found):
+                real = Path(top).resolve()
+                if real not in seen:
+                    seen.add(real)
                     found[Path(top)] = kind
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     caches = (home, cache_root(), Path(__file__).parents[2] / ".stoker")
     return found | {path: "cache" for path in caches if path.is_dir()}
+
+
+def _is_below_home(path: Path) -> bool:
+    """Return whether a path is in the home directory, which is never purged."""
+    home = Path.home().resolve()
+    return home != Path("/") and path.resolve().is_relative_to(home)
 
 
 def measure(folder: Path, purged_by: str, seen: set[tuple[int, int]]) -> Space:
@@ -144,20 +155,28 @@ def _quota(folder: Path) -> Iterator[str]:
 
 
 def keep_run(run: Path, say: Callable[[str], None]) -> None:
-    """Copy final/, record, journal, report and newest checkpoint of a run to STOKER_ARCHIVE.
+    """Copy final/, record, journal, report, newest and best checkpoint of a run to STOKER_ARCHIVE.
 
-    An earlier copy stays until the new one is complete. Raises ConfigurationError, StorageError,
-    OSError.
+    An earlier copy stays until the new one is complete, or if the run has lost files of it. Raises
+    ConfigurationError, StorageError, OSError.
     """
     archive = _archive_for(run)
     target, work = (each / run.resolve().name for each in (archive, archive / ".incomplete"))
-    newest = discovery.whole_checkpoints(run)[:1]
+    whole = discovery.whole_checkpoints(run)
+    best = discovery.best_checkpoint(whole[0][0]) if whole else None
+    kept = whole[:1] + [each for each in whole[1:] if each[0] == best]
     names = [each for each in (files.CONFIG, PROVENANCE, "report.html") if (run / each).is_file()]
     names += [f"{FINAL}/{each}" for each in files.list_files(run / FINAL)]
-    for directory, manifest in newest:
+    for directory, manifest in kept:
         names += [f"{directory.name}/{each}" for each in (*manifest.files, files.MANIFEST)]
-    if not newest and not (run / FINAL).is_dir():
+    if not kept and not (run / FINAL).is_dir():
         raise ConfigurationError(f"{run} has neither {FINAL}/ nor a whole checkpoint to copy")
+    step = kept[0][1].step if kept else -1
+    if lost := _lost_files(target, [*names, JOURNAL], step):
+        raise StorageError(
+            f"{run} has lost {lost[0]}, which its copy {target} has: nothing was changed. Was the "
+            f"run purged? To copy the run as it is now, move {target} away"
+        )
     size = sum(path.stat().st_size for path in paths_inside(run, names, run).values())
     work.mkdir(parents=True, exist_ok=True)
     remove_abandoned(work, "copy-")
@@ -169,7 +188,7 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
     try:
         shutil.copymode(run, partial)
         problems = files.file_problems(partial, files.flush_and_record(partial, names, run))
-        for directory, manifest in newest:
+        for directory, manifest in kept:
             problems += files.file_problems(partial / directory.name, manifest.files)
         problems += _copy_journal(run / JOURNAL, partial / JOURNAL)
         if problems:
@@ -201,10 +220,17 @@ def _archive_for(run: Path) -> Path:
         )
     if not is_run(run):
         raise ConfigurationError(f"{run} is no run directory{did_you_mean(run)}")
-    ids = {RunRecord(each, lenient=True).run_id for each in (run, target) if each.exists()}
-    if len(ids) > 1 or target == run.resolve():
+    own, there = (RunRecord(each, lenient=True).run_id for each in (run, target))
+    if target == run.resolve() or (target.exists() and (own is None or there != own)):
         raise ConfigurationError(f"{target} is there and stays: name another STOKER_ARCHIVE")
     return archive
+
+
+def _lost_files(copy: Path, names: list[str], step: int) -> list[str]:
+    """Return what an earlier copy has and the run has not, which has checkpoints up to `step`."""
+    there = [name for name in files.list_files(copy) if not name.startswith("checkpoint-")]
+    later = [path.name for at, path in discovery.numbered_checkpoints(copy) if at > step]
+    return [*later, *(name for name in there if name not in names)]
 
 
 def _copy_journal(journal: Path, copy: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import time
 from pathlib import Path
 
@@ -116,6 +117,33 @@ def test_the_oldest_file_decides_when_a_purge_damages_a_run(run, tmp_path, monke
             show_space(tmp_path)
 
 
+def test_a_purge_is_not_expected_at_home_and_an_unreadable_folder_is_named(
+    run, tmp_path, monkeypatch
+):
+    home = tmp_path / "home"
+    dataset, cached = home / "data" / "stoker.json", home / ".cache" / "huggingface" / "blob"
+    for path in (dataset, cached):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (0, 0))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("STOKER_PURGE_DAYS", "30")
+    os.utime(run / "config.yaml", (0, 0))
+    shown = show_space(tmp_path)
+    assert "huggingface: cache" in shown
+    assert line_of(shown, "WARNING").startswith(f"WARNING  {run / 'config.yaml'} is purged from")
+    scan = os.scandir
+
+    def refused(path):
+        if str(path) == str(run.parent):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)  # as root every folder can be read
+    assert f"Permission denied: '{run.parent}'" in line_of(show_space(tmp_path), "WARNING")
+
+
 def test_what_the_quota_commands_say_is_shown_also_above_a_limit_and_without_an_answer(
     tmp_path, monkeypatch
 ):
@@ -131,10 +159,11 @@ def test_what_the_quota_commands_say_is_shown_also_above_a_limit_and_without_an_
 
 
 def test_old_and_damaged_checkpoints_are_not_needed_but_the_newest_two_and_the_best(run, tmp_path):
-    (run / "checkpoint-60").mkdir()  # not committed
+    (run / "checkpoint-60").mkdir()  # perhaps a save that a process writes now
     (run / "damaged.checkpoint-7").mkdir()
     (run / "checkpoint-20" / "model.safetensors").unlink()
-    spare = [run / f"checkpoint-{step}" for step in (10, 60, 20)]
+    (run / "checkpoint-15").mkdir()
+    spare = [run / f"checkpoint-{step}" for step in (10, 20, 15)]
     spare.append(run / "damaged.checkpoint-7")
     assert deletable_checkpoints(run) == spare
     shown = line_of(show_space(tmp_path), "not needed")
@@ -142,7 +171,6 @@ def test_old_and_damaged_checkpoints_are_not_needed_but_the_newest_two_and_the_b
     assert words == ["rm", "-r", "--", *map(str, spare)]
     # A purge cut the newest checkpoint: an older one is needed.
     (run / "checkpoint-50" / "trainer_state.json").unlink()
-    assert run / "checkpoint-50" in deletable_checkpoints(run)
     assert run / "checkpoint-30" not in deletable_checkpoints(run)
     for step in (10, 30, 40):
         (run / f"checkpoint-{step}" / "model.safetensors").unlink()
@@ -174,12 +202,12 @@ def test_a_run_is_kept_and_kept_again_with_its_newest_checkpoint(run, archive):
     keep_run(run, said.append)
     copy = archive / run.name
     expected = ["config.yaml", "final/model.safetensors", "metrics.jsonl", "provenance.json"]
-    inside = [f"checkpoint-50/{name}" for name in ("manifest.json", "model.safetensors")]
-    inside += ["checkpoint-50/trainer_state.json"]
+    parts = ("manifest.json", "model.safetensors", "trainer_state.json")
+    inside = [f"checkpoint-{step}/{name}" for step in (30, 50) for name in parts]  # 30: the best
     copied = sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file())
     assert copied == sorted(expected + inside)
     assert all((copy / name).read_bytes() == (run / name).read_bytes() for name in copied)
-    assert "KiB in 6 files" in said[0]
+    assert "KiB in 9 files" in said[0]
     assert "GiB free" in said[0]
     assert said[1] == f"kept: {copy}, all files read back and verified"
     commit(run, 60, best=60)
@@ -202,6 +230,32 @@ def test_a_damaged_file_is_not_kept_and_the_earlier_copy_stays(run, archive):
     keep_run(run, print)
     assert (archive / run.name / "checkpoint-60").is_dir()
     assert not [*(archive / ".incomplete" / run.name).iterdir()]
+
+
+@pytest.mark.parametrize("purged", ["final/model.safetensors", "config.yaml", "checkpoint-50"])
+def test_the_copy_of_a_run_stays_when_a_purge_took_files_of_the_run(run, archive, purged):
+    keep_run(run, print)
+    copy = archive / run.name
+    before = list_files(copy)
+    if (run / purged).is_dir():
+        shutil.rmtree(run / purged)
+    else:
+        (run / purged).unlink()
+    with pytest.raises(StorageError, match=f"has lost {purged}, which its copy .* has: nothing"):
+        keep_run(run, print)
+    assert list_files(copy) == before
+    shutil.move(copy, archive / "as it was")
+    keep_run(run, print)
+    assert not (copy / purged).exists()
+
+
+def test_runs_without_an_id_do_not_replace_each_other(run, archive, tmp_path):
+    other = write_run(tmp_path / "elsewhere" / run.name)
+    for each in (run, other):
+        (each / "provenance.json").write_text("{")
+    keep_run(run, print)
+    with pytest.raises(ConfigurationError, match="is there and stays"):
+        keep_run(other, print)
 
 
 def test_what_cannot_be_kept_is_refused(run, archive, tmp_path, monkeypatch):
