@@ -69,6 +69,7 @@ figures: recipes-table
 	$(BIN)/python examples/settings_tables.py
 	$(BIN)/python -m benchmarks.figures.exactness
 	$(BIN)/python -m benchmarks.figures.interruptions
+	$(BIN)/python -m benchmarks.figures.staging
 	$(BIN)/python -m benchmarks.figures.speed
 	$(BIN)/python -m benchmarks.figures.speed_plot
 	$(BIN)/python -m benchmarks.figures.loss_plot

@@ -27,10 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     from utils.plan.run_data import choose_sizes, load_run_data, load_run_tokenizer
     from utils.plan.run_plan import log_plan, plan_run
     from utils.run.raw_data import prepare_raw_data
+    from utils.run.staging import stage_data
     from utils.run.start import check_start, start_process
 
     launch = start_process(settings)
     prepare_raw_data(settings)
+    settings = stage_data(settings, launch)
     tokenizer = load_run_tokenizer(settings)
     config = load_model_config(settings, tokenizer)
     settings = choose_sizes(settings, config, launch)

@@ -17,6 +17,8 @@ cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
 find_python
+# shellcheck source=slurm/stage_env.sh
+[[ -z ${STOKER_STAGE_ENV:-} ]] || source slurm/stage_env.sh
 # This fails if Python is too old for the code, or if the container does not start.
 problem=$("${python[@]}" -c 'import utils.launch.node' 2>&1) || refuse 69 \
   "${python[*]} cannot start the launcher (${problem##*$'\n'}): activate the environment that has Stoker's packages in slurm/cluster.env."

@@ -41,7 +41,7 @@ VLLM_OPTIONS = {"--enable-lora", "--lora-modules", "--max-lora-rank"}
 TAKEN_AS_THEY_ARE = {
     *("curl", "docker", "apptainer", "git", "grep", "pip", "rsync", "sacctmgr", "scancel"),
     *("scontrol", "sinfo", "squeue", "tail", "touch", "transformers", "wandb"),
-    *("apt-get", "dpkg-deb", "head", "mv", "sed"),
+    *("apt-get", "dpkg-deb", "head", "mv", "sed", "tar"),
 }
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.figures import exactness, float8, interruptions, loss_plot, speed, speed_plot
+from benchmarks.figures import (
+    exactness,
+    float8,
+    interruptions,
+    loss_plot,
+    speed,
+    speed_plot,
+    staging,
+)
 from utils.observe.history import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +221,7 @@ def test_the_figures_of_the_documents_are_those_of_the_result_files():
         (recipes_table.DOCUMENT, recipes_table.with_tables, "\n- ["),
         (settings_tables.DOCUMENT, settings_tables.with_tables, "\n- `"),
         (interruptions.DOCUMENT, interruptions.with_table, " pretraining |"),
+        (staging.DOCUMENT, staging.with_table, "| `stage_data: true` |"),
         (exactness.DOCUMENT, exactness.with_figures, "| one rank |"),
         (float8.DOCUMENT, float8.with_figures, "| `fp8: true` |"),
     ):

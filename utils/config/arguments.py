@@ -59,6 +59,7 @@ class RunArguments:
     sample_max_new_tokens: int = 64
     accept_changes: list[str] = setting([])
     async_save: bool = False
+    stage_data: bool | str = False
     lm_eval_tasks: list[str] = setting([])
     optim_states: str | None = setting(None, choices=("float32", "bfloat16", "int8"))
     stochastic_rounding: bool = False

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,9 @@ class RunSettings:
     """The parsed settings of a run: one object each for run, data, model, training and own code.
 
     values: every setting by name, with its source. script: file name of the script. raw: the files
-    that the run prepares first; `data` names the result. The objects do not change later: RunPlan
-    has the derived values.
+    that the run prepares first; `data` names the result. staged: (folder, copy) of each split that
+    has a copy on this node, by (directory, split). The objects do not change later: RunPlan has the
+    derived values.
     """
 
     run: RunArguments
@@ -62,6 +63,7 @@ class RunSettings:
     values: SettingValues
     script: str
     raw: RawData | None
+    staged: Mapping[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
     def batch_sizes(self) -> dict[int, int]:

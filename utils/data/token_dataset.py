@@ -47,18 +47,20 @@ PADDING_RUN = 4  # so many equal tokens at the start or end of a row may be padd
 class TokenDataset:
     """The documents of one split, in order, read from memory-mapped Arrow files.
 
-    Pickling stores only path and description, and unpickling in a data worker opens the files.
+    Pickling stores only paths and description, and unpickling in a data worker opens the files.
+    The files are in `folder`, which is `path` or its copy.
     """
 
     path: Path
     description: Description
     columns: dict[str, ListColumn]
+    folder: Path
 
     def __len__(self) -> int:
         return len(self.columns[TOKENS].offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.path, self.description)
+        return _opened, (self.path, self.description, self.folder)
 
     @property
     def loss_mask(self) -> str | None:
@@ -109,15 +111,18 @@ class TokenDataset:
         return np.fromiter((mask.any() for mask in masks), dtype=bool, count=len(documents))
 
 
-def _opened(path: Path, description: Description) -> TokenDataset:
-    files = [path / name for name in description.files] or None
-    return TokenDataset(path, description, open_columns(path, files))
+def _opened(path: Path, description: Description, folder: Path) -> TokenDataset:
+    files = [folder / name for name in description.files] or data_files(folder)
+    return TokenDataset(path, description, open_columns(path, files), folder)
 
 
 def open_token_dataset(
-    path: str | Path, default_split: str = "train", known: Collection[str] = ()
-) -> TokenDataset:
+    path: str | Path, default_split: str = "train", known: Collection[str] = (),
+    staged: tuple[Path, Path] | None = None,
+) -> TokenDataset:  # fmt: skip
     """Open a split, or `default_split` of a folder of splits.
+
+    `staged`: the folder of the split, and its copy that is read instead.
 
     If the split has grown since (prepare_data.py --append), open the version whose fingerprint is
     in `known`.
@@ -128,21 +133,22 @@ def open_token_dataset(
 
     Raises ConfigurationError if `path` is no token dataset, or if stoker.json describes other data.
     """
-    directory = find_split(path, default_split)
-    files, described = data_files(directory), read_description(directory)
+    directory = staged[0] if staged else find_split(path, default_split)
+    folder = staged[1] if staged else directory
+    files, described = data_files(folder), read_description(folder)
     if described is None:
         columns = open_columns(directory, files)
         found = measure_once(directory, files, columns, f"has no {DESCRIPTION_FILE}")
-        return TokenDataset(directory, found, columns)
+        return TokenDataset(directory, found, columns, folder)
     if described.earlier:
-        files = _files_of(directory, files, described)
+        files = _files_of(folder, files, described)
         newest, described = described.statistics, described.version(known)
         if described.statistics is not newest:
             logger.info("%s has grown since this run began, which keeps its first %s documents",
                         directory, f"{described.statistics.documents:,}")  # fmt: skip
             files = files[: len(described.files)]
     columns = open_columns(directory, files)
-    dataset = TokenDataset(directory, described, columns)
+    dataset = TokenDataset(directory, described, columns, folder)
     sizes, times = states_of(files)
     same_sizes = described.files == sizes
     if same_sizes and list(described.modified_ns.items()) == list(times.items()):
@@ -188,7 +194,7 @@ def describe_split(
     found = replace(measure(open_columns(split, files)), files=sizes, modified_ns=times, **origin)
     content = {"format": FORMAT, **asdict(found)}
     replace_text(split / DESCRIPTION_FILE, json.dumps(content, indent=1) + "\n")
-    return _opened(split, found)
+    return _opened(split, found, split)
 
 
 def dataset_problems(

@@ -85,7 +85,7 @@ def load_run_tokenizer(settings: RunSettings) -> PreTrainedTokenizerBase:
     directory = settings.data.tokenizer_name_or_path
     if not directory:
         source = next(iter(train_sources(settings.data.train_data)))
-        of_data = _open(source).tokenizer_path
+        of_data = _open(settings, source, "train", ()).tokenizer_path
         if of_data is not None and of_data.is_dir():
             directory = str(of_data)
         elif own := settings.model.model_name_or_path or stage_tokenizer(settings):
@@ -146,9 +146,9 @@ def _derived_sizes(
     """Derive each size that is null from data, model and ranks; return it with the reason."""
     data, found = settings.data, dict[str, tuple[Any, str]]()
     given, fine_tuning = settings.values.given.keys(), settings.script == "sft_train.py"
-    train = [_open(name).lengths for name in train_sources(data.train_data)]
+    train = [_open(settings, name, "train", ()).lengths for name in train_sources(data.train_data)]
     splits = eval_splits(data.eval_data).items()
-    every = [*train, *(_open(path, name).lengths for name, path in splits)]
+    every = [*train, *(_open(settings, path, name, ()).lengths for name, path in splits)]
     length = data.sequence_length
     if length is None:
         longest = max(int(lengths.max(initial=1)) for lengths in every)
@@ -224,7 +224,7 @@ def load_run_data(
     known = on_rank_0(lambda: known_data(settings))
     for split, directory in named:
         try:
-            dataset = _open(directory, split, known)
+            dataset = _open(settings, directory, split, known)
         except ConfigurationError as error:
             problems += error.problems
             continue
@@ -319,14 +319,14 @@ def _tokenizer_problems(
     return []
 
 
-def _open(directory: str, split: str = "train", known: Collection[str] = ()) -> TokenDataset:
+def _open(settings: RunSettings, path: str, split: str, known: Collection[str]) -> TokenDataset:
     """Open a dataset, or the split of this name if the directory has several.
 
     Rank 0 opens it first, so that the other ranks need not count its tokens.
     """
-    opened: list[TokenDataset] = []
-    on_rank_0(lambda: opened.append(open_token_dataset(directory, split, known)))
-    return opened[0] if opened else open_token_dataset(directory, split, known)
+    opened, staged = list[TokenDataset](), settings.staged.get((path, split))
+    on_rank_0(lambda: opened.append(open_token_dataset(path, split, known, staged)))
+    return opened[0] if opened else open_token_dataset(path, split, known, staged)
 
 
 def plan_steps(

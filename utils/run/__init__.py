@@ -2,6 +2,7 @@
 
 start       sets up the process, locks output_dir, finds the checkpoint to resume from; dry runs
 raw_data    prepares raw files of train_data before the run, in worker processes
+staging     copies the datasets to each node's own disk
 preflight   checks of output_dir on all hosts: writable, with enough space, no foreign files
 provenance  provenance.json; refuses to resume with settings that change what the run computes
 trackers    Weights & Biases, MLflow, TensorBoard, Trackio

@@ -29,7 +29,7 @@ class FineTuneTrainer(PackedTrainer, SFTTrainer):
         if adapters is not None and (new := getattr(model, "new_tokens", None)):
             adapters.trainable_token_indices = _new_vectors(adapters, model, list(new)) or None
         # SFTTrainer inspects one record of this dataset. The training batches come from `data`.
-        dataset = load_from_disk(str(data.train.datasets[0].path))
+        dataset = load_from_disk(str(data.train.datasets[0].folder))
         assert isinstance(dataset, Dataset), "open_token_dataset resolves to one split"
         config = vars(model.config.get_text_config())
         router = {name: value for name, value in config.items() if "router" in name}

@@ -23,7 +23,7 @@ def sized(tmp_path, monkeypatch):
     def settle(lengths, positions=32_768, ranks=1, parse=parse_fine_tuning, held_out=(), **given):
         splits = {"train": np.array(lengths), "held": np.array(held_out or [10])}
         monkeypatch.setattr(
-            run_data, "_open", lambda _path, name="train": SimpleNamespace(lengths=splits[name])
+            run_data, "_open", lambda *words: SimpleNamespace(lengths=splits[words[2]])
         )
         model = tiny.make_model_config(tmp_path / "m.json", max_position_embeddings=positions)
         flags = {"model_config": model, "train_data": "d", "output_dir": tmp_path / "run"}

@@ -1,0 +1,177 @@
+"""Copies of the token datasets on each node's own disk (setting `stage_data`).
+
+    FOLDER/stoker-data-UID/NAME        a copy; digests.json, written last, has those of its files
+    FOLDER/stoker-data-UID/NAME.lock   locked by the job that copies, shared by the runs that read
+
+NAME is a digest of the originals' paths, sizes and times. Without a copy, a run reads them.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from utils.checkpoints.files import readable
+from utils.config.arguments import eval_splits, train_sources
+from utils.config.errors import ConfigurationError
+from utils.config.settings import RunSettings
+from utils.data.arrow_columns import data_files, find_split
+from utils.host.atomic_files import file_states
+from utils.host.collectives import cpu_group, on_every_rank
+from utils.host.machine import memory_room_bytes
+from utils.launch.processes import LaunchFacts
+from utils.launch.signals import NODE_DIR
+from utils.run.raw_data import LONGEST_PREPARATION_S
+
+logger = logging.getLogger(__name__)
+
+DIGESTS = "digests.json"
+LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "overlay")
+AT_ONCE, CHUNK_BYTES, TRIES = 8, 2**23, 5
+
+
+def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
+    """Let each node's first rank copy the datasets; return settings with `staged`. Collective."""
+    if not settings.run.stage_data or settings.run.dry_run:
+        return settings
+    first = launch.hosts.index(launch.hosts[launch.rank])
+    group = cpu_group(LONGEST_PREPARATION_S)
+    copies = on_every_rank(lambda: _stage(settings) if launch.rank == first else {}, group)
+    if group is not None:
+        torch.distributed.destroy_process_group(group)
+    return replace(settings, staged=copies[first])
+
+
+def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
+    """Return (folder, copy) by directory and name of each split; warn of splits without a copy."""
+    data, wanted, copies = settings.data, settings.run.stage_data, {}
+    splits = [(directory, "train") for directory in train_sources(data.train_data)]
+    splits += [(directory, name) for name, directory in eval_splits(data.eval_data).items()]
+    for split in splits:
+        try:
+            copies[split] = _copy_of(find_split(*split), _folder(wanted))
+        except (ConfigurationError, OSError) as error:
+            logger.warning("stage_data: %s is read where it is: %s", split[0], error)
+    return copies
+
+
+def _folder(wanted: bool | str) -> Path:
+    """Return this user's folder for copies; make it if needed. Raises OSError."""
+    chosen = wanted if isinstance(wanted, str) else os.environ.get("STOKER_STAGE_DIR")
+    job = os.environ.get(NODE_DIR)  # the launcher makes it in SLURM_TMPDIR, TMPDIR or /tmp
+    own = str(Path(job).parent) if job else os.environ.get("TMPDIR", "/tmp")  # noqa: S108
+    local = [each for each in (own, "/tmp") if _file_system(Path(each)) in LOCAL_DISKS]  # noqa: S108
+    if not (chosen or local):
+        raise OSError(f"{own} and /tmp are on no disk of this node: set STOKER_STAGE_DIR")
+    folder = Path(chosen or local[0]).expanduser() / f"stoker-data-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found, above = folder.lstat(), folder.parent.stat().st_mode
+    is_private = stat.filemode(found.st_mode) in ("drwx------", "drwx--S---")
+    is_replaceable = above & stat.S_IWOTH and not above & stat.S_ISVTX
+    if found.st_uid != os.getuid() or not is_private or is_replaceable:
+        raise OSError(f"{folder} is not yours alone (owner, mode 700): name another folder")
+    return folder
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the file system that has `path`, such as ext4, or ""."""
+    there, mounts = path.resolve(), psutil.disk_partitions(all=True)
+    above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
+    return max(above, key=lambda mount: len(mount.mountpoint)).fstype if above else ""
+
+
+def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
+    """Return a split and its copy, locked until the process ends, or raise OSError."""
+    files = sorted(file for file in original.glob("[!.]*") if file.is_file())
+    if not {*data_files(original)} <= {*files}:
+        raise OSError("its Arrow files are in other folders")
+    states = file_states(files)
+    copy = folder / hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
+    lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        for _ in range(TRIES):
+            fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a job that copies
+            if _is_whole(copy, files):
+                os.utime(lock)  # the last use
+                logger.info("stage_data: %s is read from %s", original, copy)
+                return original, copy
+            with contextlib.suppress(BlockingIOError):  # another job looks at the copy
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _make(copy, files, states)
+                continue
+            time.sleep(1)
+        raise OSError(f"{copy} is damaged, and another job uses it")
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> None:
+    """Copy files and write their digests. Raises OSError."""
+    if copy.exists():
+        logger.warning("stage_data: %s is damaged or cut short: it is made again", copy)
+        shutil.rmtree(copy)
+    size = sum(size for _, size, _ in states)
+    _make_room(copy.parent, size)
+    logger.info("stage_data: copying %s to %s", readable(size), copy)
+    try:
+        copy.mkdir(mode=0o700)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            digests = [*pool.map(_digest, files, [copy / file.name for file in files])]
+        for file in files:
+            shutil.copystat(file, copy / file.name)
+        if file_states(files) != states:
+            raise OSError("its files changed while they were copied")
+        (copy / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Remove copies that no run uses, oldest first, until `size` bytes fit. Raises OSError."""
+    for lock in sorted(folder.glob("*.lock"), key=lambda path: path.stat().st_mtime):
+        if _free_bytes(folder) < size:
+            with lock.open() as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    if (free := _free_bytes(folder)) < size:
+        raise OSError(f"{readable(size)} do not fit, {folder} has {readable(free)} free")
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the bytes that copies may take: 95 % of a disk, half of a job's free memory."""
+    disk = shutil.disk_usage(folder)
+    free = max(disk.free - disk.total // 20, 0)
+    return min(free, memory_room_bytes() // 2) if _file_system(folder) == "tmpfs" else free
+
+
+def _is_whole(copy: Path, files: list[Path]) -> bool:
+    """Return whether a copy has the contents that were read from these files."""
+    try:
+        expected = json.loads((copy / DIGESTS).read_text(encoding="utf-8"))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return [*pool.map(_digest, [copy / file.name for file in files])] == expected
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(source: Path, target: Path = Path(os.devnull)) -> str:
+    """Write a file's content to `target`; return the digest of the content."""
+    digest = hashlib.blake2b()
+    with source.open("rb") as read, target.open("wb") as written:
+        while chunk := read.read(CHUNK_BYTES):
+            digest.update(chunk)
+            written.write(chunk)
+    return digest.hexdigest()
