@@ -253,9 +253,13 @@ def _with_role_and_content(where: str, message: Mapping[str, Any]) -> tuple[dict
         # A role under `role` is left to the template, unless it is a spelling error.
         meant = get_close_matches(word, (ASSISTANT, "system", "user"), n=1, cutoff=0.8)
         if role_key == "from" or meant:
-            problem = f"{where} has the role {given!r}; known are "
-            problem += ", ".join(meant or [*ROLES, *CALL_ROLES])
-            problem += f"; another is named by --columns, as in {given}=assistant"
+            advice = (
+                f"; known are {', '.join([*ROLES, *CALL_ROLES])}; another is named by --columns"
+            )
+            if meant:
+                advice = f" (did you mean {meant[0]}?): correct it, or give --columns"
+            role = meant[0] if meant else ASSISTANT
+            problem = f"{where} has the role {given!r}{advice}, as in {given}={role}"
             raise UnusableRowError("unknown_role", problem)
     text_keys = _CONTENT if role_key == "role" else ("value", *_CONTENT)
     text_key = next((key for key in text_keys if key in message), text_keys[0])

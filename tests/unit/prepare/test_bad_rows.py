@@ -164,7 +164,8 @@ CASES = [
     (*CHAT, {"dialog": turn(role="assistant", content=7)}, "'content' of message 1 of 'dialog'"),
     (*CHAT, {"dialog": turn(role="assistant")}, "message 1 of 'dialog' has no 'content'"),
     (*CHAT, {"dialog": turn(role="assistant", text=7)}, "'text' of message 1 of 'dialog'"),
-    (*CHAT, {"dialog": turn(role="sytem", content="x")}, "role 'sytem'; known are system"),
+    (*CHAT, {"dialog": turn(role="sytem", content="x")}, r"role 'sytem' \(did you mean system\?\)"),
+    (*CHAT, {"dialog": turn(role="ssistant", content="x")}, "columns, as in ssistant=assistant"),
     (*CHAT, {"dialog": turn(content="x")}, "message 1 of 'dialog' has no 'role'"),
     (*CHAT, {"dialog": turn(role="assistant", content="")}, "'dialog'"),
     (*CHAT, {"dialog": turn(role="user", content="x")}, "no message of 'dialog' is the assistant"),
@@ -228,7 +229,7 @@ REASONS = {  # the names under which some of these rows are counted
     "'body' has no text": "empty",
     "'body' holds half": "invalid_utf8",
     "'image'": "not_text",
-    "role 'sytem'; known are system": "unknown_role",
+    r"role 'sytem' \(did you mean system\?\)": "unknown_role",
     "'persona' and": "two_systems",
 }
 
