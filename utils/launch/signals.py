@@ -44,7 +44,7 @@ KILLED_BY_SIGTERM = 128 + signal.SIGTERM
 class Stage(Enum):
     """The part of a run. The value says what an interruption at once means for the user."""
 
-    STARTING = "before the first step, so there was nothing to save"
+    STARTING = "before the first step of this start; earlier checkpoints stay as they are"
     TRAINING = "without a save; the same command resumes from the newest checkpoint"
     FINISHING = "after training; the same command finishes the run"
 
