@@ -278,7 +278,9 @@ def accepted_changes(
     ]
     if len(problems) > SEVERAL:
         problems.insert(0, f"{output_dir} holds another run: for a new run add --output_dir NAME.")
-    if problems:
+    if problems and settings.run.assume:  # it asks for sizes, and may change what it likes
+        logger.warning("a start would be refused: %s", "\n".join(problems))
+    elif problems:
         raise ConfigurationError(problems)
     return {
         "changed": {change.what: new[change.what] for change in changes if change.what in new},

@@ -115,6 +115,13 @@ def test_changes_that_make_it_another_run_must_be_accepted(runs, caplog):
     ]
 
 
+def test_a_dry_run_for_other_gpus_only_warns_of_what_a_start_refuses(runs, caplog):
+    runs.start(**OTHER_VALUES, dry_run="true", assume="8xH100-80GB")
+    assert warned(caplog)[-1].startswith("a start would be refused: ")
+    assert f"{runs.directory} holds another run" in warned(caplog)[-1]
+    refused(runs, seed=8)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("learning_rate", 1e-3), ("adam_beta2", 0.9), ("optim", "adafactor")]
 )
