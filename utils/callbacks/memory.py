@@ -306,6 +306,8 @@ def _what_helps(trainer: Any, phase: str, device: str, others: int) -> list[str]
                 changes[f"--per_device_train_batch_size {fewer}"] = size
         if args.world_size > 1 and not trainer.is_fsdp_enabled:
             changes["strategy: fsdp2 (a new run)"] = plan.sharded_bytes
+        for ranks, size in plan.context_bytes.items():
+            changes[f"--context_parallel {ranks}"] = size
         now = f"(predicted; now {readable(own)})"
         best = sorted((size, change) for change, size in changes.items() if size < own)
         lines = [f"{change}: {readable(size)} {now}" for size, change in best]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class MemoryPlan:
     requested: the word in the settings. predicted_bytes: total per device, by choice. room_bytes:
     usable bytes of the device that has the fewest; None if unknown. sequence_bytes: memory of one
     more sequence in a micro-batch (without a GPU, an upper bound). sharded_bytes: the total under
-    fsdp2 (without a GPU, under the run's strategy).
+    fsdp2 (without a GPU, under the run's strategy). context_bytes: on GPUs with one sequence at
+    once, the total if the smallest possible number of ranks shared it.
     """
 
     choice: str
@@ -62,6 +63,7 @@ class MemoryPlan:
     room_bytes: int | None
     sequence_bytes: int = 0
     sharded_bytes: int = 0
+    context_bytes: dict[int, int] = field(default_factory=dict)
 
 
 def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
@@ -106,11 +108,14 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
         report.warn(f"{problem}. It will probably run out")
     totals = {name: estimate.total for name, estimate in predicted.items()}
     sequence, sharded = predicted[choice].activations // setup.micro_batch, needed
+    shared: dict[int, int] = {}
     if launch.device == "cuda" and not setup.elsewhere:  # takes seconds; used if memory runs out
         totals = {name: totals.get(name) or estimate_memory(setup, name).total for name in possible}
         sequence = estimate_memory(setup, choice, setup.micro_batch + 1).total - needed
         sharded = estimate_memory(changed(setup, {"strategy": "fsdp2"}), choice).total
-    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded)
+        for ranks in context_sizes(setup)[:1] if setup.micro_batch == 1 else ():
+            shared[ranks] = estimate_memory(changed(setup, {CONTEXT: ranks}), choice).total
+    return MemoryPlan(choice, requested, reason, totals, room, sequence, sharded, shared)
 
 
 def checkpointing_choices(setup: Setup) -> tuple[str, list[str]]:

@@ -233,6 +233,7 @@ def trainer(monkeypatch, tmp_path):
     made.memory = SimpleNamespace(
         choice="selective", sequence_bytes=500 * MIB, sharded_bytes=2500 * MIB,
         predicted_bytes={"none": 4000 * MIB, "selective": 3000 * MIB, "full": 2800 * MIB},
+        context_bytes={},
     )  # fmt: skip
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     monkeypatch.setenv("STOKER_NOTES_DIR", str(tmp_path))
@@ -277,6 +278,13 @@ def test_the_page_tells_what_took_the_gpu_and_what_would_help(trainer, tmp_path,
     (event,) = trainer.events
     assert event["page"] == page.name
     assert read_notes(tmp_path)[0].exit_code == 79
+
+
+def test_ranks_that_could_share_a_sequence_are_named(trainer, tmp_path):
+    trainer.args.per_device_train_batch_size, trainer.memory.context_bytes = 1, {2: 1700 * MIB}
+    assert fail(trainer, torch.OutOfMemoryError(CUDA)) == 79
+    text = (tmp_path / "out-of-memory-rank0.txt").read_text()
+    assert "what would help most\n  --context_parallel 2: 1.7 GiB (predicted" in text
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -84,6 +84,20 @@ def test_on_a_gpu_a_start_predicts_what_would_help(monkeypatch):
             assert plan.sharded_bytes == 66
 
 
+def test_a_start_predicts_ranks_that_share_a_sequence_where_no_smaller_batch_is_possible(
+    monkeypatch,
+):
+    def stand_in(run, choice, rows=1):
+        return MemoryEstimate(0, 0, 60, 30 // run.settings.run.context_parallel, True)
+
+    monkeypatch.setattr(memory_plan, "estimate_memory", stand_in)
+    monkeypatch.setattr(memory_plan, "own_device", lambda _launch: (10**9, 10**9))
+    for rows, shared in ((1, {2: 75}), (2, {})):
+        given = settings(per_device_train_batch_size=rows, activation_checkpointing="none")
+        run = setup(LLAMA, given, device="cuda", world_size=2, strategy="ddp")
+        assert plan_memory(run, Report()).context_bytes == shared
+
+
 TOTALS = {
     name: MemoryEstimate(0, 0, 0, total, counted=True)
     for name, total in {"none": 30, "selective": 20, "full": 10}.items()
