@@ -93,7 +93,9 @@ def plan_memory(setup: Setup, report: Report) -> MemoryPlan:
     needed, weights = predicted[choice].total, predicted[choice].weights
     all_parameters, trained = setup.parameters
     share = "all" if trained == all_parameters else f"{trained:,}"
-    report.say(f"memory: {all_parameters:,} parameters, {share} trained; {predicted[choice]}")
+    uncounted = "; fp8 counts as bf16" if settings.model.fp8 else ""
+    total = f"{predicted[choice]}{uncounted}"
+    report.say(f"memory: {all_parameters:,} parameters, {share} trained; {total}")
     if requested != "none" or settings.values.rank(RECOMPUTED) > 0:
         report.say(f"activation checkpointing: {reason}")
     if room is not None and needed > room:

@@ -10,6 +10,7 @@ from planned import LLAMA, MIXTRAL, settings, setup
 from safetensors.torch import save_model
 from transformers import AutoConfig, LlamaForCausalLM
 
+from utils.config.arguments import with_values
 from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.model.adapters import plan_adapters, trained_bytes, with_adapters
@@ -96,6 +97,15 @@ def test_a_start_predicts_ranks_that_share_a_sequence_where_no_smaller_batch_is_
         given = settings(per_device_train_batch_size=rows, activation_checkpointing="none")
         run = setup(LLAMA, given, device="cuda", world_size=2, strategy="ddp")
         assert plan_memory(run, Report()).context_bytes == shared
+
+
+def test_the_plan_says_that_fp8_counts_as_bf16():
+    for fp8, said in ((False, False), ("tensorwise", True)):
+        given, report = settings(), Report()
+        given = replace(given, model=with_values(given.model, fp8=fp8))
+        plan_memory(setup(LLAMA, given), report)
+        (line,) = [text for _, text in report if "parameters, all trained" in text]
+        assert line.endswith("; fp8 counts as bf16") == said
 
 
 TOTALS = {
