@@ -299,5 +299,6 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
         advice += f", or per_device_train_batch_size {smaller}"
     raise ConfigurationError(
         f"global_batch_size {global_batch_size} does not divide over {counted_ranks(world_size)} "
-        f"of {micro_batch_size} sequences each, which makes {at_once} at once: {advice}"
+        f"(with context_parallel: groups of ranks) of {micro_batch_size} sequences each, which "
+        f"makes {at_once} at once: {advice}"
     )

@@ -349,7 +349,7 @@ def plan_steps(
             f"(at most {rows:,})"
         )
         if rows < ranks:
-            advice = f"use at most {rows} of the {ranks} ranks, a shorter --sequence_length"
+            advice = f"use at most {rows * context_parallel} ranks, a shorter --sequence_length"
         raise ConfigurationError(
             f"the training data makes {rows:,} sequences, fewer than global_batch_size "
             f"{run.global_batch_size:,}: {advice}, or add data."

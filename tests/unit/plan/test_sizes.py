@@ -1,5 +1,6 @@
 """sequence_length and global_batch_size of a run that gives neither."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 import tiny
 from transformers import AutoConfig
 
+from utils.config.errors import ConfigurationError, Report
 from utils.config.settings import parse_fine_tuning, parse_pretraining
 from utils.data.packing import plan_packing
 from utils.launch.processes import LaunchFacts
 from utils.plan import run_data
-from utils.plan.run_data import batch_for, choose_sizes
+from utils.plan.run_data import batch_for, choose_sizes, plan_steps
 
 SMALL = np.full(300, 400)  # 120,000 tokens
 
@@ -139,3 +141,15 @@ def test_a_smaller_micro_batch_keeps_the_global_batch_of_the_run(sized, begun, l
     accepted = sized(SMALL, per_device_train_batch_size=2, accept_changes="global_batch_size")
     assert accepted.run.global_batch_size == 2
     assert sized(SMALL, global_batch_size=8).run.global_batch_size == 8
+
+
+def test_groups_that_share_sequences_are_not_counted_as_ranks():
+    given = {"model_config": "m", "train_data": "d", "output_dir": "o", "sequence_length": 64}
+    settings = parse_pretraining(tiny.flags(use_cpu=True, global_batch_size=4, **given), "")
+    settings = replace(settings, run=replace(settings.run, context_parallel=2))
+    settings.training.per_device_train_batch_size = 1
+    launch, data = LaunchFacts(0, 8, "ddp", (), "cpu"), SimpleNamespace(train=range(3))
+    with pytest.raises(
+        ConfigurationError, match=r"3 sequences, .*: use at most 6 ranks, a shorter"
+    ):
+        plan_steps(settings, data, launch, Report())
