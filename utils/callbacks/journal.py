@@ -187,7 +187,7 @@ def readable_line(line: Mapping[str, Any], limit_s: float | None = None) -> str:
 def _remarks(line: Mapping[str, Any], limit_s: float | None) -> list[str]:
     remarks, step_s = [], line.get("step_time_s")
     if step_s is not None:
-        left_s = step_s * (line["max_steps"] - line["step"])
+        left_s = line.get("remaining_s", step_s * (line["max_steps"] - line["step"]))
         if round(left_s):
             limit = "" if limit_s is None else f" (time limit {duration(limit_s)})"
             remarks.append(f"eta {duration(left_s)}{limit}")

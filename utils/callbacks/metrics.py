@@ -172,6 +172,11 @@ class Throughput(TrainerCallback):
                 figures["mfu"] = per_s / self.world_size * self.mfu_per_rate
             figures["step_time_s"] = elapsed_s / steps
             figures["data_wait_s"] = wait_s / steps
+            sampler = self.loader.batch_sampler
+            if sampler.grows:
+                ends = (self.window_step, self.step, sampler.total_steps)
+                begin, now, end = map(sampler.samples_before, ends)
+                figures["remaining_s"] = elapsed_s / (now - begin) * (end - now)
             if self.graphs:
                 figures["graphs_compiled"] = self.graphs
             if self.own:

@@ -131,6 +131,8 @@ FIGURES = "step  120/8000  loss  3.4121  lr 2.90e-04  grad   0.810  "
          "memory 62.1 GiB (rank 3 on n2)  12.3 free  eta 53m51s (time limit 3h05m)"),
         (TRAIN | FIRST, None, FIGURES + "   12,400 tokens/s    0.41 s/step  eta 53m51s  "
          "waits for data 3%  first step 41.2 s  compiled 2 graphs meanwhile"),
+        (TRAIN | {"remaining_s": 3600.0}, None,
+         FIGURES + "   12,400 tokens/s    0.41 s/step  eta 1h00m"),
         (TRAIN | {"step": 8000}, 60, FIGURES.replace(" 120/", "8000/")
          + "   12,400 tokens/s    0.41 s/step"),
         ({"event": "train", "step": 1, "max_steps": 8000, "loss": math.nan}, 60,

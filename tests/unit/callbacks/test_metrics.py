@@ -10,6 +10,7 @@ from transformers import TrainerControl, TrainerState
 from utils.callbacks import metrics
 from utils.callbacks.metrics import OwnTime, Throughput, slowest_rank
 from utils.data.loader import TokenCounts
+from utils.data.order import GlobalBatchSampler, SampleOrder
 
 
 class Run:
@@ -19,6 +20,7 @@ class Run:
         self.now = 100.0
         counts = TokenCounts(lambda step: np.array([1000 + step]), ["all"])
         self.loader = SimpleNamespace(wait_s=0.0, tokens_seen=counts)
+        self.loader.batch_sampler = SimpleNamespace(grows=False)
         self.callback = Throughput(lambda: self.now)
         self.args = SimpleNamespace(device=torch.device("cpu"), world_size=world_size)
         self.state = TrainerState(global_step=start_step)
@@ -49,6 +51,18 @@ def test_rates_are_tokens_of_the_global_batch_over_wall_time_without_the_first_s
         "tokens_per_s": 2003, "tokens_per_s_per_device": 2003 / 4, "tokens_seen": 3003,
         "step_time_s": 0.5, "data_wait_s": 0.1,
     })  # fmt: skip
+
+
+def test_the_remaining_time_of_a_growing_batch_goes_by_its_samples():
+    """Steps 1 and 2 have two samples each, steps 3 to 10 four: after step 3, 7 x 4 are left."""
+    run = Run()
+    order = SampleOrder([100], seed=0)
+    run.loader.batch_sampler = GlobalBatchSampler(order, {0: 2, 2: 4}, 1, 0, 1, 10)
+    run.step(9.0)
+    run.callback.metrics()
+    run.step(1.0)
+    run.step(2.0)
+    assert run.callback.metrics()["remaining_s"] == pytest.approx(3.0 / 6 * 7 * 4)
 
 
 class Tiny(torch.nn.Module):
