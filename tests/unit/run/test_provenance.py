@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import requests
 
+from utils.host.machine import cpu_fact
 from utils.launch.processes import LaunchFacts
 from utils.run.provenance import git_state, write_provenance
 from utils.run.trackers import end_wandb, prepare_trackers, prepare_wandb
@@ -37,7 +38,7 @@ def test_each_start_records_where_it_comes_from(tmp_path, monkeypatch):
     assert first["argv"] == ["pretrain.py", "--run_name", "***"]
     assert first["launch"] == {
         "strategy": "fsdp2", "world_size": 3, "hosts": ["n1", "n2"], "devices": ["cpu"],
-        "launcher": None, "replicas": 1,
+        "launcher": None, "replicas": 1, "gpus": [], "cpu": cpu_fact("model name"),
     }  # fmt: skip
     assert second["launch"]["launcher"] == "slurm/launch_node.sh"
     assert first["slurm"]["job_id"] == "7"
