@@ -48,7 +48,8 @@ class Journal(TrainerCallback):
         self.path = checkpoints.output_dir / FILE_NAME
         self.checkpoints, self.memory = checkpoints, memory
         self.stopped, self.limit_s = stopped, limit_s
-        self.gpus, self.slowest, self.slow_logs = gpus, 0, 0
+        self.gpus, self.slowest, self.slow_times = gpus, 0, list[float]()
+        self.slow_nodes: set[str] = set()  # in the ledger of bad nodes
         self.saves_written, self.memory_of = 0, dict[int, Any]()  # at a save, by step
         self.resumed_at = 0  # the step of the checkpoint that this process resumed from
         self.earlier: list[dict[str, Any]] = []  # lines of earlier starts, for ResumeCheck
@@ -105,16 +106,19 @@ class Journal(TrainerCallback):
             logger.info("%s", readable_line(line, self.limit_s()))
 
     def _note_slow_node(self, line: Mapping[str, Any]) -> None:
-        """Record a node whose rank was by far the slowest in SLOW_LOGS logs in a row."""
-        rank, cost = line["slowest_rank"], line["slowest_cost"]
+        """Record a node, once, whose rank was by far the slowest in SLOW_LOGS logs and SLOW_S."""
+        rank, cost, node = line["slowest_rank"], line["slowest_cost"], line["slowest_host"]
         slow = cost > number("STOKER_SLOW_SHARE", 0.1) > 0
-        self.slow_logs = self.slow_logs + 1 if slow and rank == self.slowest else int(slow)
+        if not slow or rank != self.slowest:
+            self.slow_times = []
         self.slowest = rank
-        if self.slow_logs == SLOW_LOGS:
+        self.slow_times += [time.monotonic()] * slow
+        long = slow and self.slow_times[-1] - self.slow_times[0] >= SLOW_S
+        if long and len(self.slow_times) >= SLOW_LOGS and node not in self.slow_nodes:
+            self.slow_nodes.add(node)
             cause = f"rank {rank} is slowest: the others wait {cost:.0%} of a step for it"
-            gpu = self.gpus[rank] if self.gpus else ""
-            fault = Fault(line["slowest_host"], "slow", cause, gpu)
-            logger.warning("slow node %s: %s. %s", fault.node, cause, record([fault]))
+            fault = Fault(node, "slow", cause, self.gpus[rank] if self.gpus else "")
+            logger.warning("slow node %s: %s. %s", node, cause, record([fault]))
 
     @override
     def on_save(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -155,7 +159,7 @@ _FIGURES = {
 }
 _SHOWN_NAN = ("loss", "grad_norm")  # NaN means a fault there; elsewhere there is no figure
 SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
-SLOW_LOGS = 10  # in a row with one slowest rank, for the ledger of bad nodes
+SLOW_LOGS, SLOW_S = 10, 300.0  # in a row with one slowest rank, for the ledger of bad nodes
 SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
 

@@ -21,21 +21,25 @@ def read_skipped(file: str | None, datasets: Sequence[TokenDataset]) -> list[np.
         if not line.strip():
             continue
         try:
-            name, row = line.rsplit(maxsplit=1)
-            if line.startswith("{"):
-                content = json.loads(line)
-                name, row = content["dataset"], content["document"]
+            content = json.loads(line) if line.lstrip().startswith("{") else {}
+            if content:
+                name, row = content["dataset"], str(content["document"])
+            else:
+                name, row = line.rsplit(maxsplit=1)
             path = Path(name).expanduser().resolve()
             places = [data.path in (path, path / "train") for data in datasets]
             source, document = places.index(True), int(row)
-            if not 0 <= document < len(datasets[source]):
+            described = datasets[source].description
+            made = content.get("fingerprint", described.fingerprint)
+            known = made == described.version([made]).fingerprint  # also before an append
+            if not known or not 0 <= document < len(datasets[source]):
                 raise ValueError
-        except (ValueError, KeyError, TypeError) as error:
-            known = ", ".join(f"{data.path} has rows 0 to {len(data) - 1}" for data in datasets)
+        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+            rows = ", ".join(f"{data.path} has rows 0 to {len(data) - 1}" for data in datasets)
             raise ConfigurationError(
                 f"skip_documents {file}, line {number}: {line[:80]!r} names no document that the "
-                f"run trains on ({known}): give lines of status.py RUN --step N --json, or "
-                "DATASET ROW."
+                f"run trains on ({rows}; data that was made again has another fingerprint): give "
+                "lines of status.py RUN --step N --json, or DATASET ROW."
             ) from error
         found[source].add(document)
     return [np.array(sorted(rows), dtype=np.int64) for rows in found]

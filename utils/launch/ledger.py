@@ -27,9 +27,9 @@ WEEK_S = 7 * 86400
 _ROOT = Path(__file__).parents[2]
 _UP = re.compile(r"(idle|mix|alloc|comp|plnd)[~#%@^+-]*")  # a final * means: does not answer
 _HARDWARE = re.compile(
-    r"uncorrectable (ECC|NVLink)|ECC error|\bXid\b|GPU is lost|fallen off the bus"
-    r"|over nvlink or a hardware error", re.IGNORECASE,
-)  # fmt: skip
+    r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|over nvlink or a hardware error",
+    re.IGNORECASE,
+)
 # NCCL's errors of this node. Its "remote process exited" follows from another rank's end.
 _LOCAL_NCCL = re.compile(r"NCCL error.*(unhandled (system|cuda) error|internal error)")
 # The ranks in a text of `hang_verdict`, and the nodes that failed a check.
@@ -45,7 +45,7 @@ class Fault:
     """A line of the ledger. `record` sets job and time."""
 
     node: str
-    kind: str  # hang, hardware (ECC, Xid), nccl, slow, refused (a check), lost or mismatch
+    kind: str  # hang, hardware (ECC), nccl, slow, refused (a check), lost or mismatch
     cause: str
     gpu: str = ""  # its UUID, if it is known
     job: str = ""

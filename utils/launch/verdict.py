@@ -263,10 +263,10 @@ def wait_for_verdict(several_nodes: bool, silent: str = SILENT) -> Verdict:
 
 def judge(notes: Iterable[Note], silent: str = SILENT) -> Verdict:
     """Return the most likely cause of the job's end, the earliest of equally likely ones."""
-    bylikelihood = sorted(notes, key=lambda note: (likelihood(note), note.time))
-    if not bylikelihood:
+    ordered = sorted(notes, key=lambda note: (likelihood(note), note.time))
+    if not ordered:
         return Verdict(silent, ExitCode.LOST_RANK)
-    cause = bylikelihood[0]
+    cause = ordered[0]
     if cause.kind == "stopped":
         return Verdict(cause.text, cause.exit_code)
     how, code = _how(cause), cause.exit_code

@@ -83,6 +83,7 @@ def documents_of_steps(history: History, steps: Iterable[int]) -> Iterator[Part]
             targets = (mask != 0) & (np.arange(len(mask)) > 0)  # no token predicts the first one
             yield {
                 "step": step, "loss": None, **part._asdict(), "loss_tokens": int(targets.sum()),
+                "fingerprint": rows.datasets[source].description.fingerprint,
                 "skipped": part.document in rows.skipped[source],
                 "text": tokenizer.decode(ids.tolist()),
             }, ids, targets  # fmt: skip

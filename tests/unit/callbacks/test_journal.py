@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,17 +153,18 @@ def test_an_event_is_one_readable_line(line, limit_s, text):
     assert readable_line(line, limit_s) == text
 
 
-def test_a_node_that_is_slowest_in_ten_logs_is_noted(tmp_path, monkeypatch):
+def test_a_node_that_is_slowest_in_ten_logs_and_five_minutes_is_noted_once(tmp_path, monkeypatch):
     ledger = tmp_path / "nodes.jsonl"
     monkeypatch.setenv("STOKER_LEDGER", str(ledger))
     memory = SimpleNamespace(by_rank=[{"rank": rank, "host": f"n{rank}"} for rank in range(2)])
     checkpoints = SimpleNamespace(output_dir=tmp_path, saves=[])
     state = TrainerState(global_step=1, max_steps=9, is_world_process_zero=True)
 
-    def noted(*logs: tuple[int, float]) -> list[dict]:
+    def noted(*logs: tuple[int, float], every: float = 60.0) -> list[dict]:
         journal = Journal(checkpoints, memory, str, gpus=["GPU-0", "GPU-1"])
         ledger.write_text("")
-        for rank, cost in logs:
+        for at, (rank, cost) in enumerate(logs):
+            monkeypatch.setattr(time, "monotonic", lambda: at * every)  # noqa: B023
             figures = {"loss": 1.0, "slowest_rank": rank, "slowest_cost": cost}
             journal.on_log(None, state, TrainerControl(), logs=figures)
         return [json.loads(line) for line in ledger.read_text().splitlines() if line]
@@ -171,6 +173,9 @@ def test_a_node_that_is_slowest_in_ten_logs_is_noted(tmp_path, monkeypatch):
     assert (fault["node"], fault["kind"], fault["gpu"]) == ("n1", "slow", "GPU-1")
     assert fault["cause"] == "rank 1 is slowest: the others wait 11% of a step for it"
     assert noted(*[(1, 0.09)] * 25) == [], "less than a tenth of a step"
+    assert noted(*[(1, 0.5)] * 25, every=12.0) == [], "for less than five minutes"
+    again = [*[(1, 0.5)] * 25, (0, 0.0)] * 9
+    assert [fault["node"] for fault in noted(*again)] == ["n1"], "once a start"
     assert noted(*[(1, 0.5)] * 9, (0, 0.5), *[(1, 0.5)] * 9) == [], "not in a row"
     assert len(noted((0, 0.5), *[(1, 0.5)] * 10)) == 1
     monkeypatch.setenv("STOKER_SLOW_SHARE", "0")

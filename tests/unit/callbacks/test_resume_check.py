@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,7 @@ def test_the_first_two_logs_are_compared_and_equal_ones_are_said(tmp_path, caplo
 
 
 @pytest.mark.parametrize(
-    "logs", [{"loss": 1.11 * LOSSES[6]}, {"loss": LOSSES[6], "grad_norm": 2.0}]
+    "logs", [{"loss": 1.12 * LOSSES[6]}, {"loss": LOSSES[6], "grad_norm": 3.3}]
 )
 def test_a_difference_ends_the_run_names_both_nodes_and_sets_its_saves_aside(
     tmp_path, logs, ledger, caplog
@@ -134,7 +135,11 @@ def test_full_determinism_compares_bits_unless_the_processors_differ(tmp_path, c
          "left out, changed: max_grad_norm"),
         ([start(0, "n1"), start(9, "n3", 5, altered=["seed"]), start(20, "n2", 5)], ON_N1,
          "left out, changed: seed"),  # accepted by a start that logged nothing
-        ([start(0, "n1"), {"time": None, "launch": {}}], ON_N1, "the record cannot be read"),
+        ([start(0, "n1"), {"time": None, "launch": {}}], ON_N1, "provenance.json lacks"),
+        # A checkpoint of another directory: the second start is in its journal alone.
+        ([start(0, "n1"), start(20, "n2", 5)],
+         [*ON_N1[:6], begun(9, 5), train(6, 4.0)], ""),
+        ([start(0, "n1"), start(20, "n2", 5)], ON_N1[1:], ""),  # the journal lost its begin
         # A later start went back to an earlier checkpoint.
         ([start(0, "n1"), start(9, "n3", 3), start(20, "n2", 5)],
          [*ON_N1, begun(9, 3), train(4, 1.0), train(5, 1.0)], ""),
@@ -170,12 +175,18 @@ def test_another_gpu_of_the_node_is_another_place_and_zero_steps_turn_the_check_
 
 def test_how_far_figures_may_differ():
     old = {"loss": 2.0, "grad_norm": 1.0}
-    assert difference(old, {"loss": 2.19, "grad_norm": 0.51}, exact=False) == ""
+    assert difference(old, {"loss": 2.2, "grad_norm": 0.34}, exact=False) == ""
+    assert difference(old, {"grad_norm": 2.99}, exact=False) == ""
     assert difference(old, {"loss": 1.79}, exact=False) == "loss 2.0 and 1.79"
-    assert difference(old, {"grad_norm": 1.51}, exact=False) == "grad_norm 1.0 and 1.51"
+    assert difference(old, {"grad_norm": 3.01}, exact=False) == "grad_norm 1.0 and 3.01"
     assert difference({"loss": 0.01}, {"loss": 0.029}, exact=False) == "", "rounding of small ones"
     assert difference({"loss": 0.01}, {"loss": 0.031}, exact=False) == "loss 0.01 and 0.031"
     assert difference(old, {"loss": 2.0000000000000004}, exact=True).startswith("loss")
+    assert difference(old, {"loss": math.nan}, exact=False) == "loss 2.0 and nan"
+    assert difference({"loss": math.nan}, {"loss": math.nan}, exact=True) == ""
+    for norms in ((1.0, math.inf), (math.inf, 1.0), (math.inf, math.inf)):
+        then, now = ({"loss": 2.0, "grad_norm": norm} for norm in norms)
+        assert difference(then, now, exact=False) == "", "a scaler of fp16 skips the step"
     assert difference(old, old, exact=True) == difference(old, {}, exact=True) == ""
 
 
@@ -185,5 +196,8 @@ def test_the_first_start_that_logged_steps_after_the_checkpoint_is_taken():
     assert (first, {step: line["loss"] for step, line in logs.items()}) == (
         0, {step: LOSSES[step] for step in range(6, 11)},
     )  # fmt: skip
+    # A start that only the journal knows trained otherwise, in the same minute for the record.
+    first, logs = logs_after(5, [*ON_N1[:7], begun(9, 5), train(6, 4.0), train(7, 4.0)], starts[:1])
+    assert (first, {step: line["loss"] for step, line in logs.items()}) == (0, {6: LOSSES[6]})
     first, logs = logs_after(5, [*ON_N1[:6], begun(9, 5), train(6, 4.0)], starts)
     assert (first, [*logs]) == (1, [6])

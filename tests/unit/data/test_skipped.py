@@ -32,14 +32,24 @@ def test_both_forms_of_a_line_name_a_document(datasets, tmp_path, monkeypatch):
     file, (web, code) = tmp_path / "skip", (str(dataset.path) for dataset in datasets)
     line = json.dumps({"loss": 9.1, "dataset": code, "document": 4, "text": "{a b}"})
     assert skipped(datasets, file, line, "", f"{code} 0", line) == [[], [0, 4]]
+    by_jq = json.dumps({"dataset": web, "document": 3}, separators=(",", ":"))
+    assert skipped(datasets, file, by_jq, f"  {by_jq}") == [[3], []]
+    made = {"dataset": web, "document": 3, "fingerprint": datasets[0].description.fingerprint}
+    assert skipped(datasets, file, json.dumps(made)) == [[3], []]
     monkeypatch.chdir(tmp_path)
     assert skipped(datasets, file, f"{web} 2", "web 1", "web/train 2\r") == [[1, 2], []]
     assert [rows.tolist() for rows in read_skipped(None, datasets)] == [[], []]
 
 
 @pytest.mark.parametrize(
-    "line", ["WEB 5", "WEB -1", "WEB x", "WEB", "other 1", '{"dataset": "WEB"}', "{", "[1]", "1"]
-)
+    "line",
+    [
+        "WEB 5", "WEB -1", "WEB x", "WEB", "other 1", '{"dataset": "WEB"}', "{", "[1]", "1",
+        '{"dataset": "WEB", "document": 1.7}', '{"dataset": "WEB", "document": 1e999}',
+        '{"dataset": "WEB", "document": 1, "fingerprint": "of other data"}',
+        "~no-such-user 1", '{"a": ' * 20000 + " 1",
+    ],
+)  # fmt: skip
 def test_a_faulty_line_is_named_with_what_the_run_trains_on(datasets, tmp_path, line):
     web, file = str(datasets[0].path), tmp_path / "skip"
     with pytest.raises(ConfigurationError, match=r"skip, line 2: ") as caught:
