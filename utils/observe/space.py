@@ -202,9 +202,13 @@ def keep_run(run: Path, say: Callable[[str], None]) -> None:
         files.flush(archive)
     except FileNotFoundError as error:
         raise StorageError(f"the run has deleted {error.filename}: keep it again") from error
+    except OSError as error:
+        where = error.filename2 or error.filename
+        raise StorageError(f"{run}: not copied: {error.strerror}: {where}") from error
     finally:
         os.close(lock)
-    remove_abandoned(work, "")
+        remove_abandoned(work, "copy-")
+    remove_abandoned(work, "old-")
     say(f"kept: {target}, all files read back and verified")
 
 

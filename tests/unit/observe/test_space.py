@@ -249,6 +249,20 @@ def test_the_copy_of_a_run_stays_when_a_purge_took_files_of_the_run(run, archive
     assert not (copy / purged).exists()
 
 
+def test_a_full_archive_is_named_and_gets_its_room_back(run, archive, monkeypatch):
+    keep_run(run, print)
+
+    def full(source, copy):
+        Path(copy).write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(source), None, str(copy))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(StorageError, match=r"not copied: No space left on device: .*/archive/"):
+        keep_run(run, print)
+    assert (archive / run.name / "final" / "model.safetensors").read_bytes() == WEIGHTS
+    assert not [*(archive / ".incomplete" / run.name).iterdir()]
+
+
 def test_runs_without_an_id_do_not_replace_each_other(run, archive, tmp_path):
     other = write_run(tmp_path / "elsewhere" / run.name)
     for each in (run, other):
