@@ -23,7 +23,7 @@ def test_the_work_left_is_forecast_then_measured_and_refusals_are_passed_on(
         argv = pretraining(run, max_steps=steps, **(flags | more))
         return ["pretrain.py", *argv, "--dry_run"]
 
-    run_s, startup_s, how = work_left(dry_run(1000), 2, 8, "H100-80GB")
+    run_s, startup_s, how, training = work_left(dry_run(1000), 2, 8, "H100-80GB")
     assert (startup_s, how) == (STARTUP_S, "forecast, without evaluations and saves; "
                                 "start-up 5m00s (assumed)")  # fmt: skip
     pretrain.main([*dry_run(1000)[1:], "--assume", "2x8xH100-80GB"])
@@ -31,6 +31,11 @@ def test_the_work_left_is_forecast_then_measured_and_refusals_are_passed_on(
     slowest = int(re.findall(r"forecast: ([\d,]+)", said)[0].replace(",", ""))
     tokens = int(re.findall(r"= ([\d,]+) tokens with padding", said)[0].replace(",", ""))
     assert run_s == tokens / slowest
+    assert training == (1000, tokens)
+    assert work_left(dry_run(1000), 1, 8, "H100-80GB")[3] == training
+    others = [work_left(dry_run(1000, global_batch_size=None), nodes, 8, "H100-80GB")[3]
+              for nodes in (1, 2)]  # fmt: skip
+    assert others[0] != others[1], "the micro-batch times the ranks is the global batch"
     assert work_left(dry_run(2000), 2, 8, "H100-80GB")[0] == 2 * run_s
     with pytest.raises(ConfigurationError, match="64 ranks"):
         work_left(dry_run(1000), 8, 8, "H100-80GB")

@@ -33,8 +33,9 @@ from utils.submit.limits import count_gpus
 STARTUP_S = 300.0  # assumed until the run has started in a job
 REQUEUE_S = 120.0  # Slurm's delay before a requeued job starts again
 FAR_S = 300 * 24 * 3600.0  # behind jobs without a time limit Slurm names a year like 2027 or 4068
+SAME = "All rows are the same training: the global batch does not depend on the number of GPUs."
+NOT_SAME = "The rows are different trainings: give global_batch_size, then all have the same batch."
 NOTES = """\
-All rows are the same training: the global batch does not depend on the number of GPUs.
 Slurm knows neither which jobs will end early nor who will submit with a higher priority. After
 each requeue the job is assumed to wait as long as now. Nothing was submitted.
 """
@@ -61,14 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     lead_s = signal_lead_s(options, Path(directory, script[0])) or 0
     unit = f"{'GPU' if gpus else 'node'}-hours"
     rows = [f"{'nodes':>5} {'limit':>9}  {'start':<16}  {'end':<16}  {unit:>10}  job starts"]
-    ends, sources = list[tuple[float, float, int, str]](), dict[str, None]()
+    ends, sources = list[tuple[int, float, int, str]](), dict[str, None]()
+    trainings = set[tuple[int, int]]()
     for nodes in sorted({nodes_asked} if kind in ONE_NODE else counts):
         begins = ""
         try:  # ask Slurm first, because a dry run takes longer
             asked = [*options, f"--nodes={nodes}", f"--time={job['time']}", *script]
             begins = f"starts {date(start_s(asked, directory, now_s))}, "
-            run_s, startup_s, source = work_left(dry_run, nodes, gpus, gpu)
+            run_s, startup_s, source, training = work_left(dry_run, nodes, gpus, gpu)
             sources[source] = None
+            trainings.add(training)
             for limit_s in limits(asked_s, lead_s + startup_s, run_s):
                 limit = f"{limit_s // 3600}:{limit_s % 3600 // 60:02}:00"
                 choice = [*options, f"--nodes={nodes}", f"--time={limit}", *script]
@@ -79,12 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{nodes:>5} {limit:>9}  {date(now_s + wait_s)}  {date(now_s + end_s)}  "
                     f"{cost:>10,.1f}  {starts:>10}"
                 )
-                ends.append((end_s, cost, limit_s, shlex.join(choice)))
+                # Of two that end in the same minute, take the cheaper one.
+                ends.append((round(end_s / 60), cost, limit_s, shlex.join(choice)))
         except ConfigurationError as error:
             rows.append(f"{nodes:>5}  {begins}{error.problems[0]}")
     if ends:
         rows.append(f"earliest end: slurm/submit.sh {min(ends)[3]}")
-    sys.stdout.write(redact("\n".join([*rows, *sources, NOTES])))
+    note = SAME if len(trainings) < 2 else NOT_SAME
+    sys.stdout.write(redact("\n".join([*rows, *sources, note, NOTES])))
     return 0
 
 
@@ -147,10 +152,13 @@ def start_s(words: Sequence[str], directory: str, now_s: float) -> float:
     return max(start, now_s)
 
 
-def work_left(command: Sequence[str], nodes: int, gpus: int, gpu: str) -> tuple[float, float, str]:
+def work_left(
+    command: Sequence[str], nodes: int, gpus: int, gpu: str
+) -> tuple[float, float, str, tuple[int, int]]:
     """Return the seconds of training and of a start-up, and how they are known, by a dry run.
 
-    Raises ConfigurationError if the dry run refuses, or if the speed is not known.
+    The last value has the steps and tokens of the whole training. Raises ConfigurationError if the
+    dry run refuses, or if the speed is not known.
     """
     ranks = nodes * (gpus or int(os.environ.get(PROCESSES, "1")))
     env = {name: text for name, text in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -180,12 +188,14 @@ def work_left(command: Sequence[str], nodes: int, gpus: int, gpu: str) -> tuple[
     logs = [(line["step"], line["time"]) for line in logged if line["event"] == "train"]
     if len(logs) > 1 and logs[-1][0] > logs[0][0]:
         pace_s = (logs[-1][1] - logs[0][1]) / (logs[-1][0] - logs[0][0])
-        then = int((run.entry.get("launch") or {}).get("world_size") or ranks)
+        launch = run.last_trained.entry.get("launch") or {} if run.last_trained else {}
+        then = int(launch.get("world_size") or ranks)
         how = f"{pace_s:.3g} s a step on {then} ranks (measured), in proportion on others; {how}"
-        return left * pace_s * then / ranks, startup_s, how
+        return left * pace_s * then / ranks, startup_s, how, (steps, tokens)
     if speed := re.findall(r"forecast: ([\d,]+) .*tokens/s", said):
         run_s = tokens * left / steps / int(speed[0].replace(",", ""))
-        return run_s, startup_s, f"forecast, without evaluations and saves; {how}"
+        how = f"forecast, without evaluations and saves; {how}"
+        return run_s, startup_s, how, (steps, tokens)
     raise ConfigurationError("the speed is not known: name the GPU, as in --when=H100-80GB")
 
 

@@ -1,6 +1,7 @@
 """slurm/submit.sh --when: time limits, restarts, and the table from recorded answers of Slurm."""
 
 import datetime
+import json
 import os
 import re
 import shlex
@@ -147,6 +148,38 @@ def test_without_a_known_speed_the_starts_are_shown_and_a_refused_batch_has_its_
     table.options.write_text(OPTIONS.replace("h100:8", "4").replace("sbatch: time ", other))
     shown = table()
     assert re.search(r"^ +1  starts .*, does not divide$", shown, re.MULTILINE)
+
+
+def test_the_measured_speed_is_that_of_the_ranks_that_trained(table, tmp_path):
+    run, began = tmp_path / "run", datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
+    starts = [  # the second one ended before training
+        {"time": (began + datetime.timedelta(hours=hour)).isoformat(), "resumed_from": None,
+         "launch": {"world_size": ranks}, "slurm": {}}
+        for hour, ranks in ((0, 2), (2, 64))
+    ]  # fmt: skip
+    lines = [{"event": "started", "step": 0, "time": began.timestamp() + 60}]
+    lines += [
+        {"event": "train", "step": step, "time": began.timestamp() + 60 + 3 * step, "loss": 2.0}
+        for step in range(1, 20)
+    ]
+    run.mkdir()
+    (run / "provenance.json").write_text(json.dumps({"run_id": "r", "starts": starts}))
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "3 s a step on 2 ranks (measured), in proportion on others" in table("H100-80GB")
+
+
+def test_rows_of_different_global_batches_are_called_different_trainings(table):
+    assert "All rows are the same training" in table("H100-80GB")
+    tokens = "36,000,000 tokens"
+    by_ranks = "{{sys.argv[-1][0]}}" + tokens
+    assert tokens in DRY_RUN
+    script = DRY_RUN.replace(tokens, by_ranks).replace(
+        'print("12:00:00  run: ', 'print(f"12:00:00  run: '
+    )
+    table.script.write_text(script.format(run="runs/a"))
+    shown = table("H100-80GB")
+    assert "The rows are different trainings: give global_batch_size" in shown
+    assert "All rows are the same training" not in shown
 
 
 def test_a_finished_run_has_nothing_left(table):
