@@ -13,6 +13,7 @@ env_folder() {
     ext2/ext3 | xfs | btrfs | zfs | f2fs | jfs | overlayfs) base=$each ;;
     esac
   done
+  [[ -n $base ]] || return
   folder=$base/stoker-env-$UID
   [[ -d $folder ]] || mkdir -m 700 -- "$folder" || return
   # /tmp is shared: another user may have made a link or a folder of this name.
@@ -23,6 +24,10 @@ env_folder() {
 # unpack_env COPY: unpacks the archive, and removes other copies that no job uses.
 unpack_env() {
   local copy=$1 old size free
+  flock --nonblock "$env_used" || {
+    printf 'its copy is damaged, and a job uses it'
+    return 1
+  }
   for old in "${copy%/*}"/*.used; do
     [[ $old == "$copy.used" ]] ||
       (flock --nonblock 8 && flock --nonblock 9 && rm -rf -- "${old%.used}") 8>"${old%.used}.lock" 9>"$old" || true
@@ -42,12 +47,19 @@ unpack_env() {
   fi
   # tar itself refuses members with .., and links that lead out of the folder while it unpacks.
   if mkdir -- "$copy" && tar --extract --no-same-owner --file="$STOKER_STAGE_ENV" --directory="$copy" 2>&1 &&
-    { [[ ! -x $copy/bin/conda-unpack ]] || "$copy/bin/python" "$copy/bin/conda-unpack"; }; then
+    { [[ ! -x $copy/bin/conda-unpack ]] || "$copy/bin/python" "$copy/bin/conda-unpack"; } &&
+    is_unchanged "$copy" && sync --file-system "$copy"; then
     : >"$copy/.whole"
   else
     rm -rf -- "$copy"
     return 1
   fi
+}
+
+# is_unchanged COPY: whether the archive still has the time and size in the copy's name.
+is_unchanged() {
+  [[ $1 == *"$(stat --dereference --format=-%Y-%s -- "$STOKER_STAGE_ENV")" ]] ||
+    { printf 'it changed while it was unpacked' && false; }
 }
 
 # Sets `env_copy`, unpacked and locked until this process ends, or `why` there is none.
@@ -58,38 +70,47 @@ find_env_copy() {
   why=$(stat --dereference --format=-%Y-%s -- "$STOKER_STAGE_ENV" 2>&1) || return
   name=${STOKER_STAGE_ENV##*/}
   env_copy=$folder/${name%.tar*}$why
-  exec {making}>"$env_copy.lock" {env_used}>"$env_copy.used"
-  flock "$making" # waits for a job that unpacks the same archive
+  why="no locks in $folder"
+  exec {making}>"$env_copy.lock" {env_used}>"$env_copy.used" || return
+  flock "$making" || return # waits for a job that unpacks the same archive
   [[ -f $env_copy/.whole ]] || why=$(unpack_env "$env_copy") || why=${why:-not unpacked}
-  [[ ! -f $env_copy/.whole ]] || flock --shared "$env_used"
+  if [[ -f $env_copy/.whole ]]; then
+    flock --shared "$env_used"
+  else
+    exec {env_used}>&-
+  fi
   exec {making}>&-
   [[ -f $env_copy/.whole ]]
 }
 
-# Waits of other nodes: this one may unpack for long (utils/launch/rendezvous.py).
-export STOKER_MEET_TIMEOUT_S=${STOKER_MEET_TIMEOUT_S:-1800}
-before=$PATH env_copy='' why=''
-if ((${#STOKER_CONTAINER[@]})); then
-  why='python is in STOKER_CONTAINER'
-elif find_env_copy; then
-  if [[ -d $env_copy/conda-meta ]]; then
+# Lets `python` be that of the copy. Files of other people must not end the job: set -eu is off.
+use_env_copy() {
+  if [[ -d $env_copy/conda-meta && -f $env_copy/bin/activate ]]; then
     set +u
     # shellcheck source=/dev/null # conda-pack's
-    source "$env_copy/bin/activate"
+    source "$env_copy/bin/activate" || true
     set -u
   elif [[ -x $env_copy/bin/python ]]; then
     export PATH=$env_copy/bin:$PATH VIRTUAL_ENV=$env_copy
   else
     export PYTHONPATH=$env_copy${PYTHONPATH:+:$PYTHONPATH} # of pip install --target
   fi
-  why=$(python -c 'import importlib.util, sys, utils.launch.node
-print(sys.prefix, importlib.util.find_spec("torch").origin)' 2>&1) || true
-  why=${why##*$'\n'}
-  if [[ $why == *"$env_copy"* ]]; then
-    why=
+}
+
+# Waits of other nodes: this one may unpack for long (utils/launch/rendezvous.py).
+export STOKER_MEET_TIMEOUT_S=${STOKER_MEET_TIMEOUT_S:-1800}
+env_copy='' why=''
+if ((${#STOKER_CONTAINER[@]})); then
+  why='python is in STOKER_CONTAINER'
+elif find_env_copy; then
+  # psutil is compiled: it cannot be loaded from a disk that is mounted noexec.
+  if why=$(use_env_copy && python -c 'import importlib.util, psutil, sys, utils.launch.node
+print(sys.prefix, importlib.util.find_spec("torch").origin)' 2>&1) &&
+    [[ ${why##*$'\n'} == *"$env_copy"* ]]; then
+    why=''
+    use_env_copy
   else
-    why="it has no python with torch: $why"
-    PATH=$before PYTHONPATH=${PYTHONPATH#"$env_copy"}
+    why="it has no python with torch that works here: ${why##*$'\n'}"
   fi
 fi
 if [[ -n $why ]]; then

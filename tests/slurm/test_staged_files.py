@@ -1,12 +1,17 @@
 """Copies of data and environment on the nodes' own disks: jobs on Slurm, damage, small disks."""
 
+import contextlib
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 from launching import ROOT
@@ -108,15 +113,21 @@ def test_jobs_share_copies_and_train_with_the_bits_of_the_originals(
         (file,) = copy.glob("*.arrow")
         assert file.read_bytes() == content
 
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", small], check=True)
-    try:
+    with mounted(tmp_path / "small", "size=64k") as small:
         fourth = train("fourth", archive, small)
-    finally:
-        subprocess.run(["umount", small], check=True)
     assert fourth.count(f"stage_data: {jobs.files / 'documents'} is read where it is: ") == 2
     assert f"KiB do not fit, {small}/stoker-data-{os.getuid()} has " in fourth
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """Mount a small file system in memory."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def python_of(archive: Path, disk: Path) -> tuple[str, str]:
@@ -163,8 +174,8 @@ def test_packages_without_a_python_are_found_by_pythonpath(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault", ["cut short", "from member names", "No such file", "python with torch", "yours",
-              "a link", "too small"],
+    "fault", ["cut short", "from member names", "No such file", "python with torch", "psutil",
+              "yours", "a link", "too small"],
 )  # fmt: skip
 def test_a_fault_leaves_the_environment_of_the_cluster(environment, tmp_path, fault):
     archive, disk = packed(environment, tmp_path / "env.tar"), tmp_path / "disk"
@@ -180,6 +191,12 @@ def test_a_fault_leaves_the_environment_of_the_cluster(environment, tmp_path, fa
         archive.unlink()
     elif fault == "python with torch":
         packed(environment / "lib", archive)
+    elif fault == "psutil":
+        (packages,) = environment.glob("lib/*/site-packages")
+        empty = tmp_path / "empty"
+        shutil.copytree(environment, empty, symlinks=True)
+        (empty / packages.relative_to(environment) / "elsewhere.pth").unlink()
+        packed(empty, archive)
     elif fault == "yours":
         folder.mkdir()
         folder.chmod(0o777)
@@ -195,3 +212,49 @@ def test_a_fault_leaves_the_environment_of_the_cluster(environment, tmp_path, fa
     assert f"STOKER_STAGE_ENV {archive}: the environment of slurm/cluster.env is used: " in line
     assert fault in line
     assert not outside.exists() or not any(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [("nr_inodes=2", "no locks in "), ("noexec", "failed to map segment")]
+)
+def test_a_disk_that_cannot_hold_or_run_the_copy_is_not_used(
+    environment, tmp_path, options, said
+):  # fmt: skip
+    mine = Path(shutil.copytree(environment, tmp_path / "mine", symlinks=True))
+    (packages,) = mine.glob("lib/*/site-packages")
+    shutil.copytree(Path(psutil.__file__).parent, packages / "psutil")
+    with mounted(tmp_path / "disk", f"{options},size=64m") as disk:
+        prefix, line = python_of(packed(mine, tmp_path / "env.tar"), disk)
+    assert prefix == sys.prefix
+    assert said in line
+
+
+def test_a_conda_environment_without_activate_is_used(environment, tmp_path):
+    conda = Path(shutil.copytree(environment, tmp_path / "conda", symlinks=True))
+    (conda / "conda-meta").mkdir()
+    prefix, _ = python_of(packed(conda, tmp_path / "conda.tar"), tmp_path)
+    assert Path(prefix).parent == tmp_path / f"stoker-env-{os.getuid()}"
+
+
+def test_a_damaged_copy_that_a_job_uses_stays(environment, tmp_path):
+    archive = packed(environment, tmp_path / "env.tar")
+    copy = Path(python_of(archive, tmp_path)[0])
+    (copy / ".whole").unlink()
+    with Path(f"{copy}.used").open() as used:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        prefix, line = python_of(archive, tmp_path)
+    assert prefix == sys.prefix
+    assert "its copy is damaged, and a job uses it" in line
+    assert (copy / "pyvenv.cfg").exists()
+    assert python_of(archive, tmp_path)[0] == str(copy)
+
+
+def test_an_archive_that_changes_while_it_is_unpacked_is_not_used(environment, tmp_path):
+    mine = Path(shutil.copytree(environment, tmp_path / "mine", symlinks=True))
+    archive = tmp_path / "env.tar"
+    (mine / "bin" / "conda-unpack").write_text(f"import os; os.utime({str(archive)!r}, (1, 1))")
+    (mine / "bin" / "conda-unpack").chmod(0o755)
+    prefix, line = python_of(packed(mine, archive), tmp_path)
+    assert prefix == sys.prefix
+    assert "it changed while it was unpacked" in line
+    assert not [*(tmp_path / f"stoker-env-{os.getuid()}").glob("env-*[0-9]")]
