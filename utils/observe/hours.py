@@ -5,11 +5,13 @@ number of GPUs is the number of ranks. Ranks on CPUs are counted in process-hour
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from utils.host.phase_times import HUNG, SAVING
+from utils.host.run_lock import WATCH_S
 from utils.observe.endings import End, end_of_start
 from utils.observe.history import History, Start, read_run
 
@@ -79,7 +81,9 @@ def _seconds(run: History, start: Start, before: Start | None) -> dict[str, floa
     began = start.owner.since if start.owner else start.began
     parts = _by_part(spent)
     rest = max(start.ended - began - sum(spent.values()), 0.0)
-    if not spent and start.trained:  # by an older version of Stoker
+    if spent:
+        rest = min(rest, 2 * WATCH_S)  # since the last heartbeat; more if a clock was wrong
+    elif start.trained:  # by an older version of Stoker
         parts["starts"] = min(max(start.trained - began, 0.0), rest)
         rest -= parts["starts"]
     end = end_of_start(run, start)
@@ -119,7 +123,7 @@ def end_of_budget(output_dir: Path, max_gpu_hours: float | None) -> float | None
     if max_gpu_hours is None or not run.starts:
         return None
     left_h = max_gpu_hours - hours_of(run).total
-    return run.starts[-1].ended + 3600 * left_h / (_ranks(run.starts[-1]) or 1)
+    return time.time() + 3600 * left_h / (_ranks(run.starts[-1]) or 1)
 
 
 def amount(number: float) -> str:

@@ -142,11 +142,14 @@ def write_folder_page(all_in: str | None, output: Path | None, refresh_s: float 
     faults: list[Fault] = []
     with contextlib.suppress(OSError):  # status.py --nodes names the error
         faults = read_ledger()[0][-SHOWN["faults"] :]
-    states = [run.state for run in runs]
-    states += ["failed" if job.log else "waiting" for job in jobs]
+    of_jobs = [
+        "failed" if job.log else "waiting" if job.state == "PENDING" else "starting" for job in jobs
+    ]
     facts = {
-        "title": f"Runs in {folder.resolve()}", "now": time.time(), "rows": rows, "jobs": jobs,
-        "counts": Counter(states), "sums": sums_of_hours(runs, names),
+        "title": f"Runs in {folder.resolve()}", "now": time.time(), "rows": rows,
+        "jobs": [*zip(of_jobs, jobs, strict=True)],
+        "counts": Counter([*(run.state for run in runs), *of_jobs]),
+        "sums": sums_of_hours(runs, names),
         "refresh_s": refresh_s, "charted": False, "points": CURVE_POINTS, "below": below,
         "faults": faults[::-1],
     }  # fmt: skip

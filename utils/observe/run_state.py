@@ -104,7 +104,10 @@ def runs_of_folder(
     """Return the runs of a folder (None: runs/), their names in it, and jobs without a run."""
     folder = Path(all_in or "runs")
     none_yet = all_in is None and not folder.is_dir()  # show waiting jobs
-    runs = [read_status(path, jobs) for path in ([] if none_yet else runs_below(folder))]
+    runs = []
+    for path in [] if none_yet else runs_below(folder):
+        with contextlib.suppress(ConfigurationError):  # deleted meanwhile
+            runs.append(read_status(path, jobs))
     names = {run.run: str(Path(run.run).relative_to(folder)) for run in runs}
     runs.sort(key=lambda run: (STATES.index(run.state), run.run))
     known = {run.job.id for run in runs if run.job}

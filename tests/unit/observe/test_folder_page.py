@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_folder_has_one_page_with_all_its_runs(tmp_path, monkeypatch, capsys):
     verdict.note_submitted("7", job, str(log))
     jobs = {"8": run_state.Job("8", "PENDING", "Priority", None, HOSTILE, None, str(job.resolve()))}
     jobs["9"] = run_state.Job("9", "RUNNING", "None", None, "of another folder")
+    soon = str(runs.resolve() / "soon")
+    jobs["10"] = run_state.Job("10", "CONFIGURING", "None", None, "soon", None, soon)
     monkeypatch.setattr("utils.observe.page.queued_jobs", lambda _users: jobs)
     ledger = tmp_path / "nodes.jsonl"
     monkeypatch.setenv("STOKER_LEDGER", str(ledger))
@@ -65,6 +68,8 @@ def test_a_folder_has_one_page_with_all_its_runs(tmp_path, monkeypatch, capsys):
                   '<span class="badge waiting">waiting', "160 <span", "of 160", "width:100",
                   "<td>folder sweep</td>", "GPU-hours"):  # fmt: skip
         assert words in page, words
+    for state in ("finished", "failed", "waiting", "starting"):
+        assert f'<div class="tile {state}"><span>{state}</span><b>1</b>' in page
     assert '<td class="t">n7</td><td class="t">hang</td>' in page
     (points,) = set(re.findall(r'points="([^"]+)"', page))
     places = [tuple(map(float, point.split(","))) for point in points.split()]
@@ -85,6 +90,19 @@ def test_the_page_is_never_in_a_run_and_a_refusal_names_the_way_out(tmp_path, ca
         with pytest.raises(SystemExit):
             status.main([*words, "--html"])
         assert "--html writes a page of a folder" in capsys.readouterr().err
+
+
+def test_a_run_that_is_deleted_meanwhile_is_left_out(tmp_path, monkeypatch, capsys):
+    runs = [write_run(tmp_path / "runs" / name) for name in ("one", "two")]
+    read = run_state.read_status
+
+    def late(path, jobs):
+        shutil.rmtree(runs[1], ignore_errors=True)
+        return read(path, jobs)
+
+    monkeypatch.setattr(run_state, "read_status", late)
+    assert status.main(["--all", str(runs[0].parent), "--html"]) == 0
+    assert "runs.html: 1 runs" in capsys.readouterr().out
 
 
 def test_watch_writes_the_page_again_and_lets_browsers_reload_it(tmp_path, monkeypatch, capsys):

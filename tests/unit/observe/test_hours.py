@@ -22,7 +22,7 @@ def iso(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
-def owner(run, number, since, spent, *, left=True, saved=None, kwh=None, restart=0, age_s=None):
+def owner(run, number, since, spent, *, left=True, saved=None, kwh=None, restart=0, beat=None):
     """Write the lock file of a start of job 9."""
     who = {"since": iso(since), "host": "n1", "pid": 7, "job": "9", "machine": "m"}
     content = {"owner": who | {"restart_in_job": restart}, "beat": 9, "left": left, "kwh": kwh}
@@ -30,8 +30,7 @@ def owner(run, number, since, spent, *, left=True, saved=None, kwh=None, restart
     path = run / ".lock" / f"owner-{number}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
-    age_s = age_s if age_s is not None else time.time() - (since + sum(spent.values()))
-    os.utime(path, (time.time() - age_s,) * 2)
+    os.utime(path, (since + sum(spent.values()) if beat is None else beat,) * 2)
 
 
 def entry(began, restart, ranks=4, job_began=None, devices=("H100",)):
@@ -101,7 +100,7 @@ def test_the_phases_are_those_of_a_run_and_none_is_left_out():
 
 def test_a_run_of_an_older_version_or_outside_of_slurm_has_its_sum(tmp_path):
     run = write(tmp_path / "run", entry(BEGIN, None, 2, devices=("cpu",)))
-    owner(run, 1, BEGIN, {}, age_s=time.time() - BEGIN - 400)
+    owner(run, 1, BEGIN, {}, beat=BEGIN + 400)
     lines = [{"event": "started", "step": 0, "time": BEGIN + 100}]
     lines += [{"event": "stopped", "step": 9, "time": BEGIN + 390}]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -123,7 +122,7 @@ def test_a_copied_run_has_the_same_hours(interrupted):
 )
 def test_damaged_times_count_nothing(tmp_path, spent):
     run = write(tmp_path / "run", entry(BEGIN, "0"))
-    owner(run, 1, BEGIN, {}, age_s=time.time() - BEGIN - 50)
+    owner(run, 1, BEGIN, {}, beat=BEGIN + 50)
     path = run / ".lock" / "owner-1"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"spent": spent, "kwh": -1}))
     os.utime(path, (BEGIN + 50,) * 2)
@@ -146,7 +145,18 @@ def test_the_budget_ends_when_the_hours_of_all_starts_are_used_up(interrupted):
     used = hours_of(read_run(interrupted)).total
     assert end_of_budget(interrupted, None) is None
     # The last start has two ranks, so an hour of the budget is half an hour.
-    assert end_of_budget(interrupted, used + 1) == pytest.approx(BEGIN + 5700 + 1800)
+    end = end_of_budget(interrupted, used + 1)
+    assert end == pytest.approx(time.time() + 1800, abs=600), "not by the clock of a start"
+
+
+@pytest.mark.parametrize("wrong_s", [-365 * 86400, 365 * 86400])
+def test_a_clock_that_was_wrong_for_a_moment_makes_no_hours(tmp_path, wrong_s):
+    run = write(tmp_path / "run", entry(BEGIN + 10, "0", ranks=1))
+    owner(run, 1, BEGIN + min(wrong_s, 0), SPENT)
+    lines = [{"event": "started", "step": 0, "time": BEGIN + 100}]
+    lines += [{"event": "train", "step": 1, "loss": 1.0, "time": BEGIN + 900 + max(wrong_s, 0)}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert hours_of(read_run(run)).total <= (sum(SPENT.values()) + 60) / 3600
 
 
 def test_hours_are_summed_by_user_and_folder(interrupted, monkeypatch):
