@@ -7,7 +7,7 @@ import datasets
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
 import sft_train
@@ -92,3 +92,17 @@ def test_users_own_datasets_train_as_they_are(
     assert all(len(tiny.losses(tmp_path / run)) == 1 for run in "ab")
     assert len(set(tiny.starts(tmp_path / "b")[0]["data"]["train"])) == 2
     assert {path.name for path in mine.iterdir()} == {"dataset_dict.json", "test", "train"}
+
+
+def test_plain_text_for_a_model_with_a_chat_template_is_warned_of(
+    fine_tuning, workspace, tmp_path, capfd
+):
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "tokenizer")
+    for template, warned in ((None, False), ("{{ messages }}", True)):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / f"tokenizer-{warned}")
+        data = {"train_data": workspace / "documents"}
+        data["tokenizer_name_or_path"] = tmp_path / f"tokenizer-{warned}"
+        sft_train.main([*fine_tuning(tmp_path / "run", **data), "--dry_run"])
+        shown = capfd.readouterr().out
+        assert ("documents has plain text: all of it is trained on, without" in shown) == warned
