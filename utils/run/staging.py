@@ -47,10 +47,14 @@ def stage_data(settings: RunSettings, launch: LaunchFacts) -> RunSettings:
         return settings
     first = launch.hosts.index(launch.hosts[launch.rank])
     group = cpu_group(LONGEST_PREPARATION_S)
-    copies = on_every_rank(lambda: _stage(settings) if launch.rank == first else {}, group)
+    own = on_every_rank(lambda: _stage(settings) if launch.rank == first else {}, group)[first]
+    # A node may have copied a dataset before it changed, and another node after that.
+    checks = launch.rank == first and len({*launch.hosts}) > 1
+    changed = on_every_rank(lambda: _changed(own) if checks else [], group)
     if group is not None:
         torch.distributed.destroy_process_group(group)
-    return replace(settings, staged=copies[first])
+    left_out = {split for splits in changed for split in splits}
+    return replace(settings, staged={split: own[split] for split in own if split not in left_out})
 
 
 def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
@@ -66,6 +70,20 @@ def _stage(settings: RunSettings) -> dict[tuple[str, str], tuple[Path, Path]]:
     return copies
 
 
+def _changed(copies: dict[tuple[str, str], tuple[Path, Path]]) -> list[tuple[str, str]]:
+    """Return the splits whose originals are no longer those of their copies; warn of them."""
+    changed = list[tuple[str, str]]()
+    for split, (original, copy) in copies.items():
+        try:
+            is_same = _name(file_states(_files(original))) == copy.name
+        except (ConfigurationError, OSError):
+            is_same = False
+        if not is_same:
+            logger.warning("stage_data: %s is read where it is: it has changed", split[0])
+            changed.append(split)
+    return changed
+
+
 def _folder(wanted: bool | str) -> Path:
     """Return this user's folder for copies; make it if needed. Raises OSError."""
     chosen = wanted if isinstance(wanted, str) else os.environ.get("STOKER_STAGE_DIR")
@@ -74,7 +92,8 @@ def _folder(wanted: bool | str) -> Path:
     local = [each for each in (own, "/tmp") if _file_system(Path(each)) in LOCAL_DISKS]  # noqa: S108
     if not (chosen or local):
         raise OSError(f"{own} and /tmp are on no disk of this node: set STOKER_STAGE_DIR")
-    folder = Path(chosen or local[0]).expanduser() / f"stoker-data-{os.getuid()}"
+    chosen = os.path.expanduser(chosen or local[0])  # noqa: PTH111 -- of no such user: unchanged
+    folder = Path(chosen) / f"stoker-data-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found, above = folder.lstat(), folder.parent.stat().st_mode
     is_private = stat.filemode(found.st_mode) in ("drwx------", "drwx--S---")
@@ -88,16 +107,28 @@ def _file_system(path: Path) -> str:
     """Return the type of the file system that has `path`, such as ext4, or ""."""
     there, mounts = path.resolve(), psutil.disk_partitions(all=True)
     above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
-    return max(above, key=lambda mount: len(mount.mountpoint)).fstype if above else ""
+    # Of several at one path, the last covers the others.
+    return max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype if above else ""
+
+
+def _files(original: Path) -> list[Path]:
+    """Return the files of a split, without cached results of `datasets`. Raises OSError."""
+    named = [file for file in original.glob("[!.]*") if not file.name.startswith("cache-")]
+    files = sorted(file for file in named if file.is_file())
+    if not {*data_files(original)} <= {*files}:
+        raise OSError("its Arrow files are in other folders")
+    return files
+
+
+def _name(states: list[tuple[str, int, int]]) -> str:
+    return hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
 
 
 def _copy_of(original: Path, folder: Path) -> tuple[Path, Path]:
     """Return a split and its copy, locked until the process ends, or raise OSError."""
-    files = sorted(file for file in original.glob("[!.]*") if file.is_file())
-    if not {*data_files(original)} <= {*files}:
-        raise OSError("its Arrow files are in other folders")
+    files = _files(original)
     states = file_states(files)
-    copy = folder / hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
+    copy = folder / _name(states)
     lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         for _ in range(TRIES):
@@ -141,11 +172,17 @@ def _make(copy: Path, files: list[Path], states: list[tuple[str, int, int]]) -> 
 
 def _make_room(folder: Path, size: int) -> None:
     """Remove copies that no run uses, oldest first, until `size` bytes fit. Raises OSError."""
-    for lock in sorted(folder.glob("*.lock"), key=lambda path: path.stat().st_mtime):
-        if _free_bytes(folder) < size:
-            with lock.open() as file, contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    copies, room = list[Path](), _free_bytes(folder)
+    with contextlib.ExitStack() as locked:
+        for lock in sorted(folder.glob("*.lock"), key=lambda path: path.stat().st_mtime):
+            if room < size:
+                file, copy = locked.enter_context(lock.open()), lock.with_suffix("")
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    copies.append(copy)
+                    room += sum(part.stat().st_size for part in copy.glob("*"))
+        for copy in copies if room >= size else ():
+            shutil.rmtree(copy, ignore_errors=True)
     if (free := _free_bytes(folder)) < size:
         raise OSError(f"{readable(size)} do not fit, {folder} has {readable(free)} free")
 

@@ -8,7 +8,9 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,3 +306,52 @@ def test_what_is_no_dataset_is_left_to_the_error_of_the_start(disk, tmp_path, ca
     (nested / "state.json").write_text(json.dumps(state))
     assert stage_data(settings_of(disk, nested), ONE).staged == {}
     assert "its Arrow files are in other folders" in caplog.text
+
+
+def test_no_copy_is_removed_for_data_that_would_not_fit_without_it(data, disk, monkeypatch, caplog):
+    other = Path(shutil.copytree(data, data.with_name("other")))
+    _, copy = staged_by(disk, other)[str(other), "train"]
+    size = sum(p.stat().st_size for p in data.iterdir())
+    monkeypatch.setattr(staging, "_free_bytes", lambda _: -2 * size)
+    assert stage_data(settings_of(disk, data), ONE).staged == {}
+    assert "do not fit" in caplog.text
+    assert copies_on(disk) == [copy]
+
+
+def test_cached_results_of_datasets_are_not_copied(data, disk):
+    (data / "cache-1f2e.arrow").write_bytes(bytes(9))
+    _, copy = staged_by(disk, data)[str(data), "train"]
+    assert {p.name for p in copy.iterdir()} == {
+        p.name for p in data.iterdir() if p.name != "cache-1f2e.arrow"
+    } | {DIGESTS}
+    (data / "cache-1f2e.arrow").unlink()
+    assert staged_by(disk, data)[str(data), "train"][1] == copy
+
+
+def test_a_dataset_that_changed_before_all_nodes_had_it_is_read_where_it_is(
+    data, disk, caplog, monkeypatch
+):
+    other = Path(shutil.copytree(data, data.with_name("other")))
+    copy_of = staging._copy_of
+
+    def append_meanwhile(original: Path, folder: Path) -> tuple[Path, Path]:
+        made = copy_of(original, folder)
+        if original == data:
+            os.utime(data / "stoker.json")
+        return made
+
+    monkeypatch.setattr(staging, "_copy_of", append_meanwhile)
+    two = replace(ONE, world_size=2, hosts=("n1", "n2"))
+    assert [*stage_data(settings_of(disk, data, other), two).staged] == [(str(other), "train")]
+    assert f"stage_data: {data} is read where it is: it has changed" in caplog.text
+
+
+def test_of_mounts_at_one_path_the_last_counts_and_an_unknown_user_is_no_folder(
+    monkeypatch, tmp_path, data, caplog
+):
+    mounts = [("/", "ext4"), (str(tmp_path), "xfs"), (str(tmp_path), "tmpfs")]
+    found = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]
+    monkeypatch.setattr(staging.psutil, "disk_partitions", lambda **_: found)
+    assert staging._file_system(tmp_path / "a") == "tmpfs"
+    assert stage_data(settings_of("~no-such-user/copies", data), ONE).staged == {}
+    assert "is read where it is: " in caplog.text
