@@ -1,8 +1,10 @@
 """The rule for loss spikes: of `on_spike: stop`, `status.py RUN --spikes` and the report.
 
-A value is a spike if it is more than DEVIATIONS above the median of the WINDOW logged values before
-it, of which there must be SHORTEST, or if it is not finite. One deviation is 1.4826 times their
-median distance from the median (a standard deviation), and at least LEAST_SHARE of the median.
+A value is a spike if its logarithm is more than DEVIATIONS above that of the median of the WINDOW
+logged values before it, of which there must be SHORTEST, or if it is not finite. One deviation is
+1.4826 times the median distance of their logarithms from it (a standard deviation), and at least
+LEAST, about 1 %. Losses of small batches and gradient norms have a long tail, and their logarithms
+have none.
 """
 
 import math
@@ -15,7 +17,8 @@ from statistics import median
 from typing import Any
 
 WINDOW, SHORTEST = 64, 16  # logged values
-DEVIATIONS, LEAST_SHARE = 8.0, 0.01
+DEVIATIONS, LEAST = 8.0, 0.01
+SMALLEST = 1e-9  # instead of 0, the loss of a step without loss tokens
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,11 @@ def _judged(value: float, window: Collection[float]) -> tuple[float, float]:
     before = median(window)
     if not math.isfinite(value):
         return before, math.inf
-    least = max(LEAST_SHARE * abs(before), 1e-9)
-    if value - before <= DEVIATIONS * least:  # most values, which need no second median
+    above = math.log(max(value, SMALLEST) / before) if before > 0 else 0.0
+    if above <= DEVIATIONS * LEAST:  # most values, which need no second median
         return before, 0.0
-    distance = median(abs(each - before) for each in window)
-    return before, (value - before) / max(1.4826 * distance, least)
+    distance = median(abs(math.log(max(each, SMALLEST) / before)) for each in window)
+    return before, above / max(1.4826 * distance, LEAST)
 
 
 def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
@@ -100,6 +103,6 @@ def next_commands(run: Path, spike: Spike, saved: Collection[int]) -> str:
         flags += f" --output_dir {shlex.quote(f'{run}-skip')}"
     return (
         f"its documents: {command}\n"
-        f"those with the highest loss: {command} --json | head -n 4 >skip.jsonl\n"
+        f"those with the highest loss: {command} --json | head -n 4 >>skip.jsonl\n"
         f"without them: the same training command with --skip_documents skip.jsonl{flags}"
     )

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -101,12 +101,25 @@ def number(name: str, default: float) -> float:
 
 
 def bad_nodes(faults: Iterable[Fault]) -> Counter[str]:
-    """Return the nodes to leave out at a requeue, with their faults within a week of now."""
+    """Return the nodes to leave out at a requeue, with their faults within a week of now.
+
+    A fault that a rank of a job has on several nodes is the job's, such as a deadlock in its code.
+    """
     least, now = number("STOKER_LEAVE_OUT_AFTER", 2), time.time()
     # A clock that jumped may have written times of the future. One node of a mismatch is healthy.
     recent = [one for one in faults if abs(now - one.time) <= WEEK_S and one.kind != "mismatch"]
+    nodes = defaultdict[tuple[str, str, str], set[str]](set)
+    for one in recent:
+        nodes[_origin(one)].add(one.node)
+    sure = "hardware", "lost"
+    recent = [one for one in recent if one.kind in sure or len(nodes[_origin(one)]) == 1]
     counts = Counter(fault.node for fault in recent)
     return Counter({node: count for node, count in counts.items() if count >= least > 0})
+
+
+def _origin(fault: Fault) -> tuple[str, str, str]:
+    """Return job, kind and the first words of the cause, which are `rank 3` for a hang."""
+    return fault.job, fault.kind, " ".join(fault.cause.split()[:2])
 
 
 def note_faults(
@@ -145,9 +158,10 @@ def find_faults(
     hung = {host: int(rank) for rank, host in _HUNG.findall(verdict)}
     if not verdict.startswith("All ") and (len(hosts) == 1 or hung.keys() < {*hosts}):
         yield from (Fault(host, "hang", verdict, gpus.get(rank, "")) for host, rank in hung.items())
-    # If all nodes fail a check, the user's environment may be the cause.
+    # If all nodes fail a check, the user's environment may be the cause, as CUDA_VISIBLE_DEVICES=0.
     refused = {host for host in _REFUSED.findall(verdict) if host in hosts}
-    if refused < {*hosts} or re.search("but torch sees [1-9]", verdict):
+    one_gone = re.search(r"has (4 GPUs .+ sees 3|8 GPUs .+ sees 7)\.", verdict)
+    if refused < {*hosts} or (len(hosts) == 1 and one_gone):
         yield from (Fault(host, "refused", verdict) for host in sorted(refused))
 
 

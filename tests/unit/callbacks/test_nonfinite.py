@@ -160,7 +160,7 @@ def test_a_spike_ends_the_run_before_anything_is_saved_unless_it_is_off(tmp_path
     assert run.state.global_step == 38, "all ranks learn of a spike in the next step"
     assert caught.value.exit_code == 80
     message = str(caught.value)
-    assert f"python status.py {tmp_path} --step 37 --json | head -n 4 >skip.jsonl" in message
+    assert f"python status.py {tmp_path} --step 37 --json | head -n 4 >>skip.jsonl" in message
     assert "--skip_documents skip.jsonl --accept_changes skip_documents\n" in message
     with pytest.raises(SpikeError):
         run.guard.settle()

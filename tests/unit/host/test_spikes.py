@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -13,24 +14,36 @@ def logs(values, every=1, name="loss"):
     return [{"step": every * (place + 1), name: value} for place, value in enumerate(values)]
 
 
-# The median is 2.0. Half of the distances from it are 0.0 and half 0.1, so their median is 0.05
-# (of an even number) and a deviation is 1.4826 * 0.05 = 0.07413: the limit is 2.593.
+# The median is 2.0. Half of the distances from ln 2 are 0, the next are ln 1.05 = 0.04879, so their
+# median is 0.024395 (of an even number) and a deviation is 1.4826 * 0.024395 = 0.036168. The limit
+# is 2 * exp(8 * 0.036168) = 2.6711.
 USUAL = [2.0, 2.1, 2.0, 1.9] * 8
 
 
 def test_a_value_is_a_spike_above_eight_deviations():
-    assert spikes_in(logs([*USUAL, 2.593])) == []
-    (spike,) = spikes_in(logs([*USUAL, 2.594]))
+    assert spikes_in(logs([*USUAL, 2.671])) == []
+    (spike,) = spikes_in(logs([*USUAL, 2.672]))
     assert (spike.step, spike.before) == (33, 2.0)
-    assert spike.score == pytest.approx(0.594 / 0.07413)
-    assert str(spike).startswith("step 33: loss 2.594, usually 2: 8.0 deviations above")
+    assert spike.score == pytest.approx(math.log(1.336) / 0.036168, rel=1e-4)
+    assert str(spike).startswith("step 33: loss 2.672, usually 2: 8.0 deviations above")
 
 
 def test_a_smooth_curve_has_a_deviation_of_a_hundredth():
     flat = [3.0] * 20
     assert spikes_in(logs([*flat, 3.239])) == []
     (spike,) = spikes_in(logs([*flat, 3.25]))
-    assert spike.score == pytest.approx(0.25 / 0.03)
+    assert spike.score == pytest.approx(math.log(3.25 / 3.0) / 0.01)
+
+
+def test_small_batches_with_a_long_tail_have_no_spikes():
+    """Losses of a healthy SFT: their logarithms have a deviation of 0.5. Custom losses below 0."""
+    random = Random(0)
+    losses = [math.exp(random.gauss(0.0, 0.5)) for _ in range(20_000)]
+    assert spikes_in(logs(losses)) == []
+    (spike,) = spikes_in(logs([*losses, 100.0]))
+    assert spike.step == 20_001
+    assert spikes_in(logs([-2.0] * 40 + [1.0])) == []
+    assert spikes_in(logs([2.0, 0.0] * 40)) == [], "steps without loss tokens"
 
 
 def test_the_first_values_are_never_spikes_and_only_a_window_counts():
@@ -57,7 +70,7 @@ def test_the_commands_resume_before_the_spike():
     run = Path("runs/my run")
     shown, choose, skip = next_commands(run, spike, [10, 20, 32]).splitlines()
     assert shown.endswith("python status.py 'runs/my run' --step 33")
-    assert choose.endswith("--step 33 --json | head -n 4 >skip.jsonl")
+    assert choose.endswith("--step 33 --json | head -n 4 >>skip.jsonl")
     assert skip.endswith("with --skip_documents skip.jsonl --accept_changes skip_documents")
     elsewhere = (
         " --resume_from_checkpoint 'runs/my run/checkpoint-20' --output_dir 'runs/my run-skip'"

@@ -90,6 +90,8 @@ def test_errors_of_hardware_blame_their_node_and_errors_that_follow_blame_none()
          ["n1"], []),  # torch may be built without CUDA
         (CLUSTER + "n1: the job has 8 GPUs on this node, one process each, but torch sees 7. C",
          ["n1"], ["n1"]),
+        (CLUSTER + "n1: the job has 8 GPUs on this node, one process each, but torch sees 1. C",
+         ["n1"], []),  # the user's CUDA_VISIBLE_DEVICES
         ("n2: there is no python on PATH: activate the environment", HOSTS, ["n2"]),
         ("n2: slurm/cluster.env failed, see above: bash", HOSTS, ["n2"]),
         ("n2: apptainer exec a.sif python cannot start the launcher (no)", HOSTS, ["n2"]),
@@ -181,10 +183,19 @@ def test_two_faults_in_a_week_make_a_bad_node(monkeypatch):
     monkeypatch.setattr(ledger.time, "time", lambda: now)
     ages = {"n1": [1, 2], "n2": [1, 8], "n3": [1], "n4": [1, -400], "n5": [0, 0, 7]}
     faults = [
-        Fault(node, "hang", "", time=now - age * day) for node, days in ages.items() for age in days
+        Fault(node, "hang", "", job=node, time=now - age * day)
+        for node, days in ages.items()
+        for age in days
     ]
     faults += [Fault("n6", "mismatch", "", time=now)] * 2
     assert bad_nodes(faults) == {"n1": 2, "n5": 3}
+
+    def of_job(node: str, rank: int, kind: str = "hang") -> list[Fault]:
+        return [Fault(node, kind, f"rank {rank} on {node} hangs", job="8", time=now)] * 2
+
+    assert bad_nodes([*of_job("n7", 0), *of_job("n8", 0)]) == {}, "a deadlock in the job's code"
+    assert bad_nodes([*of_job("n7", 0), *of_job("n8", 9)]) == {"n7": 2, "n8": 2}
+    assert bad_nodes(of_job("n7", 0, "hardware") + of_job("n8", 0, "hardware")).total() == 4
     for after, nodes in (("0", set()), ("3", {"n5"}), ("1", {*ages}), ("x", {"n1", "n5"})):
         monkeypatch.setenv("STOKER_LEAVE_OUT_AFTER", after)
         assert bad_nodes(faults).keys() == nodes, after
@@ -224,7 +235,8 @@ def rows(**nodes: str) -> str:
     ],
 )
 def test_bad_nodes_are_left_out_as_long_as_the_job_can_start(file, own, nodes, asked, excluded):
-    record([Fault(node, "hang", "") for node in ("n3", "n1", "n1", "n3", "n1", "n2")])
+    nodes_of_ranks = ("n3", "n1", "n1", "n3", "n1", "n2")
+    record([Fault(node, "hang", f"rank {node} on it") for node in nodes_of_ranks])
     chosen, words = plan_to_leave_out(own, asked, nodes)
     assert chosen == excluded
     assert ("leaves out n1 (3 faults in 7 days)" in words) == ("n1" in excluded.split(","))
