@@ -73,7 +73,7 @@ class PackedDataset(Dataset):
 
     pad_token_id fills the end of a sequence. No document attends to padding, so any id works.
     to_longest: pad a micro-batch to its longest sequence, rounded up to a multiple of PADDED_TO.
-    skipped: rows of each dataset that become padding, so that all others keep their places.
+    skipped: rows of each dataset that become padding, so that all others keep their sequences.
     """
 
     def __init__(
@@ -107,15 +107,14 @@ class PackedDataset(Dataset):
         sources = np.zeros((len(self.plans), count), dtype=bool)
         for source, indices, own in self._by_source(np.asarray(sequences, dtype=np.int64)):
             of_sequence, segments = self.plans[source].segments_of(own)
+            if len(self.skipped[source]):
+                left = np.isin(segments.document, self.skipped[source], invert=True).nonzero()[0]
+                of_sequence, segments = of_sequence[left], segments.take(left)
             ids, marks = self.datasets[source].pieces(segments)
-            for place in np.isin(segments.document, self.skipped[source]).nonzero()[0].tolist():
-                # Without its tokens: an overflow in its layers would spoil all gradients.
-                ids[place] = np.full(len(ids[place]), self.pad_token_id, dtype=np.int32)
-                marks[place] = np.zeros(len(ids[place]), dtype=bool)
             owners.append(indices[of_sequence])
             tokens += ids
             trained += marks
-            used[indices] = self.plans[source].sequence_tokens[own]
+            np.add.at(used, owners[-1], segments.lengths)
             sources[source, indices] = True
         if self.to_longest:
             length = min(-(-max(int(used.max()), 1) // PADDED_TO) * PADDED_TO, length)

@@ -60,22 +60,31 @@ def test_a_faulty_line_is_named_with_what_the_run_trains_on(datasets, tmp_path, 
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
-def test_skipped_documents_become_padding_and_all_others_stay(datasets, packing):
+def test_skipped_documents_become_padding_at_the_end_of_their_sequence(datasets, packing):
+    """Padding is no token for the load balance of experts, so sequence_tokens leaves it out."""
     plans = [plan_packing(dataset.lengths, 4, packing) for dataset in datasets]
     rows = [np.array([3]), np.array([0, 4])]
     plain, without = (PackedDataset(datasets, plans, 999, skipped=given) for given in ([], rows))
     for sequence in range(len(plain)):
         whole, cut = plain.__getitems__([sequence]), without.__getitems__([sequence])
-        documents = [part.document for part in plain.documents_in(np.array([sequence]))]
+        parts = plain.documents_in(np.array([sequence]))
         source = int(sequence >= plain.first_of_source[1])
-        lengths = np.diff(whole["cu_seq_lens"].numpy())
-        padding = [-1] * (len(lengths) - len(documents))
-        left_out = np.isin([*documents, *padding], rows[source]).repeat(lengths)
-        ids = np.where(left_out, 999, whole["input_ids"].numpy())
-        assert cut["input_ids"].tolist() == ids.tolist()
-        assert cut["loss_mask"].tolist() == (whole["loss_mask"].numpy() & ~left_out).tolist()
-        for name in ("cu_seq_lens", "sequence_tokens", "sources"):
-            assert torch.equal(cut[name], whole[name])
+        kept = np.array([part.document not in rows[source] for part in parts])
+        lengths = np.array([part.stop - part.start for part in parts])
+        left = np.zeros(4, dtype=bool)
+        left[: lengths.sum()] = kept.repeat(lengths)
+        ids, mask = (whole[name].numpy().flatten()[left] for name in ("input_ids", "loss_mask"))
+        free = 4 - len(ids)
+        assert cut["input_ids"].tolist() == [[*ids, *[999] * free]]
+        assert cut["loss_mask"].tolist() == [[*mask, *[False] * free]]
+        assert cut["sequence_tokens"].tolist() == [len(ids)]
+        bounds = np.cumsum([0, *lengths[kept], *[free] * bool(free)])
+        assert cut["cu_seq_lens"].tolist() == bounds.tolist()
+        assert torch.equal(cut["sources"], whole["sources"])
         positions = cut["loss_mask"].flatten().nonzero().flatten() - 1
         assert cut["loss_positions"].tolist() == positions.tolist()
+    everything = [np.arange(len(dataset)) for dataset in datasets]
+    empty = PackedDataset(datasets, plans, 999, skipped=everything).__getitems__([0, 1])
+    assert empty["cu_seq_lens"].tolist() == [0, 4, 8]
+    assert not empty["loss_mask"].any()
     assert len(DOCUMENTS) == 5, "the rows above are those of this dataset"
