@@ -130,13 +130,13 @@ def sums_of_hours(runs: Sequence[RunStatus], names: Mapping[str, str]) -> list[t
 
 
 def queued_jobs(users: Sequence[str] = ()) -> dict[str, Job]:
-    """Return the jobs of this user, or of `users`, queued or ended before their run, by ID.
+    """Return the jobs of this user and of `users`, queued or ended before their run, by ID.
 
     Return {} without squeue.
     """
     if shutil.which("squeue") is None:
         return {}
-    whose = f"--user={','.join(users)}" if users else "--me"
+    whose = f"--user={','.join([*users, str(os.getuid())])}" if users else "--me"
     command = ["squeue", whose, "--noheader", "--format=%A|%i|%T|%r|%L|%S|%j"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True)

@@ -179,7 +179,8 @@ def work_left(
     run, left = read_run(Path(folder), whole=False), steps - int(done)
     if left <= 0 or "a start would have nothing to do" in said:
         raise ConfigurationError("nothing is left to train")
-    first = [start for start in run.starts if not int(start.job.get("restart_in_job") or 0)]
+    # In an interactive job, without a count of restarts, other commands may have run before.
+    first = [start for start in run.starts if str(start.job.get("restart_in_job")) == "0"]
     began = [(start.trained, start.job.get("start_time")) for start in first]
     times = [trained - job for trained, job in began if trained and isinstance(job, float)]
     startup_s = statistics.median(times) if times else STARTUP_S

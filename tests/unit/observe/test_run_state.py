@@ -413,6 +413,13 @@ def test_jobs_are_read_from_squeue_which_may_be_absent_or_fail(tmp_path, monkeyp
     assert queued_jobs() == {}
 
 
+def test_a_page_of_other_users_asks_also_for_the_own_jobs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", ""), prepend=":")
+    (tmp_path / "bin" / "squeue").write_text(f'#!/bin/sh\necho "$1" >{tmp_path}/asked\n')
+    queued_jobs(["ann", "bob"])
+    assert (tmp_path / "asked").read_text() == f"--user=ann,bob,{os.getuid()}\n"
+
+
 def read_status_error(run):
     with pytest.raises(ConfigurationError) as refused:
         read_status(run, queued_jobs())

@@ -154,7 +154,7 @@ def test_the_measured_speed_is_that_of_the_ranks_that_trained(table, tmp_path):
     run, began = tmp_path / "run", datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
     starts = [  # the second one ended before training
         {"time": (began + datetime.timedelta(hours=hour)).isoformat(), "resumed_from": None,
-         "launch": {"world_size": ranks}, "slurm": {}}
+         "launch": {"world_size": ranks}, "slurm": {"start_time": began.timestamp() - 7200}}
         for hour, ranks in ((0, 2), (2, 64))
     ]  # fmt: skip
     lines = [{"event": "started", "step": 0, "time": began.timestamp() + 60}]
@@ -165,7 +165,9 @@ def test_the_measured_speed_is_that_of_the_ranks_that_trained(table, tmp_path):
     run.mkdir()
     (run / "provenance.json").write_text(json.dumps({"run_id": "r", "starts": starts}))
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert "3 s a step on 2 ranks (measured), in proportion on others" in table("H100-80GB")
+    shown = table("H100-80GB")
+    assert "3 s a step on 2 ranks (measured), in proportion on others" in shown
+    assert "start-up 5m00s (assumed)" in shown, "the interactive job began two hours before"
 
 
 def test_rows_of_different_global_batches_are_called_different_trainings(table):
