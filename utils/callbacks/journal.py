@@ -159,7 +159,7 @@ _FIGURES = {
 }
 _SHOWN_NAN = ("loss", "grad_norm")  # NaN means a fault there; elsewhere there is no figure
 SLOW_LOADER = 0.01  # of a step; longer waits for data are shown
-SLOW_LOGS, SLOW_S = 10, 300.0  # in a row with one slowest rank, for the ledger of bad nodes
+SLOW_LOGS, SLOW_S = 10, 300.0  # the least logs in a row, and their seconds, of one slow node
 SLOW_RANK = 0.03  # of a step; longer waits for the slowest rank are shown
 
 

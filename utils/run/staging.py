@@ -107,7 +107,7 @@ def _file_system(path: Path) -> str:
     """Return the type of the file system that has `path`, such as ext4, or ""."""
     there, mounts = path.resolve(), psutil.disk_partitions(all=True)
     above = [mount for mount in mounts if there.is_relative_to(mount.mountpoint)]
-    # Of several at one path, the last covers the others.
+    # If several are at one path, the last one covers the others.
     return max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype if above else ""
 
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{nodes:>5} {limit:>9}  {date(now_s + wait_s)}  {date(now_s + end_s)}  "
                     f"{cost:>10,.1f}  {starts:>10}"
                 )
-                # Of two that end in the same minute, take the cheaper one.
+                # If two end in the same minute, take the cheaper one.
                 ends.append((round(end_s / 60), cost, limit_s, shlex.join(choice)))
         except ConfigurationError as error:
             rows.append(f"{nodes:>5}  {begins}{error.problems[0]}")
