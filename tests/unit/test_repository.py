@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,12 @@ def test_a_module_is_small_says_what_it_owns_and_imports_one_way(path):
             assert name == "utils.config.errors"
         if package == "config" and other == "host":
             assert name == "utils.host.redaction"
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """Without that pytest cannot import the second one ("import file mismatch")."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not [name for name, count in Counter(names).items() if count > 1]
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "status.py", "chat.py"])
