@@ -53,6 +53,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     others = given.runs or given.all or given.json or given.sync or given.watch
     if (others or given.html is not None) and (given.space or given.keep):
         parser.error("--space and --keep go with no other option")
+    of_runs = given.runs or given.all or given.sync or given.html is not None
+    if given.nodes and (of_runs or given.space or given.keep):
+        parser.error("--nodes shows the faults of all jobs: it takes only --json and --watch")
     if (given.step or given.spikes) and (len(given.runs) != 1 or given.watch is not None):
         parser.error("--step and --spikes are of one RUN, and not with --watch")
     return given

@@ -4,7 +4,7 @@
 # FOLDER/stoker-env-UID/ARCHIVE-MTIME-SIZE: the next job finds them. If there is no copy, the
 # environment of slurm/cluster.env stays, with a line that says why.
 
-# Prints this user's folder for copies, on a disk of this node; fails if there is none.
+# Prints this user's folder for copies, on a disk of this node. Without one, it fails.
 env_folder() {
   local base=${STOKER_STAGE_DIR:-} each folder
   for each in "${SLURM_TMPDIR:-}" "${TMPDIR:-}" /tmp; do
@@ -62,7 +62,7 @@ is_unchanged() {
     { printf 'it changed while it was unpacked' && false; }
 }
 
-# Sets `env_copy`, unpacked and locked until this process ends, or `why` there is none.
+# Sets `env_copy`, unpacked and locked until this process ends. Without a copy, `why` has the reason.
 find_env_copy() {
   local folder name making
   why='no folder on a disk of this node is yours alone: set STOKER_STAGE_DIR'

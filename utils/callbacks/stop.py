@@ -95,7 +95,7 @@ class StopWatch(TrainerCallback):
     unscheduled_save  whether only this callback asked for the save of the current step
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last four are sources of times and requests
         self,
         checkpoints: Checkpoints,
         progress: Progress,
@@ -104,14 +104,14 @@ class StopWatch(TrainerCallback):
         clock: Callable[[], float] = time.monotonic,
         end_time: Callable[[], float | None] = job_end_time,  # seconds since the epoch
         signalled: Callable[[], str | None] = stop_request,
+        budget_end: Callable[[], float | None] = lambda: None,  # of max_gpu_hours, unix seconds
     ):
         self.checkpoints, self.progress, self.save_minutes = checkpoints, progress, save_minutes
         self.clock, self.end_time, self.signalled = clock, end_time, signalled
+        self.budget_end = budget_end
         self.stopped = self.spent = self.evaluation_due = self.unscheduled_save = False
         self.agreement: Agreement | None = None  # while training
         self.deadline: Deadline | None = None  # of rank 0
-        # When max_gpu_hours will be used up, in unix seconds; finish.py sets it.
-        self.budget_end: Callable[[], float | None] = lambda: None
         self.budget: Deadline | None = None  # of rank 0
         self.found, self.reason = NOTHING, ""  # the request of this rank, and the reason
         self.looked_at = float("-inf")

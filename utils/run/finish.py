@@ -73,8 +73,10 @@ def run_callbacks(
     if len(sources) > 1 and plan.loss_head.name == "fused":
         source_losses = SourceLosses(source_names(sources), settings.training)
     progress = Progress()
-    stop = StopWatch(checkpoints, progress, save_minutes=options.save_minutes or 0)
-    stop.budget_end = lambda: end_of_budget(output_dir, options.max_gpu_hours)
+    stop = StopWatch(
+        checkpoints, progress, save_minutes=options.save_minutes or 0,
+        budget_end=lambda: end_of_budget(output_dir, options.max_gpu_hours),
+    )  # fmt: skip
     # The peak of short micro-batches does not tell which batch of long ones would fit.
     memory = MemoryMonitor(0 if plan.to_longest else plan.memory.sequence_bytes)
     journal = Journal(

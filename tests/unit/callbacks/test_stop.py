@@ -71,9 +71,9 @@ class Ranks:
             watch = StopWatch(
                 Saves(folder), Progress(), save_minutes=save_minutes, clock=lambda: self.now,
                 end_time=lambda: end_time, signalled=lambda rank=rank: self.signals.get(rank),
+                budget_end=lambda: budget_end,
             )  # fmt: skip
             self.watches.append(watch)
-            watch.budget_end = lambda: budget_end
             watch.on_train_begin(self.args[rank], self.states[rank], self.controls[rank])
 
     def event(self, name, seconds=0.0):

@@ -90,6 +90,10 @@ def test_the_page_is_never_in_a_run_and_a_refusal_names_the_way_out(tmp_path, ca
         with pytest.raises(SystemExit):
             status.main([*words, "--html"])
         assert "--html writes a page of a folder" in capsys.readouterr().err
+    for words in ([str(run)], ["--all"], ["--html"], ["--space"]):
+        with pytest.raises(SystemExit):
+            status.main([*words, "--nodes"])
+        assert "it takes only --json and --watch" in capsys.readouterr().err
 
 
 def test_a_run_that_is_deleted_meanwhile_is_left_out(tmp_path, monkeypatch, capsys):
